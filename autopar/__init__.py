@@ -1,0 +1,26 @@
+"""autopar: one line turns a Hugging Face model that sits in memory into a tensor- and data-parallel one."""
+
+from autopar.api import deparallelize, initialize
+from autopar.config import ParallelConfig
+from autopar.errors import (
+    AutoparError,
+    CheckpointError,
+    ConfigError,
+    ConsistencyError,
+    PolicyError,
+    UnsupportedModelError,
+)
+from autopar.mesh import MPU
+
+__all__ = [
+    "MPU",
+    "AutoparError",
+    "CheckpointError",
+    "ConfigError",
+    "ConsistencyError",
+    "ParallelConfig",
+    "PolicyError",
+    "UnsupportedModelError",
+    "deparallelize",
+    "initialize",
+]

@@ -1,0 +1,173 @@
+"""ParallelConfig: what the user asks for, from a dict, a JSON or a YAML file. All errors at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autopar.errors import ConfigError, nearest
+
+__all__ = ["ParallelConfig"]
+
+_SECTIONS: dict[str, dict[str, type]] = {
+    "model_parallelism": {"enable": bool, "tensor_parallel_size": int, "pipeline_parallel_size": int},
+    "activation_checkpointing": {"enable": bool},
+    "consistency_check": {"enable": bool},
+}
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Resolved configuration.
+
+    Attributes:
+        tensor_parallel_size: ranks that share the layers of one model replica.
+        pipeline_parallel_size: stages that share the blocks of one model replica.
+        activation_checkpointing: recompute the blocks' activations in the backward pass.
+        consistency_check: compare inputs and random state over the tensor-parallel ranks on the first forward.
+
+    The form a user writes has sections; a section that is present is on unless it says ``enable: false``::
+
+        model_parallelism:
+          enable: true
+          tensor_parallel_size: 2
+        activation_checkpointing:
+          enable: true
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    activation_checkpointing: bool = False
+    consistency_check: bool = True
+
+    def __post_init__(self) -> None:
+        problems = []
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            if type(value) is not kind:
+                problems.append(f"{field.name} must be {_name(kind)}, not {_show(value)}")
+            elif kind is int and value < 1:
+                problems.append(f"{field.name} must be at least 1, not {value}")
+        _raise(problems)
+
+    @classmethod
+    def parse(cls, source: Mapping[str, Any] | str | Path | ParallelConfig | None) -> ParallelConfig:
+        """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or a ready ``ParallelConfig``.
+
+        Raises:
+            ConfigError: lists every unknown key, wrong type and impossible size that was found.
+        """
+        if isinstance(source, ParallelConfig):
+            return source
+        if source is None:
+            return cls()
+        if isinstance(source, (str, Path)):
+            source = _read(Path(source))
+        if not isinstance(source, Mapping):
+            raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {_show(source)}")
+        problems: list[str] = []
+        values: dict[str, dict[str, Any]] = {}
+        for section, content in source.items():
+            known = _SECTIONS.get(section) if isinstance(section, str) else None
+            if known is None:
+                problems.append(_unknown_section(section))
+            elif not isinstance(content, Mapping):
+                problems.append(f"section '{section}' must hold keys, not {_show(content)}")
+            else:
+                values[section] = _check_section(section, content, known, problems)
+        _raise(problems)
+        sizes = values.get("model_parallelism", {})
+        if not sizes.get("enable", True):
+            sizes = {}
+        return cls(
+            tensor_parallel_size=sizes.get("tensor_parallel_size", 1),
+            pipeline_parallel_size=sizes.get("pipeline_parallel_size", 1),
+            activation_checkpointing=_is_on(values, "activation_checkpointing", default=False),
+            consistency_check=_is_on(values, "consistency_check", default=True),
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """``world_size / (tensor_parallel_size * pipeline_parallel_size)``.
+
+        Raises:
+            ConfigError: if that is not whole; says which world sizes and which tensor-parallel sizes would fit.
+        """
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        if world_size % (tp * pp) == 0:
+            return world_size // (tp * pp)
+        fitting = [size for size in range(1, world_size + 1) if world_size % (size * pp) == 0]
+        raise ConfigError(
+            f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} = {tp * pp} does not divide "
+            f"the world of {world_size} processes.\n"
+            f"  {world_size} / {tp * pp} must be whole: it is the data-parallel size.\n"
+            + (
+                f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
+                if fitting
+                else f"  With {world_size} processes no tensor_parallel_size fits pipeline_parallel_size={pp}"
+            )
+            + f"; or start a multiple of {tp * pp} processes (torchrun --nproc-per-node {tp * pp})."
+        )
+
+
+def _is_on(values: Mapping[str, Mapping[str, Any]], section: str, *, default: bool) -> bool:
+    return bool(values[section].get("enable", True)) if section in values else default
+
+
+def _check_section(
+    section: str, content: Mapping[Any, Any], known: Mapping[str, type], problems: list[str]
+) -> dict[str, Any]:
+    checked: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in known:
+            problems.append(
+                f"unknown key '{key}' in section '{section}'.{nearest(str(key), known)} Known: {', '.join(known)}"
+            )
+        elif type(value) is not known[key]:  # True is no int
+            problems.append(f"{section}.{key} must be {_name(known[key])}, not {_show(value)}")
+        elif known[key] is int and value < 1:
+            problems.append(f"{section}.{key} must be at least 1, not {value}")
+        else:
+            checked[key] = value
+    return checked
+
+
+def _unknown_section(section: object) -> str:
+    for name, keys in _SECTIONS.items():
+        if section in keys and section != "enable":
+            return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
+    return f"unknown section '{section}'.{nearest(str(section), _SECTIONS)} Known: {', '.join(_SECTIONS)}"
+
+
+def _read(path: Path) -> object:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"config file '{path}' must end in .json, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file '{path}' cannot be read: {error}") from error
+    try:
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file '{path}' cannot be parsed: {error}") from error
+
+
+def _name(kind: type) -> str:
+    return {bool: "true or false", int: "an integer"}[kind]
+
+
+def _show(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _raise(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
+        raise ConfigError(f"the config has {len(problems)} problems:\n{lines}", problems)

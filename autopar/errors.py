@@ -1,0 +1,70 @@
+"""The exception tree of autopar.
+
+    AutoparError
+    ├── ConfigError(ValueError)          the user's configuration, or sizes that do not fit
+    ├── UnsupportedModelError            no policy matches the model
+    ├── PolicyError                      a policy is wrong; carries file and line
+    ├── CheckpointError                  a checkpoint is incomplete, damaged, or does not fit
+    └── ConsistencyError                 ranks that must agree do not
+
+Every message says in its first line what is wrong, with the name and both numbers; then where
+that comes from; then what would fit. Errors are raised before anything is changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AutoparError",
+    "CheckpointError",
+    "ConfigError",
+    "ConsistencyError",
+    "PolicyError",
+    "UnsupportedModelError",
+    "nearest",
+]
+
+
+class AutoparError(Exception):
+    """Base of all errors that autopar raises on purpose."""
+
+
+class ConfigError(AutoparError, ValueError):
+    """A configuration key, type or size is wrong. ``problems`` lists every one that was found."""
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (message,)
+
+
+class UnsupportedModelError(AutoparError):
+    """No policy matches the model."""
+
+
+class PolicyError(AutoparError):
+    """A policy is malformed or does not describe the model.
+
+    Args:
+        message: what is wrong.
+        where: ``file:line`` of the entry to blame, put in front of the message.
+    """
+
+    def __init__(self, message: str, where: object = None) -> None:
+        super().__init__(f"{where}: {message}" if where else message)
+        self.where = str(where) if where else None
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint is incomplete, damaged, or does not fit the model or mesh."""
+
+
+class ConsistencyError(AutoparError):
+    """Ranks hold different values where they must hold the same."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the candidate closest to ``name``, else an empty string."""
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return f" Did you mean '{found[0]}'?" if found else ""

@@ -1,0 +1,251 @@
+"""How the units of one tensor dim are shared out over the ranks of an axis. Pure; the only slicing code.
+
+A *unit* (an attention head, one ffn neuron, one vocabulary row) may be shared out but never cut in two.
+A *layout* says how units lie along one dim of one stored tensor: blocks side by side, each block a run
+of equally wide units. GPT-2 stores ``q | k | v`` as three blocks of ``heads``; BLOOM stores one block of
+``heads`` whose units are three head widths wide.
+
+Everything else follows from :meth:`Layout.ranges`: the ``[start, stop)`` ranges of the stored dim that a
+rank holds. ``shard`` concatenates those ranges, ``unshard`` writes them back, a loader reads just them.
+
+    >>> shares = share_out(3, 2)                       # 3 heads over 2 ranks
+    >>> shares
+    ((0, 2), (2, 3))
+    >>> Layout.of(dim=0, blocks=[Block("heads", 3, 4, shares)]).ranges(1)
+    ((8, 12),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+__all__ = ["Block", "Layout", "Range", "Shares", "follow", "share_out", "share_out_replicated"]
+
+Range = tuple[int, int]
+"""``[start, stop)``."""
+
+Shares = tuple[Range, ...]
+"""For each rank of the axis the ``[start, stop)`` units that it holds."""
+
+
+def share_out(count: int, size: int) -> Shares:
+    """Share ``count`` units out over ``size`` ranks as evenly as whole units allow; the first ranks get more.
+
+    Ranks may end up with no unit (a vocabulary of 3 on 4 ranks); callers decide whether that is allowed.
+    """
+    each, extra = divmod(count, size)
+    starts = [rank * each + min(rank, extra) for rank in range(size + 1)]
+    return tuple((starts[rank], starts[rank + 1]) for rank in range(size))
+
+
+def share_out_replicated(count: int, size: int) -> Shares:
+    """Share ``count`` units out over more ranks than units: each rank holds one unit, some ranks the same one.
+
+    With ``count >= size`` this is :func:`share_out`. ``count=2, size=3`` gives unit 0 to ranks 0 and 1, unit 1 to rank 2.
+    """
+    if count >= size or count == 0:
+        return share_out(count, size)
+    shares: list[Range] = []
+    for unit, (start, stop) in enumerate(share_out(size, count)):
+        shares += [(unit, unit + 1)] * (stop - start)
+    return tuple(shares)
+
+
+def follow(count: int, leader_count: int, leader_shares: Shares) -> Shares:
+    """Share ``count`` units out so that each lies on a rank that holds its leader.
+
+    Leader ``i`` owns units ``[i * n, (i + 1) * n)`` with ``n = count / leader_count`` (query heads and their KV head).
+    Ranks that hold the same leader share its units out among themselves. Raises ``ValueError`` if ``n`` is not whole.
+    """
+    if leader_count == 0 or count % leader_count:
+        raise ValueError(f"{count} units cannot follow {leader_count}: {count} / {leader_count} is not whole")
+    each = count // leader_count
+    shares: list[Range] = []
+    for rank, (start, stop) in enumerate(leader_shares):
+        holders = [r for r, share in enumerate(leader_shares) if share == (start, stop)]
+        low, high = share_out((stop - start) * each, len(holders))[holders.index(rank)]
+        shares.append((start * each + low, start * each + high))
+    return tuple(shares)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of ``count`` units, each ``width`` elements wide, and which units each rank holds."""
+
+    unit: str
+    count: int
+    width: int
+    shares: Shares
+
+    @property
+    def size(self) -> int:
+        """Elements along the dim."""
+        return self.count * self.width
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How blocks of units lie along dim ``dim`` of one stored tensor, and who holds what.
+
+    Build it with :meth:`of`; ``dim`` is never negative. All sizes are in elements along ``dim``.
+    """
+
+    dim: int
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, dim: int, blocks: Sequence[Block]) -> Layout:
+        """Lay ``blocks`` side by side along ``dim``. Raises ``ValueError`` if their axis sizes differ."""
+        if len({len(block.shares) for block in blocks}) != 1:
+            raise ValueError("blocks of one layout must be shared out over the same axis")
+        return cls(dim, tuple(blocks))
+
+    @property
+    def axis_size(self) -> int:
+        """Ranks over which the units are shared out."""
+        return len(self.blocks[0].shares)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements along ``dim`` of the stored tensor."""
+        return sum(block.size for block in self.blocks)
+
+    @cached_property
+    def _ranges(self) -> tuple[tuple[Range, ...], ...]:
+        table: list[tuple[Range, ...]] = []
+        for rank in range(self.axis_size):
+            offset, ranges = 0, list[Range]()
+            for block in self.blocks:
+                start, stop = block.shares[rank]
+                low, high = offset + start * block.width, offset + stop * block.width
+                if ranges and ranges[-1][1] == low:
+                    ranges[-1] = (ranges[-1][0], high)  # touching ranges become one
+                elif high > low:
+                    ranges.append((low, high))
+                offset += block.size
+            table.append(tuple(ranges))
+        return tuple(table)
+
+    def ranges(self, rank: int) -> tuple[Range, ...]:
+        """The ``[start, stop)`` ranges of the stored dim that ``rank`` holds, in the order in which it holds them."""
+        return self._ranges[rank]
+
+    def local_size(self, rank: int) -> int:
+        """Elements along ``dim`` on ``rank``."""
+        return sum(stop - start for start, stop in self._ranges[rank])
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether some element is held by more than one rank (fewer KV heads than ranks)."""
+        return sum(self.local_size(rank) for rank in range(self.axis_size)) > self.size
+
+    @cached_property
+    def _owned(self) -> tuple[tuple[Range, ...], ...]:
+        covered: list[Range] = []
+        owned: list[tuple[Range, ...]] = []
+        for rank in range(self.axis_size):
+            mine: list[Range] = []
+            for start, stop in self._ranges[rank]:
+                pieces = [(start, stop)]
+                for low, high in covered:
+                    pieces = [
+                        piece
+                        for a, b in pieces
+                        for piece in ((a, min(b, low)), (max(a, high), b))
+                        if piece[0] < piece[1]
+                    ]
+                mine += pieces
+            covered += mine
+            owned.append(tuple(mine))
+        return tuple(owned)
+
+    def owned(self, rank: int) -> tuple[Range, ...]:
+        """Like :meth:`ranges` without what a lower rank holds too: over all ranks every element exactly once."""
+        return self._owned[rank]
+
+    def owned_local(self, rank: int) -> tuple[Range, ...]:
+        """:meth:`owned` in coordinates of the rank's own shard."""
+        result: list[Range] = []
+        offset = 0
+        for start, stop in self._ranges[rank]:
+            for low, high in self._owned[rank]:
+                a, b = max(start, low), min(stop, high)
+                if a < b:
+                    result.append((offset + a - start, offset + b - start))
+            offset += stop - start
+        return tuple(result)
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Shape of the shard that ``rank`` holds of a stored tensor of ``shape``."""
+        return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
+
+    def shard(self, tensor: torch.Tensor, rank: int, dim: int | None = None) -> torch.Tensor:
+        """Cut what ``rank`` holds out of the stored tensor; a contiguous copy that shares no storage with it.
+
+        ``dim`` stands in for the layout's own: the same units lie along the last dim of an activation.
+        Raises ``ValueError`` if ``tensor`` does not have the layout's size along it.
+        """
+        dim = self.dim if dim is None else dim
+        if tensor.shape[dim] != self.size:
+            raise ValueError(f"dim {dim} has {tensor.shape[dim]} elements, the layout describes {self.size}")
+        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in self._ranges[rank]]
+        if not pieces:
+            return tensor.narrow(dim, 0, 0).clone(memory_format=torch.contiguous_format)
+        if len(pieces) == 1:
+            return pieces[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(pieces, dim)
+
+    def write(self, full: torch.Tensor, shard: torch.Tensor, rank: int, dim: int | None = None) -> None:
+        """Write the shard of ``rank`` into its place in the stored tensor ``full``.
+
+        Raises ``ValueError`` if the shard does not have the rank's size along ``dim``.
+        """
+        dim = self.dim if dim is None else dim
+        if shard.shape[dim] != self.local_size(rank):
+            raise ValueError(
+                f"shard of rank {rank} has {shard.shape[dim]} elements along dim {dim}, "
+                f"the layout describes {self.local_size(rank)}"
+            )
+        offset = 0
+        for start, stop in self._ranges[rank]:
+            full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
+            offset += stop - start
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int | None = None) -> torch.Tensor:
+        """Inverse of :meth:`shard`: the stored tensor from the shards of all ranks, in rank order."""
+        dim = self.dim if dim is None else dim
+        if len(shards) != self.axis_size:
+            raise ValueError(f"{len(shards)} shards for an axis of size {self.axis_size}")
+        shape = list(shards[0].shape)
+        shape[dim] = self.size
+        full = torch.empty(shape, dtype=shards[0].dtype, device=shards[0].device)
+        for rank in reversed(range(self.axis_size)):  # a lower rank has the last word where several hold an element
+            self.write(full, shards[rank], rank, dim)
+        return full
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; :meth:`from_json` gives the layout back."""
+        return {
+            "dim": self.dim,
+            "blocks": [
+                {"unit": b.unit, "count": b.count, "width": b.width, "shares": [list(s) for s in b.shares]}
+                for b in self.blocks
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Layout:
+        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        blocks = []
+        for b in data["blocks"]:
+            shares = tuple((int(start), int(stop)) for start, stop in b["shares"])
+            count, width = int(b["count"]), int(b["width"])
+            if count < 0 or width < 0 or any(not 0 <= start <= stop <= count for start, stop in shares):
+                raise ValueError(f"block {b} holds units outside [0, {count})")
+            blocks.append(Block(str(b["unit"]), count, width, shares))
+        return cls.of(int(data["dim"]), blocks)

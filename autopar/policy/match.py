@@ -1,0 +1,80 @@
+"""Which policy describes a model. ``model_type`` is listed in the policies and never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
+
+from autopar.errors import PolicyError, UnsupportedModelError, nearest
+from autopar.policy.load import load_policy, policy_files, read_user_policy
+from autopar.policy.schema import Policy
+
+__all__ = ["find_policy", "supported_model_types"]
+
+
+def supported_model_types() -> dict[str, str]:
+    """model_type -> name of the policy file that describes it."""
+    return {kind: path.stem for path in policy_files() for kind in load_policy(path).model_types}
+
+
+def find_policy(model: PreTrainedModel, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
+    """The policy of ``model``: the user's if given (path, dict or YAML text), else the one file that matches.
+
+    Raises:
+        UnsupportedModelError: no file lists the model type (names the closest that one does).
+        PolicyError: two files match, or the user's policy is for another model type.
+    """
+    config = model.config
+    if policy is not None:
+        chosen = read_user_policy(policy)
+        if config.model_type not in chosen.model_types:
+            raise PolicyError(
+                f"the policy is for model_type {', '.join(chosen.model_types)}, "
+                f"{type(model).__name__} has model_type {config.model_type}",
+                chosen.where,
+            )
+        _check_version(chosen, config)
+        return chosen
+    listed = [load_policy(path) for path in policy_files()]
+    listed = [candidate for candidate in listed if config.model_type in candidate.model_types]
+    found = [candidate for candidate in listed if _config_matches(candidate, config)]
+    if len(found) > 1:
+        raise PolicyError(
+            f"{' and '.join(str(p.where) for p in found)} both match model_type {config.model_type}: "
+            "narrow one of them with match.config"
+        )
+    if not found:
+        reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}."
+        if listed:
+            conditions = "; ".join(f"{p.name} wants {dict(p.config)}" for p in listed)
+            reason = f"no policy fits this config of model_type '{config.model_type}': {conditions}."
+        kinds = supported_model_types()
+        hint = nearest(config.model_type, kinds)
+        raise UnsupportedModelError(
+            f"{reason}{hint}\n  Listed: {', '.join(sorted(kinds))}.\n"
+            "  A policy of your own fits in too: autopar.initialize(model, config, policy='my.yaml'); "
+            "its form is in policies/README.md."
+        )
+    _check_version(found[0], config)
+    return found[0]
+
+
+def _config_matches(policy: Policy, config: PretrainedConfig) -> bool:
+    return all(getattr(config, key, None) == value for key, value in policy.config.items())
+
+
+def _check_version(policy: Policy, config: PretrainedConfig) -> None:
+    try:
+        wanted = SpecifierSet(policy.transformers)
+    except InvalidSpecifier as error:
+        raise PolicyError(f"'{policy.transformers}' is no version range", policy.where) from error
+    if not wanted.contains(transformers_version, prereleases=True):
+        raise UnsupportedModelError(
+            f"the policy for model_type '{config.model_type}' holds for transformers {policy.transformers}, "
+            f"installed is {transformers_version} ({policy.where})."
+        )

@@ -1,0 +1,134 @@
+"""The plan: what every rank will hold. Plain data, computed from names, shapes and sizes; no process group.
+
+Everything that can fail is checked by :func:`~autopar.policy.resolve.make_plan` before a plan exists, from data that
+every rank has, so every rank raises the same error and the model is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from autopar.layout import Layout
+
+__all__ = ["AttributePlan", "ModulePlan", "Plan", "TensorPlan"]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One entry of the plain model's state dict.
+
+    Attributes:
+        name: canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
+        shape: shape of the whole tensor.
+        dtype: as safetensors and torch spell it: ``float32``.
+        layout: how it is shared out over tp; None if every rank holds all of it.
+        aliases: other state-dict names of the same tensor.
+        saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None = None
+    aliases: tuple[str, ...] = ()
+    saved_as: str | None = None
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape on tp rank ``rank``."""
+        return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "layout": self.layout.to_json() if self.layout else None,
+            "aliases": list(self.aliases),
+            "saved_as": self.saved_as,
+        }
+
+    @classmethod
+    def from_json(cls, name: str, data: Mapping[str, Any]) -> TensorPlan:
+        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        shape = tuple(int(size) for size in data["shape"])
+        layout = Layout.from_json(data["layout"]) if data["layout"] is not None else None
+        if layout is not None and (not 0 <= layout.dim < len(shape) or shape[layout.dim] != layout.size):
+            raise ValueError(f"the layout of {name} does not describe its shape {list(shape)}")
+        aliases = tuple(str(alias) for alias in data["aliases"])
+        saved_as = None if data["saved_as"] is None else str(data["saved_as"])
+        return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """What becomes of one module.
+
+    Attributes:
+        path: dotted path from the root module.
+        rule: ``column``, ``row``, ``embedding`` or ``replicated``.
+        where: ``file:line`` of the rule.
+        layout: along the features that are shared out (``dim`` is that of the stored weight); None for ``replicated``.
+        gather_output, split_input: as in the policy.
+        by_hidden: an embedding cut along its columns instead of its rows.
+        sum_gradients: ``replicated`` only: sum the incoming gradient over tp (the module works on shared-out activations).
+    """
+
+    path: str
+    rule: str
+    where: str
+    layout: Layout | None = None
+    gather_output: bool = False
+    split_input: bool = False
+    by_hidden: bool = False
+    sum_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class AttributePlan:
+    """An attribute that ``forward`` reads and that becomes the rank's share: ``values[rank]``.
+
+    ``name`` may be ``config.x``: then the module gets its own copy of the config.
+    """
+
+    path: str
+    name: str
+    where: str
+    whole: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank of a tensor-parallel group holds of one model.
+
+    Attributes:
+        tp: size of the tensor-parallel axis.
+        model_type: of the Hugging Face model inside.
+        policy: name of the policy file.
+        tensors: state-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
+        modules: path -> :class:`ModulePlan`, only of modules that change.
+        attributes: what is scaled to the rank's share.
+    """
+
+    tp: int
+    model_type: str
+    policy: str
+    tensors: Mapping[str, TensorPlan]
+    modules: Mapping[str, ModulePlan]
+    attributes: tuple[AttributePlan, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def canonical(self, name: str) -> str:
+        """The canonical name of a state-dict entry that may be an alias."""
+        if name in self.tensors:
+            return name
+        return next(t.name for t in self.tensors.values() if name in t.aliases)

@@ -1,0 +1,76 @@
+"""Every entry of the state dict as a TensorPlan: which names are one tensor, and what ``save_pretrained`` calls it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from autopar.layout import Layout
+from autopar.policy.plan import TensorPlan
+
+__all__ = ["plan_tensors"]
+
+
+def plan_tensors(
+    root: nn.Module, prefix: str, model: PreTrainedModel, layouts: Mapping[int, Layout | None]
+) -> dict[str, TensorPlan]:
+    """One :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
+
+    Args:
+        layouts: ``id(parameter)`` -> layout, None if whole. Tensors that are not listed are whole.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in root.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    canonical = {key: _canonical(listed, prefix, model) for key, listed in names.items()}
+    saved = _saved_names(model) if not prefix else {name: name for name in canonical.values()}
+    plans = {}
+    for key, tensor in tensors.items():
+        name = canonical[key]
+        plans[name] = TensorPlan(
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            layouts.get(key),
+            tuple(sorted(set(names[key]) - {name})),
+            saved.get(name),
+        )
+    return plans
+
+
+def _canonical(listed: list[str], prefix: str, model: PreTrainedModel) -> str:
+    """Of the names of one tied tensor the one that transformers keeps (remove_tied_weights_from_state_dict)."""
+    if len(listed) == 1:
+        return listed[0]
+    tied = [f"{prefix}.{name}" if prefix else name for name in getattr(model, "all_tied_weights_keys", None) or {}]
+    left = sorted(listed)
+    for name in sorted(listed):
+        if len(left) > 1 and any(re.search(pattern, name) for pattern in tied):
+            left.remove(name)
+    return left[0]
+
+
+def _saved_names(model: PreTrainedModel) -> dict[str, str]:
+    """State-dict name -> the name in the file that ``save_pretrained`` writes.
+
+    transformers renames some modules between memory and file; the renaming is run on meta tensors. A conversion that
+    computes (stacked experts) keeps the names in memory, which ``from_pretrained`` reads as well.
+    """
+    ignored = {key for key in model._keys_to_ignore_on_save or () for key in [str(key)]}
+    state = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+        if name not in ignored
+    }
+    original = {id(tensor): name for name, tensor in state.items()}
+    saved = {original.get(id(tensor)): name for name, tensor in revert_weight_conversion(model, dict(state)).items()}
+    if None in saved or len(saved) != len(state):
+        return {name: name for name in state}
+    return {name: new for name, new in saved.items() if name is not None}

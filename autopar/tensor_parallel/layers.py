@@ -1,0 +1,225 @@
+"""The parallel layers. A module becomes one by a change of class: it keeps its name, hooks, parameters and what it is.
+
+Column-parallel (Shoeybi et al., "Megatron-LM", 2019, section 3): the output features are shared out, ``y_r = x W_r``.
+Row-parallel: the input features are, ``y = sum_r x_r W_r + b``. Vocab-parallel: the rows of an embedding are.
+Weights are plain local ``nn.Parameter`` objects, the same ones as before.
+
+Every layer has, beside what it had as a plain module:
+
+* ``tp``: the axis, ``region``: what the layers of the model share during a forward,
+* ``autopar``: its :class:`~autopar.policy.plan.ModulePlan`,
+* ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of those that are cut (on the module, since
+  attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from autopar.collectives import Axis, copy, gather, reduce_, scatter, sum_replicas
+from autopar.errors import PolicyError
+from autopar.layout import Layout
+from autopar.policy.plan import ModulePlan
+from autopar.tensor_parallel.regions import Region
+
+__all__ = [
+    "ColumnParallelConv1D",
+    "ColumnParallelLinear",
+    "HiddenParallelEmbedding",
+    "RowParallelConv1D",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "parallel_class",
+    "plain_class",
+]
+
+
+class _Parallel:
+    """What all parallel layers carry."""
+
+    tp: Axis
+    region: Region
+    autopar: ModulePlan
+    autopar_layouts: dict[str, Layout]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _used(self, name: str) -> torch.Tensor:
+        """A parameter for use in forward: where several ranks hold the same units, their gradients are summed."""
+        parameter: torch.Tensor = getattr(self, name)
+        layout = self.autopar_layouts.get(name)
+        return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
+
+
+class _Column(_Parallel):
+    """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``. Weight Shard(out), bias Shard(0)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plan = self.autopar
+        bias = None if self.bias is None else self._used("bias")
+        y = self._multiply(self.region.enter(x), self._used("weight"), bias)  # [..., out/tp]
+        if plan.gather_output:
+            return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
+        self.region.draw_apart()
+        return y
+
+    @staticmethod
+    def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Row(_Parallel):
+    """``[..., in/tp] -> [..., out]``, or ``[..., in]`` in with ``split_input``. Weight Shard(in), bias Replicate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.autopar.split_input:
+            x = scatter(x, self.tp, self.autopar_layouts["weight"])  # [..., in/tp]
+        self.region.leave()
+        y = reduce_(self._multiply(x, self.weight, None), self.tp)  # [..., out], Partial -> Replicate
+        return y if self.bias is None else y + self.bias
+
+    @staticmethod
+    def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight, bias)  # weight [out, in]
+
+
+def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if bias is None:
+        return x.matmul(weight)  # weight [in, out]
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+class ColumnParallelLinear(_Column, nn.Linear):
+    """``nn.Linear`` with its output features shared out."""
+
+    _multiply = staticmethod(_linear)
+
+
+class RowParallelLinear(_Row, nn.Linear):
+    """``nn.Linear`` with its input features shared out."""
+
+    _multiply = staticmethod(_linear)
+
+
+class ColumnParallelConv1D(_Column, Conv1D):
+    """transformers' ``Conv1D`` with its output features shared out."""
+
+    _multiply = staticmethod(_conv1d)
+
+
+class RowParallelConv1D(_Row, Conv1D):
+    """transformers' ``Conv1D`` with its input features shared out."""
+
+    _multiply = staticmethod(_conv1d)
+
+
+class VocabParallelEmbedding(_Parallel, nn.Embedding):
+    """An embedding with its rows shared out: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
+
+    Raises:
+        IndexError: an id outside the whole table, on every rank (on CUDA a device-side assertion, as in torch).
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        layout = self.autopar_layouts["weight"]
+        (start, stop) = next(iter(layout.ranges(self.tp.rank)), (0, 0))
+        _check_ids(input, layout.size)
+        if start == stop:  # no rows here: zeros that still belong to the graph
+            y = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
+            return reduce_(y, self.tp)
+        local = input - start
+        outside = (local < 0) | (local >= stop - start)
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        y = F.embedding(local.masked_fill(outside, 0), self.weight, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        return reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp)
+
+
+class HiddenParallelEmbedding(_Parallel, nn.Embedding):
+    """An embedding with its columns shared out: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(input, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., hidden/tp] -> [..., hidden]
+
+
+class _SummedGradients(_Parallel):
+    """A replicated module that works on shared-out activations: forward sees weights whose incoming gradient is summed.
+
+    Outside ``forward`` its attributes are the Parameters themselves.
+    """
+
+    _in_forward = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_forward = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._in_forward = False
+
+
+def _summed_parameter(name: str) -> property:
+    def read(self: Any) -> Any:
+        parameter = self._parameters[name]
+        return copy(parameter, self.tp) if self._in_forward and parameter is not None else parameter
+
+    def write(self: Any, value: Any) -> None:
+        nn.Module.__setattr__(self, name, value)
+
+    return property(read, write)
+
+
+def _check_ids(ids: torch.Tensor, size: int) -> None:
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < size)).all())
+    elif ids.numel() and not ids.is_meta:
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= size:
+            raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
+
+
+@functools.cache
+def parallel_class(plain: type[nn.Module], rule: str, by_hidden: bool, parameters: tuple[str, ...]) -> type[nn.Module]:
+    """The class that a module of class ``plain`` becomes. Subclasses keep their own behaviour (``embed_scale``).
+
+    A subclass calls ``super().forward``, which finds the parallel forward: it stands between the subclass and torch's
+    class in the method resolution order. ``parameters`` matters for ``replicated`` only.
+    """
+    if rule == "replicated":
+        properties = {name: _summed_parameter(name) for name in parameters}
+        return type(f"SummedGradients{plain.__name__}", (_SummedGradients, plain), properties)
+    table: dict[tuple[str, bool], type[nn.Module]] = {
+        ("column", False): ColumnParallelLinear,
+        ("row", False): RowParallelLinear,
+        ("column", True): ColumnParallelConv1D,
+        ("row", True): RowParallelConv1D,
+        ("embedding", False): VocabParallelEmbedding,
+        ("embedding", True): HiddenParallelEmbedding,
+    }
+    parallel = table[rule, by_hidden if rule == "embedding" else issubclass(plain, Conv1D)]
+    torch_class = parallel.__mro__[parallel.__mro__.index(_Parallel) + 1]
+    if plain is torch_class:
+        return parallel
+    if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
+        raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
+    return type(f"{parallel.__name__}Of{plain.__name__}", (plain, parallel), {})
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Inverse of :func:`parallel_class` for a module that is a parallel layer."""
+    for candidate in type(module).__mro__:
+        if issubclass(candidate, nn.Module) and not issubclass(candidate, _Parallel):
+            return candidate
+    raise TypeError(f"{type(module).__name__} is no parallel layer")

@@ -1,0 +1,181 @@
+"""Applying a plan to a model in place, and taking it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.collectives import Axis
+from autopar.layout import Layout
+from autopar.mesh import MPU
+from autopar.policy.plan import AttributePlan, ModulePlan, Plan
+from autopar.tensor_parallel.layers import parallel_class, plain_class
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["apply", "cut_parameters", "make_equal", "undo"]
+
+_SIZES = {"column": ("out_features", "nf"), "row": ("in_features", "nx")}
+
+
+def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
+    """Turn ``model`` into the share of ``axis.rank``, in place; no communication. At tp 1 nothing changes.
+
+    Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
+    so an optimizer made before goes on working.
+    """
+    if plan.tp == 1:
+        return
+    modules = dict(model.named_modules())
+    done: set[int] = set()
+    for path, module_plan in plan.modules.items():
+        module = modules[path]
+        _swap(module, module_plan, axis, region)
+        for name, layout in module.autopar_layouts.items():  # type: ignore[operator,union-attr]
+            parameter = module._parameters[name]
+            if parameter is not None and id(parameter) not in done:  # tied weights are cut once
+                done.add(id(parameter))
+                _cut(parameter, layout, axis.rank)
+        _resize(module, module_plan, axis.rank)
+    for attribute in plan.attributes:
+        _set(modules[attribute.path], attribute, attribute.values[axis.rank])
+
+
+def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
+    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    module.__class__ = parallel_class(type(module), plan.rule, plan.by_hidden, names)
+    module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
+    layouts: dict[str, Layout] = {}
+    if plan.layout is not None:
+        layouts["weight"] = plan.layout
+        if plan.rule == "column" and module._parameters.get("bias") is not None:
+            layouts["bias"] = Layout.of(0, plan.layout.blocks)
+    module.autopar_layouts = layouts  # type: ignore[assignment]
+
+
+def _cut(parameter: nn.Parameter, layout: Layout, rank: int) -> None:
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.data = layout.shard(parameter.data, rank)
+    if gradient is not None:
+        parameter.grad = layout.shard(gradient, rank)
+
+
+def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
+    """Make the sizes that a module tells about itself those of its weight (``rank`` None: the whole one)."""
+    if plan.layout is None:
+        return
+    size = plan.layout.size if rank is None else plan.layout.local_size(rank)
+    names = _SIZES.get(plan.rule) or (("embedding_dim",) if plan.by_hidden else ("num_embeddings",))
+    for name in names:
+        if name in vars(module):
+            setattr(module, name, size)
+
+
+def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
+    if plan.name.startswith("config."):
+        if "_autopar_config" not in vars(module):
+            module._autopar_config = module.config
+            module.config = copy.copy(module.config)  # type: ignore[arg-type]
+        setattr(module.config, plan.name.removeprefix("config."), value)
+    else:
+        setattr(module, plan.name, value)
+
+
+def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
+    """Inverse of :func:`apply`: the plain model with full weights on every rank. Every tp rank calls it."""
+    if plan.tp == 1:
+        return
+    modules = dict(model.named_modules())
+    done: set[int] = set()
+    for path, module_plan in plan.modules.items():
+        module = modules[path]
+        for parameter, layout in cut_parameters(module):
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                gradient = parameter.grad
+                parameter.grad = None
+                parameter.data = full_tensor(parameter.data, layout, axis)
+                if _any_has(gradient, axis, parameter.device):
+                    part = torch.zeros(layout.local_shape(parameter.shape, axis.rank), dtype=parameter.dtype)
+                    part = part.to(parameter.device) if gradient is None else gradient
+                    parameter.grad = full_tensor(part, layout, axis)
+        _resize(module, module_plan, None)
+        module.__class__ = plain_class(module)
+        for name in ("tp", "region", "autopar", "autopar_layouts", "_in_forward"):
+            vars(module).pop(name, None)
+    for attribute in plan.attributes:
+        module = modules[attribute.path]
+        if not attribute.name.startswith("config."):
+            setattr(module, attribute.name, attribute.whole)
+        elif "_autopar_config" in vars(module):
+            module.config = vars(module).pop("_autopar_config")
+
+
+def _any_has(gradient: torch.Tensor | None, axis: Axis, device: torch.device) -> bool:
+    flag = torch.tensor([gradient is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.group)
+    return bool(flag.item())
+
+
+def full_tensor(shard: torch.Tensor, layout: Layout, axis: Axis) -> torch.Tensor:
+    """The stored tensor from every rank's shard; a collective of the axis."""
+    from autopar.collectives import _all_gather
+
+    return _all_gather(shard, axis, layout, layout.dim)
+
+
+def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Layout]]:
+    """Each parameter that is cut, with its layout; tied ones once per module that uses them."""
+    for module in model.modules():
+        for name, layout in getattr(module, "autopar_layouts", {}).items():
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                yield parameter, layout
+
+
+def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
+    """Give every tp rank the whole weights of the first one, tensor by tensor where they differ; returns those names.
+
+    A model initialized at random without a seed differs on every rank. Called while the model is still whole; ranks
+    whose weights agree already exchange one checksum per tensor and nothing else.
+    """
+    tensors = {
+        name: tensor.data
+        for name, tensor in [
+            *model.named_parameters(),
+            *((name, buffer) for name, buffer in model.named_buffers() if buffer is not None),
+        ]
+        if not tensor.is_meta
+    }
+    axis = mpu.tp
+    if axis.size == 1 or not tensors:
+        return []
+    sums = torch.stack([_checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
+    first = sums.clone().to(mpu.device)
+    dist.broadcast(first, src=axis.ranks[0], group=axis.group)
+    differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=axis.group)
+    different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
+    for name in different:
+        tensor = tensors[name]
+        staged = tensor.to(mpu.device).contiguous()
+        dist.broadcast(staged, src=axis.ranks[0], group=axis.group)
+        tensor.copy_(staged)
+    return different
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Two 64-bit sums over the bits of a tensor: one plain, one that depends on positions. ``[2]`` on the CPU."""
+    flat = tensor.detach().contiguous().view(-1)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    bits = flat.view(width) if flat.dtype != torch.bool else flat.to(torch.uint8)
+    rows = bits[: bits.numel() // 257 * 257].view(-1, 257).sum(0, dtype=torch.int64)  # 257 interleaved sums
+    weights = torch.arange(1, 258, device=rows.device)
+    rest = bits[bits.numel() // 257 * 257 :].to(torch.int64)
+    plain = rows.sum() + rest.sum()
+    placed = (rows * weights).sum() + (rest * weights[: rest.numel()]).sum()
+    return torch.stack([plain, placed]).cpu()

@@ -1,0 +1,104 @@
+"""Where activations are shared out: the one copy per input, and the random stream of each side.
+
+[Note: regions and random draws] Between a column-parallel layer and the next row-parallel one activations are shared
+out over tp; everywhere else every tp rank holds the same. Dropout must draw the same on all tp ranks outside such a
+region and differently inside. Outside, the default generators are used as they are; they are made equal at
+``initialize``. A region draws one number from the default CPU generator (all ranks draw the same one) and seeds the
+default generators with that number and the tp rank; leaving it puts back what they were. So a region's masks follow
+from the state at its start alone: activation checkpointing, which restores that state, recomputes the same masks, and
+a checkpoint of the default generators is a checkpoint of everything. Megatron-LM keeps a second stream in a tracker
+instead (core/tensor_parallel/random.py), which :mod:`autopar.tensor_parallel` offers too.
+
+Nothing is drawn, saved or restored unless the model is in training mode and some dropout probability is above zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.collectives import Axis, copy
+
+__all__ = ["Region"]
+
+_OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
+
+
+class Region:
+    """State that the parallel layers of one model share while its forward runs. One per model.
+
+    Args:
+        axis: the tp axis.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.draws = False
+        self._source: torch.Tensor | None = None
+        self._copied: torch.Tensor | None = None
+        self._key: tuple[int, bool] = (0, False)
+        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._sources: list[tuple[Any, str]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        copied = Region(self.axis)
+        memo[id(self)] = copied
+        from copy import deepcopy
+
+        copied._sources = [(deepcopy(owner, memo), name) for owner, name in self._sources]
+        return copied
+
+    def watch(self, model: nn.Module) -> None:
+        """Find what may drop out: ``p`` of dropout modules, and attributes and config fields called ``*drop*``."""
+        owners: dict[int, Any] = {}
+        for module in model.modules():
+            owners[id(module)] = module
+            config = getattr(module, "config", None)
+            if config is not None:
+                owners.setdefault(id(config), config)
+        self._sources = [
+            (owner, name)
+            for owner in owners.values()
+            for name, value in vars(owner).items()
+            if type(value) in (float, int) and ("drop" in name or (name == "p" and isinstance(owner, nn.Module)))
+        ]
+
+    def start(self, training: bool) -> None:
+        """Before the model's forward: forget what an interrupted one left behind."""
+        self.leave()
+        self.forget()
+        self.draws = training and any(float(vars(owner).get(name) or 0) > 0 for owner, name in self._sources)
+
+    def forget(self) -> None:
+        """Drop the references to activations."""
+        self._source = self._copied = None
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` for a column-parallel layer. Layers that read the same tensor get the same copy: one all-reduce."""
+        key = (x._version, torch.is_grad_enabled())
+        if self._source is x and self._key == key and self._copied is not None:
+            return self._copied
+        copied = copy(x, self.axis)
+        self._source, self._copied, self._key = x, copied, key
+        return copied
+
+    def draw_apart(self) -> None:
+        """From here on random draws differ over tp, until :meth:`leave`."""
+        if self.draws and self._outside is None:
+            seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
+            cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+            self._outside = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+            torch.default_generator.manual_seed(seed)
+            if cuda:
+                torch.cuda.manual_seed(seed)
+
+    def leave(self) -> None:
+        """From here on random draws are the same over tp again."""
+        if self._outside is not None:
+            cpu, cuda = self._outside
+            self._outside = None
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.errors import ConfigError
+from autopar.mesh import MPU, MeshSizes, rank_groups
+from tests.worlds import distributed
+
+
+def test_the_groups_of_every_axis_partition_a_world_of_ten_thousand():
+    groups = rank_groups(MeshSizes(tp=8, pp=10, dp=125))
+    for axis in ("tp", "dp", "pp", "model"):
+        ranks = [rank for group in groups[axis] for rank in group]
+        assert sorted(ranks) == list(range(10_000)), axis
+
+
+def test_rank_order_is_tp_then_dp_then_pp():
+    groups = rank_groups(MeshSizes(tp=2, pp=4, dp=2))
+    assert groups["tp"][:3] == [[0, 1], [2, 3], [4, 5]]
+    assert groups["dp"][:3] == [[0, 2], [1, 3], [4, 6]]
+    assert groups["pp"][:2] == [[0, 4, 8, 12], [1, 5, 9, 13]]
+    assert groups["model"][0] == [0, 1, 4, 5, 8, 9, 12, 13]
+    assert groups["embedding"][0] == [0, 12]
+
+
+@distributed(world_size=8)
+def test_two_four_then_four_two_then_two_four():
+    before = len(dist.distributed_c10d._world.pg_map)
+    for tp, pp in [(2, 4), (4, 2), (2, 4)]:
+        mpu = MPU(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        x = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(x, group=mpu.get_tensor_parallel_group())
+        assert x.item() == sum(mpu.tp.ranks)
+        mpu.destroy()
+        assert len(dist.distributed_c10d._world.pg_map) == before
+
+
+@distributed(world_size=8)
+def test_getters_answer_the_same_under_every_spelling():
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+    rank = dist.get_rank()
+    assert mpu.get_tensor_parallel_rank() == mpu.get_tensor_model_parallel_rank() == rank % 4
+    assert mpu.get_tensor_parallel_world_size() == mpu.get_tensor_model_parallel_world_size() == 4
+    assert mpu.get_tensor_parallel_group() is mpu.get_tensor_model_parallel_group()
+    assert mpu.get_tensor_parallel_src_rank() == mpu.get_tensor_model_parallel_src_rank() == rank // 4 * 4
+    assert mpu.get_pipeline_parallel_rank() == mpu.get_pipeline_model_parallel_rank() == rank // 4
+    assert mpu.get_pipe_parallel_rank() == mpu.get_pipeline_parallel_rank()
+    assert mpu.get_pipeline_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 2
+    assert mpu.get_pipeline_parallel_next_rank() == mpu.get_pipeline_model_parallel_next_rank() == (rank + 4) % 8
+    assert mpu.get_pipeline_parallel_prev_rank() == mpu.get_pipeline_model_parallel_prev_rank() == (rank - 4) % 8
+    assert mpu.is_pipeline_first_stage() == (rank < 4)
+    assert mpu.is_pipeline_last_stage() == (rank >= 4)
+    assert mpu.get_data_parallel_world_size() == 1
+    assert mpu.get_data_parallel_rank() == 0
+    assert mpu.get_model_parallel_world_size() == 8
+    assert mpu.get_model_parallel_rank() == rank
+    assert mpu.get_embedding_group() is not None
+    assert mpu.mesh["tp"].size() == 4
+    assert mpu.mesh["tp"].get_group() is mpu.get_tensor_parallel_group()
+    assert mpu.mesh.mesh_dim_names == ("pp", "dp", "tp")
+
+
+@distributed(world_size=4)
+def test_a_world_that_does_not_divide_is_an_error_with_the_numbers():
+    with pytest.raises(ConfigError) as info:
+        MPU(tensor_parallel_size=3)
+    text = str(info.value)
+    assert "tensor_parallel_size=3 x pipeline_parallel_size=1 = 3 does not divide the world of 4 processes" in text
+    assert "tensor_parallel_size can be 1, 2, 4" in text
