@@ -2,6 +2,8 @@
 
 from autopar.api import deparallelize, initialize
 from autopar.config import ParallelConfig
+from autopar.data_parallel.batches import prepare_dataloader
+from autopar.data_parallel.gradients import clip_grad_norm_
 from autopar.errors import (
     AutoparError,
     CheckpointError,
@@ -21,6 +23,8 @@ __all__ = [
     "ParallelConfig",
     "PolicyError",
     "UnsupportedModelError",
+    "clip_grad_norm_",
     "deparallelize",
     "initialize",
+    "prepare_dataloader",
 ]

@@ -25,6 +25,7 @@ from autopar.policy.schema import Policy
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.consistency import check_inputs, share_random_state
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.rehearsal import rehearse
 
 __all__ = ["deparallelize", "initialize"]
 
@@ -62,7 +63,7 @@ def initialize(
     _check_available(parsed, inner)
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:
-        plan = _agree_on_plan(model, inner, policy, mpu)  # every check is here; the model is untouched so far
+        plan = _agree_on_plan(model, prefix, inner, policy, mpu)  # every check is here; the model is untouched so far
     except AutoparError:
         mpu.destroy()
         raise
@@ -137,13 +138,18 @@ def _check_available(config: ParallelConfig, inner: PreTrainedModel) -> None:
 
 
 def _agree_on_plan(
-    model: nn.Module, inner: PreTrainedModel, policy: str | Path | Mapping[str, Any] | Policy | None, mpu: MPU
+    model: nn.Module,
+    prefix: str,
+    inner: PreTrainedModel,
+    policy: str | Path | Mapping[str, Any] | Policy | None,
+    mpu: MPU,
 ) -> Plan:
     """Make the plan; if it fails on one rank, or ranks hold different models, every rank raises."""
     plan: Plan | None = None
     error: AutoparError | None = None
     try:
         plan = make_plan(model, find_policy(inner, policy), mpu.tp.size)
+        rehearse(inner, prefix, plan)
         verdict = ("plan", _digest(plan))
     except AutoparError as caught:
         error, verdict = caught, ("error", str(caught))

@@ -15,6 +15,8 @@ The convention is that of Shoeybi et al., "Megatron-LM" (2019), section 3: after
 computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
 (that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
 
+On the meta device the collectives compute shapes and communicate nothing, so a share's forward can be rehearsed.
+
 None of these mutates its input except ``reduce_``, which is for a matmul output that nothing else has seen.
 """
 
@@ -86,13 +88,18 @@ def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
 def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
     x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=axis.group)
+    if not x.is_meta:
+        dist.all_reduce(x, group=axis.group)
     return x
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
     """Gather shards along ``dim``. Uneven shards travel padded: gloo has no uneven all-gather."""
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
+    if x.is_meta:
+        shape = list(x.shape)
+        shape[dim] = layout.size
+        return x.new_empty(shape)
     widest = max(sizes)
     if x.shape[dim] < widest:
         padding = list(x.shape)
@@ -143,7 +150,8 @@ class _ReduceInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=axis.group)
+        if not x.is_meta:
+            dist.all_reduce(x, group=axis.group)
         return x
 
     @staticmethod

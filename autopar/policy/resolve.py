@@ -162,8 +162,10 @@ def _resolve_use(
     if rule.kind == "replicated":
         for name, parameter in module.named_parameters():
             _note(layouts, parameter, None, use, name)
-        if rule.units:
-            modules[use.path] = ModulePlan(use.path, "replicated", str(rule.where), sum_gradients=True)
+        for inside, holder in module.named_modules() if rule.units else ():
+            if holder._parameters:
+                path = _join(use.path, inside)
+                modules[path] = ModulePlan(path, "replicated", str(rule.where), sum_gradients=True)
         return
     weight, dim = _weight_and_dim(use)
     layout = table.layout(rule.units, dim, weight.shape[dim], tp, use.shown, rule.where)

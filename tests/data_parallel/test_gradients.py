@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ConfigError
+from tests.parity import close, language_batches, whole
+from tests.small import gpt2, llama, parallel
+from tests.worlds import distributed
+
+
+@distributed(world_size=4)
+def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_too():
+    for build in (gpt2, lambda: llama(num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)):
+        for norm_type in (2.0, 1.0, math.inf):
+            plain = build()
+            model = parallel(copy.deepcopy(plain), 4)
+            for batch in language_batches(131):
+                plain(**batch).loss.backward()
+                model(**batch).loss.backward()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+            norm = autopar.clip_grad_norm_(model, 0.01, norm_type)
+            close(norm, expected, f"norm of order {norm_type}")
+            assert expected > 0.01  # else nothing was clipped
+            everyone = [torch.zeros(()) for _ in range(4)]
+            dist.all_gather(everyone, norm)
+            assert len({value.item() for value in everyone}) == 1
+            gradients = whole(model, lambda parameter: parameter.grad)
+            for name, parameter in plain.named_parameters():
+                close(gradients[name], parameter.grad, name)
+
+
+@distributed(world_size=2)
+def test_the_plain_function_is_wrong_which_is_why_there_is_ours():
+    plain = gpt2()
+    model = parallel(copy.deepcopy(plain), 2)
+    batch = language_batches(131)[0]
+    plain(**batch).loss.backward()
+    model(**batch).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    wrong = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert abs(wrong - expected) > 0.01
+
+
+@distributed(world_size=2)
+def test_a_norm_that_is_not_finite_raises_on_every_rank():
+    model = parallel(gpt2(), 2)
+    model(**language_batches(131)[0]).loss.backward()
+    if dist.get_rank() == 1:
+        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="gradients is nan, which is not finite"):
+        autopar.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+
+
+def test_a_plain_model_is_refused():
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel is not parallelized: use torch.nn.utils.clip_grad_norm_"):
+        autopar.clip_grad_norm_(gpt2(), 1.0)

@@ -1,0 +1,52 @@
+"""Small random models that many tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.parity import randomise
+
+
+def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
+    """2 layers, 9 heads of width 4, vocabulary 131, no dropout."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "n_layer": 2,
+        "n_embd": 36,
+        "n_head": 9,
+        "vocab_size": 131,
+        "n_positions": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "initializer_range": 0.1,
+    }
+    return randomise(GPT2LMHeadModel(GPT2Config(**{**settings, **changes})))
+
+
+def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """2 layers, 6 query heads, 3 KV heads, ffn 37, vocabulary 131."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "intermediate_size": 37,
+        "vocab_size": 131,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+    }
+    return randomise(LlamaForCausalLM(LlamaConfig(**{**settings, **changes})))
+
+
+def parallel(model: Any, tp: int, **config: Any) -> Any:
+    """``autopar.initialize`` with a tensor-parallel size."""
+    import autopar
+
+    return autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}, **config})
