@@ -130,11 +130,13 @@ def _refuse_second(model: nn.Module) -> None:
 def _check_available(config: ParallelConfig, inner: PreTrainedModel) -> None:
     if config.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"pipeline_parallel_size={config.pipeline_parallel_size}: this version has tensor and data parallelism only; "
-            "set pipeline_parallel_size to 1."
+            f"pipeline_parallel_size={config.pipeline_parallel_size}: this version has tensor and data parallelism "
+            "only; set pipeline_parallel_size to 1."
         )
     if config.activation_checkpointing and not inner.supports_gradient_checkpointing:
-        raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave the section out.")
+        raise ConfigError(
+            f"activation_checkpointing: {type(inner).__name__} does not support it; leave the section out."
+        )
 
 
 def _agree_on_plan(
@@ -208,7 +210,7 @@ class _AfterForward:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` that draws the same samples on all tensor-parallel ranks: they share the first one's random state."""
+    """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
     share_random_state(self.mpu_of_autopar)
     return type(self).generate(self, *args, **kwargs)
 
@@ -223,7 +225,8 @@ def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
 def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise ConfigError(
         f"save_pretrained: this rank holds only its share of {type(self).__name__}. "
-        "Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained reads."
+        "Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
+        "reads."
     )
 
 

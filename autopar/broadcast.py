@@ -104,7 +104,7 @@ def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
             problems.append(f"the dtype of key {key!r} must be a torch.dtype, not {wanted!r}")
             continue
         if key not in data:
-            problems.append(f"key {key!r} is missing; the data has {_list(data)}{nearest(str(key), map(str, data))}")
+            problems.append(f"key {key!r} is missing; the data has {_list(data)}.{nearest(str(key), map(str, data))}")
             continue
         value = data[key]
         if not isinstance(value, torch.Tensor):
@@ -126,16 +126,10 @@ def _list(keys: Iterable[Hashable]) -> str:
     return ", ".join(map(repr, keys)) or "no key at all"
 
 
-def _in_buffer(specs: list[_Spec]) -> list[_Spec]:
-    """The order in which tensors lie in the buffer: wide elements first, so that each one starts aligned."""
-    return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-
-
 def _pack(specs: list[_Spec], data: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
     """All tensors as one run of bytes: gloo has no float8, and every dtype is bytes."""
     parts = [
-        data[spec.key].detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for spec in _in_buffer(specs)
+        data[spec.key].detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for spec in specs
     ]
     return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
@@ -143,8 +137,8 @@ def _pack(specs: list[_Spec], data: Mapping[Any, torch.Tensor], device: torch.de
 def _unpack(specs: list[_Spec], payload: torch.Tensor) -> dict[int | str, torch.Tensor]:
     tensors: dict[int | str, torch.Tensor] = {}
     start = 0
-    for spec in _in_buffer(specs):
+    for spec in specs:
         stop = start + spec.numel * spec.dtype.itemsize
-        tensors[spec.key] = payload[start:stop].clone().view(spec.dtype).view(spec.shape)
+        tensors[spec.key] = payload[start:stop].clone().view(spec.dtype).view(spec.shape)  # a copy is aligned
         start = stop
-    return {spec.key: tensors[spec.key] for spec in specs}
+    return tensors

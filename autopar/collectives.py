@@ -277,7 +277,7 @@ def scatter(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch
 
 
 def gather_sum(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """``[..., n/axis] -> [..., n]`` into a sharded region: backward sums over the ranks, then keeps this rank's part."""
+    """``[..., n/axis] -> [..., n]`` into a sharded region: backward sums over the ranks and keeps this rank's part."""
     result: torch.Tensor = x if axis.size == 1 else _GatherSum.apply(x, axis, dim)
     return result
 

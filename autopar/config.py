@@ -49,11 +49,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            if type(value) is not kind:
-                problems.append(f"{field.name} must be {_name(kind)}, not {_show(value)}")
-            elif kind is int and value < 1:
-                problems.append(f"{field.name} must be at least 1, not {value}")
+            problem = _problem(field.name, getattr(self, field.name), type(field.default))
+            problems += [problem] if problem else []
         _raise(problems)
 
     @classmethod
@@ -67,13 +64,12 @@ class ParallelConfig:
             return source
         if source is None:
             return cls()
-        if isinstance(source, (str, Path)):
-            source = _read(Path(source))
-        if not isinstance(source, Mapping):
-            raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {_show(source)}")
+        loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
+        if not isinstance(loaded, Mapping):
+            raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {_show(loaded)}")
         problems: list[str] = []
         values: dict[str, dict[str, Any]] = {}
-        for section, content in source.items():
+        for section, content in loaded.items():
             known = _SECTIONS.get(section) if isinstance(section, str) else None
             if known is None:
                 problems.append(_unknown_section(section))
@@ -128,13 +124,17 @@ def _check_section(
             problems.append(
                 f"unknown key '{key}' in section '{section}'.{nearest(str(key), known)} Known: {', '.join(known)}"
             )
-        elif type(value) is not known[key]:  # True is no int
-            problems.append(f"{section}.{key} must be {_name(known[key])}, not {_show(value)}")
-        elif known[key] is int and value < 1:
-            problems.append(f"{section}.{key} must be at least 1, not {value}")
+        elif problem := _problem(f"{section}.{key}", value, known[key]):
+            problems.append(problem)
         else:
             checked[key] = value
     return checked
+
+
+def _problem(name: str, value: Any, kind: type) -> str | None:
+    if type(value) is not kind:  # True is no int
+        return f"{name} must be {_name(kind)}, not {_show(value)}"
+    return f"{name} must be at least 1, not {value}" if kind is int and int(value) < 1 else None
 
 
 def _unknown_section(section: object) -> str:

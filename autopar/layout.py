@@ -46,7 +46,7 @@ def share_out(count: int, size: int) -> Shares:
 def share_out_replicated(count: int, size: int) -> Shares:
     """Share ``count`` units out over more ranks than units: each rank holds one unit, some ranks the same one.
 
-    With ``count >= size`` this is :func:`share_out`. ``count=2, size=3`` gives unit 0 to ranks 0 and 1, unit 1 to rank 2.
+    With ``count >= size`` this is :func:`share_out`. ``count=2, size=3`` gives unit 0 to ranks 0 and 1, unit 1 to 2.
     """
     if count >= size or count == 0:
         return share_out(count, size)

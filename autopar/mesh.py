@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import collectives
@@ -76,7 +77,7 @@ def start_process_group() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
 
 
 class MPU:
@@ -136,7 +137,8 @@ class MPU:
 
     def __repr__(self) -> str:
         tp, pp, dp = self.sizes
-        return f"MPU(rank {self.rank} of {self.world_size}: tp {self.tp.rank}/{tp}, pp {self.pp.rank}/{pp}, dp {self.dp.rank}/{dp})"
+        ranks = f"tp {self.tp.rank}/{tp}, pp {self.pp.rank}/{pp}, dp {self.dp.rank}/{dp}"
+        return f"MPU(rank {self.rank} of {self.world_size}: {ranks})"
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -145,9 +147,7 @@ class MPU:
             tp, pp, dp = self.sizes
             groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
             ranks = torch.arange(self.world_size, dtype=torch.int).view(pp, dp, tp)
-            self._mesh = DeviceMesh.from_group(
-                groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp")
-            )
+            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
         return self._mesh
 
     def destroy(self) -> None:

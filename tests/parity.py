@@ -42,16 +42,18 @@ def close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: fl
 def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Name -> whole tensor (a parameter's data, or its gradient) of a parallelized model; a collective of tp."""
     plan, axis = model._autopar.plan, model.mpu.tp
-    result = {}
+    local = {}
     for name, parameter in model.named_parameters():
-        local = tensor_of(parameter)
+        tensor = tensor_of(parameter)
+        assert tensor is not None, f"{name} has no gradient"
+        local[name] = tensor.detach().cpu()
+    everyone: list[Any] = [local] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(everyone, local, group=axis.group)
+    result = {}
+    for name in local:
+        parts = [shards[name] for shards in everyone]
         layout: Layout | None = plan.tensors[plan.canonical(name)].layout
-        assert local is not None, f"{name} has no gradient"
-        parts = [None] * axis.size
-        if axis.size > 1:
-            dist.all_gather_object(parts, local.detach().cpu(), group=axis.group)
-        else:
-            parts = [local.detach()]
         if layout is None:
             for rank, part in enumerate(parts):
                 close(part, parts[0], f"{name}: replicated, but different on tp rank {rank}", 1e-6)
@@ -63,6 +65,35 @@ def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | N
     return result
 
 
+def total_loss(output: Any) -> torch.Tensor:
+    """All losses of an output; for a model without one, a sum that weighs every element of its outputs differently."""
+    losses = [value for key, value in output.items() if key.endswith("loss") and value is not None]
+    if losses:
+        return torch.stack(losses).sum()
+    tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return sum((t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum() for t in tensors) / 10  # type: ignore[return-value]
+
+
+class _Agreed:
+    """Collects what goes wrong on this rank; :meth:`settle` raises it on every rank, so that none waits for another."""
+
+    def __init__(self, mpu: Any) -> None:
+        self.mpu, self.problems = mpu, list[str]()
+
+    def close(self, *args: Any) -> None:
+        try:
+            close(*args)
+        except AssertionError as error:
+            self.problems.append(str(error))
+
+    def settle(self) -> None:
+        everyone = [self.problems] * self.mpu.tp.size
+        if self.mpu.tp.size > 1:
+            dist.all_gather_object(everyone, self.problems, group=self.mpu.tp.group)
+        for rank, problems in enumerate(everyone):
+            assert not problems, f"on tp rank {rank}: {problems[0]}"
+
+
 def check(
     build: Callable[[], nn.Module],
     batches: list[dict[str, Any]],
@@ -72,8 +103,9 @@ def check(
     tolerance: float = TOLERANCE,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     config: dict[str, Any] | None = None,
+    first: Callable[[nn.Module, nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Compare everything; returns the parallelized model after the step."""
+    """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before."""
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3))
     plain = build().train()
     parallel = copy.deepcopy(plain)
@@ -82,15 +114,21 @@ def check(
     config = {"model_parallelism": {"tensor_parallel_size": tp}, **(config or {})}
     parallel = autopar.initialize(parallel, config, policy=policy)
     assert identities == [id(parameter) for parameter in parallel.parameters()]
+    weights = whole(parallel, lambda parameter: parameter.data)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(weights[name], parameter.data), f"{name}: cut and put together again it is another"
+    if first is not None:
+        first(plain, parallel)
     reference_optimizer = make_optimizer(plain.parameters())
+    agreed = _Agreed(parallel.mpu)
     for number, batch in enumerate(batches):  # gradients accumulate over micro-batches
         expected, actual = plain(**batch), parallel(**batch)
-        close(actual.loss, expected.loss, f"loss of micro-batch {number}", tolerance)
         for key, value in expected.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                close(actual[key], value, f"{key} of micro-batch {number}", tolerance)
-        expected.loss.backward()
-        actual.loss.backward()
+                agreed.close(actual[key], value, f"{key} of micro-batch {number}", tolerance)
+        total_loss(expected).backward()
+        total_loss(actual).backward()
+    agreed.settle()
     used = {name for name, parameter in plain.named_parameters() if parameter.grad is not None}
     for name, parameter in parallel.named_parameters():
         assert (parameter.grad is not None) == (name in used), f"{name}: gradient present or missing"
@@ -109,7 +147,9 @@ def check(
     return parallel
 
 
-def language_batches(vocab: int, *, count: int = 2, batch: int = 2, seq: int = 7, seed: int = 1, **extra: Any) -> list[dict[str, Any]]:
+def language_batches(
+    vocab: int, *, count: int = 2, batch: int = 2, seq: int = 7, seed: int = 1, **extra: Any
+) -> list[dict[str, Any]]:
     """Micro-batches for a causal or masked model: random ids, ragged padding, labels ignored there."""
     generator = torch.Generator().manual_seed(seed)
     result = []

@@ -59,7 +59,7 @@ def spawn(
     kwargs: dict[str, Any] | None = None,
     expect_dead: tuple[int, ...] = (),
 ) -> None:
-    """Run ``module.name(*args, **kwargs)`` on every rank; raises AssertionError with the first failing rank's traceback.
+    """Run ``module.name(*args, **kwargs)`` on every rank; AssertionError with the first failing rank's traceback.
 
     ``expect_dead`` lists ranks that are meant to die: they may end with any code.
     """

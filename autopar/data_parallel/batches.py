@@ -92,7 +92,7 @@ def prepare_dataloader(
         source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size) if dp.size > 1 else dataset
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     else:
-        sampler = DistributedSampler(
+        sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=dp.size, rank=dp.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
         loader = ReplicaDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)

@@ -52,7 +52,9 @@ def clip_grad_norm_(
             parts += _counted_here(parameter.grad, plan.tensors[plan.canonical(name)].layout, mpu)
     norm = _combine(parts, norm_type, mpu, gradients)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite")
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device, gradient.dtype))

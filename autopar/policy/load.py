@@ -69,17 +69,20 @@ def _extend(node: Node, folder: Path, seen: tuple[Path, ...]) -> Node:
     own = dict(node.value)
     extends = own.pop("extends", None)
     if extends is None:
-        return _without_deleted(Node(own, node.where))
+        return _overlay(Node({}, node.where), Node(own, node.where))
     names = extends.value if isinstance(extends.value, list) else [extends]
     base: Node | None = None
     for name in names:
         path = _find(str(name.value), folder, name.where)
         if path in seen:
             raise PolicyError(f"'{name.value}' extends itself", name.where)
-        layer = _extend(_read_file(path), path.parent if path.parent.name != "fragments" else path.parent.parent, (*seen, path))
+        layer = _extend(
+            _read_file(path), path.parent if path.parent.name != "fragments" else path.parent.parent, (*seen, path)
+        )
         base = layer if base is None else _merge(base, layer, Node(own, node.where), ())
-    assert base is not None
-    return _without_deleted(_overlay(base, Node(own, node.where)))
+    if base is None:
+        raise PolicyError("'extends' names no file", extends.where)
+    return _overlay(base, Node(own, node.where))
 
 
 def _find(name: str, folder: Path, where: Where) -> Path:
@@ -105,23 +108,26 @@ def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...])
 
 
 def _overlay(base: Node, top: Node) -> Node:
-    """``top`` over ``base``: keys of rules and sections merge, everything else replaces."""
-    if not (isinstance(base.value, dict) and isinstance(top.value, dict)) or _is_rule(top) or _is_rule(base):
+    """``top`` over ``base``: keys of sections merge, rules and everything else replace, ``~`` deletes."""
+    if not isinstance(top.value, dict) or _is_rule(top):
         return top
-    merged = dict(base.value)
+    below = base.value if isinstance(base.value, dict) and not _is_rule(base) else {}
+    merged = dict(below)
     for key, entry in top.value.items():
-        merged[key] = _overlay(merged[key], entry) if key in merged and entry.value is not None else entry
+        if entry.value is not None:
+            merged[key] = _overlay(below.get(key, Node({}, entry.where)), entry)
+        elif key in below:
+            del merged[key]
+        else:
+            raise PolicyError(
+                f"'{key}' has no value; '~' deletes a key, but nothing that is extended has this one.{nearest(key, below)}",
+                entry.where,
+            )
     return Node(merged, top.where)
 
 
 def _is_rule(node: Node) -> bool:
     return bool({"column", "row", "embedding", "replicated", "count"} & set(node.value))
-
-
-def _without_deleted(node: Node) -> Node:
-    if not isinstance(node.value, dict):
-        return node
-    return Node({k: _without_deleted(v) for k, v in node.value.items() if v.value is not None}, node.where)
 
 
 def _shape(node: Node) -> Any:
@@ -169,7 +175,7 @@ def _from_yaml(tree: yaml.Node, file: str) -> Node:
         return Node([_from_yaml(item, file) for item in tree.value], where)
     loader = yaml.SafeLoader("")
     try:
-        return Node(loader.construct_object(tree, deep=True), where)  # type: ignore[no-untyped-call]
+        return Node(loader.construct_object(tree, deep=True), where)
     except yaml.YAMLError as error:
         raise PolicyError(f"has a value that plain YAML does not know: {tree.value!r}", where) from error
 

@@ -73,7 +73,7 @@ class ModulePlan:
         layout: along the features that are shared out (``dim`` is that of the stored weight); None for ``replicated``.
         gather_output, split_input: as in the policy.
         by_hidden: an embedding cut along its columns instead of its rows.
-        sum_gradients: ``replicated`` only: sum the incoming gradient over tp (the module works on shared-out activations).
+        sum_gradients: ``replicated`` only: sum the incoming gradient over tp (it works on shared-out activations).
     """
 
     path: str

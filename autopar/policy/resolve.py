@@ -36,15 +36,20 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
     if not found:
         raise UnsupportedModelError(f"{type(root).__name__} is no Hugging Face model and holds none")
     listed = ", ".join(f"{path} ({type(module).__name__})" for path, module in found)
-    raise UnsupportedModelError(f"{type(root).__name__} holds {len(found)} Hugging Face models: {listed}; one is supported")
+    raise UnsupportedModelError(
+        f"{type(root).__name__} holds {len(found)} Hugging Face models: {listed}; one is supported"
+    )
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One rule met one module. ``scope`` is the block or section inside which regions must open and close."""
+    """One rule met one module, or one bare parameter.
+
+    ``scope`` is the block or section inside which regions must open and close.
+    """
 
     path: str
-    module: nn.Module
+    module: nn.Module | nn.Parameter
     rule: Rule
     scope: str
     shown: str
@@ -65,7 +70,11 @@ def make_plan(root: nn.Module, policy: Policy, tp: int) -> Plan:
     modules: dict[str, ModulePlan] = {}
     layouts: dict[int, tuple[Layout | None, _Use, str]] = {}
     for use in uses:
-        _resolve_use(use, table, tp, modules, layouts)
+        if isinstance(use.module, nn.Module):
+            _resolve_use(use, table, tp, modules, layouts)
+    for use in uses:
+        if isinstance(use.module, nn.Parameter):
+            _resolve_bare(use, layouts)
     _check_regions(uses, modules, table)
     attributes = tuple(_attributes(policy, prefix, model, modules, table, tp))
     _check_coverage(model, prefix, layouts, policy)
@@ -93,7 +102,9 @@ def _blocks(policy: Policy, prefix: str, model: PreTrainedModel) -> Iterator[tup
     name, base = _base(model)
     found = _walk(base, policy.blocks_path, policy.blocks_where)
     if not isinstance(found, tuple) or not isinstance(found[1], nn.ModuleList):
-        raise PolicyError(f"blocks.path '{policy.blocks_path}' is no ModuleList of {type(base).__name__}", policy.blocks_where)
+        raise PolicyError(
+            f"blocks.path '{policy.blocks_path}' is no ModuleList of {type(base).__name__}", policy.blocks_where
+        )
     for index, block in enumerate(found[1]):
         yield _join(prefix, name, found[0], str(index)), block
 
@@ -115,15 +126,14 @@ def _uses(rules: Mapping[str, Rule], root_path: str, root: nn.Module, scope: str
             yield _Use(_join(root_path, path), module, rule, scope, path)
 
 
-def _walk(root: nn.Module, pattern: str, where: Where) -> tuple[str, nn.Module] | None:
-    """The module at ``pattern``; None if a segment marked ``?`` is missing (or None).
-
-    ``.`` alone names the root itself.
-    """
-    module, path = root, ""
+def _walk(root: nn.Module, pattern: str, where: Where) -> tuple[str, nn.Module | nn.Parameter] | None:
+    """The module, or bare parameter, at ``pattern``; None if a segment marked ``?`` is missing (or None)."""
+    module: Any = root
+    path = ""
     for segment in pattern.split("."):
         name = segment.removesuffix("?")
-        child = getattr(module, name, None) if name in module._modules else None
+        known_here = isinstance(module, nn.Module) and (name in module._modules or name in module._parameters)
+        child = getattr(module, name) if known_here else None
         if child is None:
             if segment.endswith("?"):
                 return None
@@ -149,7 +159,9 @@ def _check_overlap(uses: list[_Use]) -> None:
         for end in range(1, len(parts)):
             outer = by_path.get(".".join(parts[:end]))
             if outer is not None:
-                raise PolicyError(f"{path} is covered here and, with {outer.path}, by {outer.rule.where}", use.rule.where)
+                raise PolicyError(
+                    f"{path} is covered here and, with {outer.path}, by {outer.rule.where}", use.rule.where
+                )
 
 
 # -- one rule on one module ---------------------------------------------------------------------------------------
@@ -188,6 +200,13 @@ def _resolve_use(
         split_input=rule.split_input,
         by_hidden=rule.kind == "embedding" and rule.units == (HIDDEN,),
     )
+
+
+def _resolve_bare(use: _Use, layouts: dict[int, tuple[Any, _Use, str]]) -> None:
+    """A parameter that hangs on no layer. If it is tied to one that a layer's rule cuts (BERT's bias), that rule holds."""
+    if use.rule != Rule("replicated", use.rule.where):
+        raise PolicyError(f"{use.shown} is a bare parameter, which can only be 'replicated'", use.rule.where)
+    layouts.setdefault(id(use.module), (None, use, ""))
 
 
 def _weight_and_dim(use: _Use) -> tuple[nn.Parameter, int]:
@@ -354,9 +373,7 @@ def _scaled(
     if value * bottom[0] % top[0]:
         raise PolicyError(f"{shown}={value} is not a multiple of {top[0]} {ratio.unit}", ratio.where)
     if ratio.per is not None and value * bottom[0] != top[0]:
-        raise PolicyError(
-            f"{shown}={value} is not {ratio.unit} / {ratio.per} = {top[0]} / {bottom[0]}", ratio.where
-        )
+        raise PolicyError(f"{shown}={value} is not {ratio.unit} / {ratio.per} = {top[0]} / {bottom[0]}", ratio.where)
     values = []
     for rank in range(1, tp + 1):
         scaled, rest = divmod(value * bottom[0] * top[rank], top[0] * bottom[rank])

@@ -70,9 +70,7 @@ class UnitTable:
             raise ValueError(f"{count} {unit} cannot be shared out over {size} ranks")
         return shares
 
-    def layout(
-        self, units: Sequence[str], dim: int, elements: int, size: int, what: str, where: Where
-    ) -> Layout:
+    def layout(self, units: Sequence[str], dim: int, elements: int, size: int, what: str, where: Where) -> Layout:
         """The layout of ``units`` side by side along a dim of ``elements``; the width of a unit is inferred.
 
         Raises:

@@ -1,0 +1,62 @@
+"""The tensor-parallel toolbox, under Megatron-LM's names.
+
+Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
+state. :mod:`autopar.api` is built from the same parts.
+"""
+
+from autopar.axis import Group, axis_of
+from autopar.tensor_parallel.data import broadcast_data
+from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
+from autopar.tensor_parallel.mappings import (
+    all_to_all,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from autopar.tensor_parallel.random import (
+    MODEL_PARALLEL_STREAM,
+    RandomStateTracker,
+    checkpoint,
+    get_cuda_rng_tracker,
+    manual_seed,
+    model_parallel_cuda_manual_seed,
+)
+from autopar.tensor_parallel.split import (
+    VocabUtility,
+    gather_split_1d_tensor,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+    vocab_range_from_global_vocab_size,
+    vocab_range_from_per_partition_vocab_size,
+)
+
+__all__ = [
+    "MODEL_PARALLEL_STREAM",
+    "Group",
+    "RandomStateTracker",
+    "VocabUtility",
+    "all_to_all",
+    "axis_of",
+    "broadcast_data",
+    "checkpoint",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "gather_split_1d_tensor",
+    "get_cuda_rng_tracker",
+    "manual_seed",
+    "model_parallel_cuda_manual_seed",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks",
+    "vocab_parallel_cross_entropy",
+    "vocab_range_from_global_vocab_size",
+    "vocab_range_from_per_partition_vocab_size",
+]

@@ -48,7 +48,7 @@ def check_inputs(arguments: Mapping[str, Any], mpu: MPU, *, random_state: bool) 
         raise ConsistencyError(
             f"the ranks {list(axis.ranks)} of one tensor-parallel group got different inputs ({count}):\n"
             + "\n".join(lines)
-            + "\n  They share one model replica and need the same batch: shard the data by mpu.get_data_parallel_rank(),"
+            + "\n  They share one model replica and need the same batch: shard the data by mpu.get_data_parallel_rank()"
             "\n  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu). A random state that differs comes from"
             "\n  seeding by rank: seed all ranks of a group alike."
             "\n  consistency_check: {enable: false} turns this check off."

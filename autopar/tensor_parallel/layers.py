@@ -47,8 +47,8 @@ class _Parallel:
     region: Region
     autopar: ModulePlan
     autopar_layouts: dict[str, Layout]
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any
+    bias: Any
 
     def _used(self, name: str) -> torch.Tensor:
         """A parameter for use in forward: where several ranks hold the same units, their gradients are summed."""
@@ -135,7 +135,7 @@ class VocabParallelEmbedding(_Parallel, nn.Embedding):
         (start, stop) = next(iter(layout.ranges(self.tp.rank)), (0, 0))
         _check_ids(input, layout.size)
         if start == stop:  # no rows here: zeros that still belong to the graph
-            y = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
+            y: torch.Tensor = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
             return reduce_(y, self.tp)
         local = input - start
         outside = (local < 0) | (local >= stop - start)

@@ -34,7 +34,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
     for path, module_plan in plan.modules.items():
         module = modules[path]
         _swap(module, module_plan, axis, region)
-        for name, layout in module.autopar_layouts.items():  # type: ignore[operator,union-attr]
+        for name, layout in vars(module)["autopar_layouts"].items():
             parameter = module._parameters[name]
             if parameter is not None and id(parameter) not in done:  # tied weights are cut once
                 done.add(id(parameter))
@@ -46,7 +46,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
 
 def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-    module.__class__ = parallel_class(type(module), plan.rule, plan.by_hidden, names)
+    module.__class__ = parallel_class(type(module), plan.rule, plan.by_hidden, names)  # type: ignore[arg-type]
     module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
     layouts: dict[str, Layout] = {}
     if plan.layout is not None:
@@ -79,7 +79,7 @@ def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
     if plan.name.startswith("config."):
         if "_autopar_config" not in vars(module):
             module._autopar_config = module.config
-            module.config = copy.copy(module.config)  # type: ignore[arg-type]
+            module.config = copy.copy(module.config)
         setattr(module.config, plan.name.removeprefix("config."), value)
     else:
         setattr(module, plan.name, value)
@@ -106,13 +106,13 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
         _resize(module, module_plan, None)
         module.__class__ = plain_class(module)
         for name in ("tp", "region", "autopar", "autopar_layouts", "_in_forward"):
-            vars(module).pop(name, None)
+            module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]
         if not attribute.name.startswith("config."):
             setattr(module, attribute.name, attribute.whole)
         elif "_autopar_config" in vars(module):
-            module.config = vars(module).pop("_autopar_config")
+            module.config = module.__dict__.pop("_autopar_config")
 
 
 def _any_has(gradient: torch.Tensor | None, axis: Axis, device: torch.device) -> bool:

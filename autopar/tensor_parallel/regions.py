@@ -51,19 +51,22 @@ class Region:
         return copied
 
     def watch(self, model: nn.Module) -> None:
-        """Find what may drop out: ``p`` of dropout modules, and attributes and config fields called ``*drop*``."""
-        owners: dict[int, Any] = {}
+        """Find what may drop out: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
+
+        Other dropout fields of a config (a classifier's, a summary's) act through the modules made from them.
+        """
+        configs: dict[int, Any] = {}
         for module in model.modules():
-            owners[id(module)] = module
+            for name, value in vars(module).items():
+                if type(value) in (float, int) and ("drop" in name or name == "p"):
+                    self._sources.append((module, name))
             config = getattr(module, "config", None)
             if config is not None:
-                owners.setdefault(id(config), config)
-        self._sources = [
-            (owner, name)
-            for owner in owners.values()
-            for name, value in vars(owner).items()
-            if type(value) in (float, int) and ("drop" in name or (name == "p" and isinstance(owner, nn.Module)))
-        ]
+                configs[id(config)] = config
+        for config in configs.values():
+            for name, value in vars(config).items():
+                if type(value) in (float, int) and "drop" in name and ("att" in name or name == "dropout"):
+                    self._sources.append((config, name))
 
     def start(self, training: bool) -> None:
         """Before the model's forward: forget what an interrupted one left behind."""

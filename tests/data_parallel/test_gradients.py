@@ -16,7 +16,10 @@ from tests.worlds import distributed
 
 @distributed(world_size=4)
 def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_too():
-    for build in (gpt2, lambda: llama(num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)):
+    for build in (
+        gpt2,
+        lambda: llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True),
+    ):
         for norm_type in (2.0, 1.0, math.inf):
             plain = build()
             model = parallel(copy.deepcopy(plain), 4)

@@ -1,0 +1,266 @@
+"""Small random models of every model type that a policy lists, one per task head, and inputs for them.
+
+Sizes are odd on purpose: vocabulary 131, ffn 37, head counts that do not divide by the ranks. Dropout is zero.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from tests.parity import randomise
+
+__all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind"]
+
+VOCAB, SEQ, LABELS = 131, 7, 3
+
+# Config fields that all small models set where their config has them.
+_SETTINGS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "intermediate_size": 37,
+    "n_inner": 37,
+    "hidden_dim": 37,
+    "max_position_embeddings": 32,
+    "n_positions": 32,
+    "embedding_size": 20,
+    "input_embedding_size": 20,
+    "output_embedding_size": 28,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.1,
+}
+
+# What single model types need, or what makes their special features take part.
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "bert-generation": {"is_decoder": True},
+    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {"sliding_window": 4},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+    },
+    "mistral": {"sliding_window": 4},
+    "layoutlm": {"max_2d_position_embeddings": 16},
+    "olmo": {"clip_qkv": 0.3},
+    "roc_bert": {
+        "pronunciation_embed_dim": 6,
+        "pronunciation_vocab_size": 17,
+        "shape_embed_dim": 10,
+        "shape_vocab_size": 19,
+    },
+    "vaultgemma": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+_CROSS = {"is_decoder": True, "add_cross_attention": True}
+
+# More configs of the head that makes text: name -> changes. Those with "tied" or "untied" are added by themselves.
+_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "cohere": {"biases": {"attention_bias": True}},
+    "electra": {"wide": {"embedding_size": None}},
+    "ernie": {"tasks": {"use_task_id": True}},
+    "glm": {"biases": {"attention_bias": True}},
+    "gpt2": {
+        "cross-attention": {"add_cross_attention": True},
+        "upcast": {
+            "reorder_and_upcast_attn": True,
+            "scale_attn_by_inverse_layer_idx": True,
+            "n_inner": None,
+            "attn_implementation": "eager",
+        },
+    },
+    "hyperclovax": {"no-post-norm": {"use_post_norm": False}},
+    "llama": {
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "eager": {"attn_implementation": "eager"},
+        "four-layers": {"num_hidden_layers": 4},
+    },
+    "phi": {"qk-norm": {"qk_layernorm": True}},
+    "phi3": {"partial-rotary": {"partial_rotary_factor": 0.5}},
+    "qwen3": {"biases": {"attention_bias": True}},
+    "roc_bert": {"plain-embeddings": {"enable_pronunciation": False, "enable_shape": False}},
+    "stablelm": {"parallel-residual": {"use_parallel_residual": True, "use_qkv_bias": True}},
+    "starcoder2": {"no-biases": {"use_bias": False}},
+}
+
+_TYPES_WITH_CROSS_ATTENTION = (
+    "bert ernie bert-generation camembert data2vec-text electra megatron-bert rembert roberta roberta-prelayernorm "
+    "roc_bert xlm-roberta xlm-roberta-xl"
+).split()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to build: a model type, the class of a task head, and a variant of the config."""
+
+    model_type: str
+    head: str
+    variant: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.model_type} {self.head}{f' ({self.variant})' if self.variant else ''}"
+
+
+def kind(head: str) -> str | None:
+    """What a head does, from the ending of its class name; None if it is unknown."""
+    endings = {
+        "DoubleHeadsModel": "double",
+        "ForMultipleChoice": "choice",
+        "ForNextSentencePrediction": "pair",
+        "ForPreTraining": "pretraining",
+        "ForSequenceClassification": "sequence",
+        "ForTokenClassification": "token",
+        "ForQuestionAnswering": "question",
+        "ForCausalLM": "causal",
+        "LMHeadModel": "causal",
+        "GenerationDecoder": "causal",
+        "ForMaskedLM": "masked",
+        "GenerationEncoder": "base",
+        "Model": "base",
+    }
+    return next((what for ending, what in endings.items() if head.endswith(ending)), None)
+
+
+def auto_heads(model_type: str) -> set[str]:
+    """Names of the classes that transformers' auto classes make for a model type."""
+    found: set[str] = set()
+    for name, table in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES":
+            listed = table.get(model_type, ())
+            found |= {listed} if isinstance(listed, str) else set(listed)
+    return found
+
+
+def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
+    """Every class of transformers whose config is of this model type, by name."""
+    import transformers
+
+    config_class = CONFIG_MAPPING[model_type]
+    found = {name: getattr(transformers, name) for name in auto_heads(model_type)}
+    try:
+        module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:  # the model type uses another one's classes
+        return found
+    for name, member in vars(module).items():
+        if isinstance(member, type) and issubclass(member, PreTrainedModel) and member.__module__ == module.__name__:
+            if member.config_class is config_class and not name.endswith("PreTrainedModel"):
+                found[name] = member
+    return found
+
+
+def cases(model_type: str, excluded: frozenset[str] = frozenset()) -> list[Case]:
+    """All cases of a model type: every head, and the variants of the one that makes text."""
+    heads = [head for head in sorted(heads_of(model_type)) if head not in excluded]
+    result = [Case(model_type, head) for head in heads]
+    words = sorted((head for head in heads if kind(head) in ("causal", "masked")), key=kind)
+    if words:
+        result.append(Case(model_type, words[0], "other tie"))
+        result += [Case(model_type, words[0], name) for name in _VARIANTS.get(model_type, {})]
+        if model_type in _TYPES_WITH_CROSS_ATTENTION:
+            result.append(Case(model_type, words[0], "cross-attention"))
+    return result
+
+
+def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConfig:
+    config_class = CONFIG_MAPPING[case.model_type]
+    fields = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
+    for base in config_class.__mro__:
+        fields |= set(vars(base).get("__annotations__", {}))
+    sizes = {"num_attention_heads": heads, "n_head": heads, "n_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {"hidden_size": 8 * heads, "n_embd": 8 * heads, "dim": 8 * heads}
+    changes = {**_SETTINGS, **sizes, "vocab_size": vocab, **_OF_TYPE.get(case.model_type, {})}
+    changes = {name: value for name, value in changes.items() if name in fields}
+    changes = {name: value for name, value in changes.items() if config_class.attribute_map.get(name) not in changes}
+    if kind(case.head) == "causal" and "is_decoder" in fields:
+        changes["is_decoder"] = True
+    if kind(case.head) == "base" and not case.variant:
+        changes.pop("is_decoder", None)
+    if case.variant == "other tie":
+        changes["tie_word_embeddings"] = not config_class().tie_word_embeddings
+    elif case.variant == "cross-attention" and case.model_type in _TYPES_WITH_CROSS_ATTENTION:
+        changes |= _CROSS
+    elif case.variant:
+        changes |= _VARIANTS[case.model_type][case.variant]
+    if "embedding_size" in changes and changes["embedding_size"] is None:
+        changes["embedding_size"] = changes["hidden_size"]
+    config = config_class(**changes, num_labels=2 if kind(case.head) == "question" else LABELS)
+    for name, value in vars(config).items():
+        if "drop" in name and type(value) in (int, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: int = 0) -> PreTrainedModel:
+    """The model of a case, with random norms and biases."""
+    torch.manual_seed(seed)
+    config = _config(case, heads, kv_heads, vocab)
+    implementation = getattr(config, "attn_implementation", None)
+    model_class = heads_of(case.model_type)[case.head]
+    model = model_class._from_config(config, **({"attn_implementation": implementation} if implementation else {}))
+    randomise(model)
+    return model
+
+
+def batches(case: Case, config: PretrainedConfig, count: int = 2) -> list[dict[str, Any]]:
+    """Micro-batches with ragged padding and the labels of the head."""
+    generator = torch.Generator().manual_seed(1)
+    return [_batch(case, config, generator) for _ in range(count)]
+
+
+def _batch(case: Case, config: PretrainedConfig, generator: torch.Generator) -> dict[str, Any]:
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    what, choices = kind(case.head), 3
+    shape = (2, choices, SEQ) if what in ("choice", "double") else (2, SEQ)
+    vocab = config.vocab_size
+    ids = draw(min(3, vocab - 1), vocab, *shape)  # not the padding
+    mask = torch.ones_like(ids)
+    mask[-1, ..., SEQ - 2 :] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    words = ids.masked_fill(mask == 0, -100)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if what in ("causal", "masked"):
+        batch["labels"] = words
+    elif what == "token":
+        batch["labels"] = draw(0, LABELS, *shape).masked_fill(mask == 0, -100)
+    elif what == "sequence":
+        batch["labels"] = draw(0, LABELS, 2)
+    elif what == "choice":
+        batch["labels"] = draw(0, choices, 2)
+    elif what == "pair":
+        batch["labels"] = draw(0, 2, 2)
+    elif what == "question":
+        batch |= {"start_positions": draw(0, SEQ - 2, 2), "end_positions": draw(0, SEQ - 2, 2)}
+    elif what == "double":
+        batch |= {"labels": words, "mc_labels": draw(0, choices, 2), "mc_token_ids": draw(0, SEQ, 2, choices)}
+    elif what == "pretraining" and case.model_type == "electra":
+        batch["labels"] = draw(0, 2, *shape)
+    elif what == "pretraining" and case.model_type == "roc_bert":
+        attack = draw(3, vocab, *shape)
+        batch |= {"attack_input_ids": attack, "labels_input_ids": words, "labels_attention_mask": mask}
+    elif what == "pretraining":
+        batch |= {"labels": words, "next_sentence_label": draw(0, 2, 2)}
+    if case.variant == "cross-attention":
+        length = SEQ if case.model_type == "megatron-bert" else 5  # it views both sequences in one shape
+        batch["encoder_hidden_states"] = torch.randn(2, length, config.hidden_size, generator=generator)
+        batch["encoder_attention_mask"] = (torch.arange(length) < torch.tensor([[length], [3]])).long()
+    if case.model_type == "openai-gpt" and what == "double":
+        del batch["attention_mask"]  # cannot be given together with choices
+    if case.model_type == "layoutlm":
+        batch["bbox"] = draw(0, 8, *shape, 4).sort(-1).values[..., [0, 1, 2, 3]]
+    return batch

@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import dropout
+
+from autopar.errors import ConfigError
+from autopar.mesh import MPU
+from autopar.tensor_parallel.random import (
+    RandomStateTracker,
+    checkpoint,
+    get_cuda_rng_tracker,
+    manual_seed,
+    model_parallel_cuda_manual_seed,
+)
+from tests.worlds import distributed
+
+
+@pytest.fixture(autouse=True)
+def keep_the_random_state():
+    with torch.random.fork_rng():
+        yield
+
+
+def stream(seed, *sizes):
+    """Consecutive draws of a generator of its own: what a stream of this seed must give."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(size, generator=generator) for size in sizes]
+
+
+def tracker_of(**seeds):
+    torch.manual_seed(1)
+    tracker = RandomStateTracker()
+    for name, seed in seeds.items():
+        tracker.add(name, seed)
+    return tracker
+
+
+def test_a_stream_draws_what_its_seed_says_and_the_default_one_does_not_notice():
+    tracker = tracker_of(a=2, b=3)
+    default, a, b = stream(1, 4, 4, 4), stream(2, 4, 4), stream(3, 4)
+    assert torch.equal(torch.rand(4), default[0])
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(4), a[0])
+    assert torch.equal(torch.rand(4), default[1])
+    with tracker.fork("b"):
+        assert torch.equal(torch.rand(4), b[0])
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(4), a[1]), "a stream goes on where it was left"
+    assert torch.equal(torch.rand(4), default[2])
+
+
+def test_forks_nest():
+    tracker = tracker_of(a=2, b=3)
+    default, a, b = stream(1, 4, 4), stream(2, 4, 4, 4, 4, 4), stream(3, 4, 4)
+    torch.rand(4)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(4), a[0])
+        with tracker.fork("b"):
+            assert torch.equal(torch.rand(4), b[0])
+            with tracker.fork("a"):  # goes on where the outer fork is: nothing is drawn twice
+                assert torch.equal(torch.rand(4), a[1])
+            assert torch.equal(torch.rand(4), b[1])
+        assert torch.equal(torch.rand(4), a[2])
+        with tracker.fork("a"):
+            assert torch.equal(torch.rand(4), a[3])
+        assert torch.equal(torch.rand(4), a[4])
+    assert torch.equal(torch.rand(4), default[1])
+
+
+def test_a_fork_ends_after_an_exception():
+    tracker = tracker_of(a=2, b=3)
+    default, a = stream(1, 4), stream(2, 4, 4)
+    with pytest.raises(KeyError), tracker.fork("a"), tracker.fork("b"):
+        torch.rand(9)
+        raise KeyError
+    assert torch.equal(torch.rand(4), default[0])
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(4), a[0])
+    with pytest.raises(ConfigError), tracker.fork("a"), tracker.fork("nobody"):
+        pass
+    assert tracker._forks == []
+
+
+def test_names_and_seeds_are_unique_and_unknown_names_are_errors():
+    tracker = tracker_of(alpha=2)
+    with pytest.raises(ConfigError, match=r"random stream 'alpha' exists already \(seed 2\)"):
+        tracker.add("alpha", 5)
+    with pytest.raises(ConfigError, match="random stream 'beta': seed 2 is that of stream 'alpha' already"):
+        tracker.add("beta", 2)
+    before = torch.get_rng_state()
+    unknown = r"no random stream 'alpa'; there is 'alpha'\. Did you mean 'alpha'\?"
+    with pytest.raises(ConfigError, match=unknown), tracker.fork("alpa"):
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+    tracker.reset()
+    with pytest.raises(ConfigError, match="'model-parallel-rng'; there is none: call manual_seed"), tracker.fork():
+        pass
+    tracker.add("beta", 2)  # name and seed are free again
+
+
+def test_states_go_round():
+    tracker = tracker_of(a=2, b=3)
+    draws = stream(2, 4, 4, 4)
+    with tracker.fork("a"):
+        torch.rand(4)
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(4), draws[1])
+        inside = tracker.get_states()  # of a fork: as far as it has drawn
+    other = RandomStateTracker()
+    for source, wanted in ((states, draws[1]), (inside, draws[2]), (states, draws[1])):  # and a copy stays as it is
+        other.set_states(source)
+        with other.fork("a"):
+            assert torch.equal(torch.rand(4), wanted)
+    with pytest.raises(ConfigError, match="seed 3 is that of stream 'b' already"):
+        other.add("c", 3)
+    with tracker.fork("a"):
+        torch.rand(50)
+        tracker.set_states(states)
+        assert torch.equal(torch.rand(4), draws[1])
+        with pytest.raises(ConfigError, match="set_states inside a fork of 'a', which is not among the states"):
+            tracker.set_states({"b": states["b"]})
+        with pytest.raises(ConfigError, match="reset inside a fork of 'a'"):
+            tracker.reset()
+
+
+@distributed(world_size=8)
+def test_seeds_of_the_two_streams():
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+    t = dist.get_rank() % 4
+    assert mpu.random_tracker is None
+    with pytest.raises(ConfigError, match="MPU has no random state tracker: call manual_seed"):
+        get_cuda_rng_tracker(mpu)
+    for seed, function in ((1234, manual_seed), (7, model_parallel_cuda_manual_seed)):
+        tracker = function(seed, mpu)
+        assert tracker is mpu.random_tracker is get_cuda_rng_tracker(mpu)
+        replicated, sharded = stream(seed, 5, 5), stream(seed + 2718 + t, 5)
+        assert torch.equal(torch.rand(5), replicated[0])
+        with tracker.fork():
+            assert torch.equal(torch.rand(5), sharded[0])
+        assert torch.equal(torch.rand(5), replicated[1])
+    other = manual_seed(1234, mpu.get_tensor_parallel_group())  # which keeps nothing: the tracker is the caller's
+    assert mpu.random_tracker is tracker is not other
+    with other.fork("model-parallel-rng"):
+        assert torch.equal(torch.rand(5), stream(1234 + 2718 + t, 5)[0])
+
+
+@distributed(world_size=8)
+def test_dropout_is_equal_on_replicated_and_different_on_sharded_activations():
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+    torch.manual_seed(dist.get_rank())  # as different as the ranks of a careless script are
+    tracker = manual_seed(1234, mpu)
+
+    def masks():
+        mine = dropout(torch.ones(1000), 0.5) > 0
+        everyone = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(everyone, mine, group=mpu.get_tensor_parallel_group())
+        return everyone
+
+    for _ in range(2):
+        replicated = masks()
+        assert all(torch.equal(replicated[0], other) for other in replicated)
+        with tracker.fork():
+            sharded = masks()
+        for i in range(4):
+            for j in range(i):
+                assert 400 < (sharded[i] != sharded[j]).sum() < 600, "independent of each other"
+        assert not torch.equal(masks()[0], replicated[0])
+
+
+def layer(tracker, seen):
+    """A block with dropout of both streams, the sharded one inside a fork; ``seen`` gets the masks."""
+
+    def drop(x):
+        x = dropout(x, 0.5)
+        seen.append(x == 0)
+        return x
+
+    def forward(x, weight):
+        x = drop(torch.tanh(x * weight))
+        with tracker.fork():
+            x = drop(torch.sin(x * weight))
+        return drop(torch.tanh(x * weight)).exp()
+
+    return forward
+
+
+def train(tracker, wrapped, layers=2):
+    """Output, gradients, masks, and the random numbers that come after."""
+    x = torch.linspace(-1, 1, 64).requires_grad_()
+    weight = torch.linspace(1, 2, 64).requires_grad_()
+    seen = []
+    y = x
+    for _ in range(layers):
+        forward = layer(tracker, seen)
+        y = checkpoint(forward, tracker, y, weight) if wrapped else forward(y, weight)
+    between = torch.rand(3)
+    before = torch.get_rng_state(), tracker.get_states()["model-parallel-rng"]["cpu"]
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before[0]), "backward moved the default stream"
+    assert torch.equal(tracker.get_states()["model-parallel-rng"]["cpu"], before[1]), "backward moved the other stream"
+    with tracker.fork():
+        later = torch.rand(3)
+    return [y.detach(), x.grad, weight.grad, between, torch.rand(3), later], seen
+
+
+def assert_same(found, wanted):
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@distributed(world_size=8)
+def test_activation_checkpointing_recomputes_the_same_masks():
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+    wanted, masks = train(manual_seed(1234, mpu), wrapped=False)
+    found, again = train(manual_seed(1234, mpu), wrapped=True)
+    assert_same(found, wanted)
+    assert len(masks) == 6 and len(again) == 12
+    assert_same(again[:6], masks)
+    assert_same(again[6:9], masks[3:])  # backward recomputes the last layer first
+    assert_same(again[9:], masks[:3])
+
+
+def test_checkpoint_inside_a_fork_and_inside_a_checkpoint():
+    def run(outer, inner):
+        tracker = tracker_of(**{"model-parallel-rng": 2, "other": 3})
+        x = torch.linspace(-1, 1, 64).requires_grad_()
+        weight = torch.linspace(1, 2, 64).requires_grad_()
+        forward = layer(tracker, [])
+
+        def both(x):
+            x = dropout(torch.sin(x), 0.5)
+            with tracker.fork("other"):
+                x = checkpoint(forward, tracker, x, weight) if inner else forward(x, weight)
+                return dropout(torch.sin(x), 0.5)
+
+        with tracker.fork("other"):
+            y = checkpoint(both, tracker, x) if outer else both(x)
+            drawn = torch.rand(2)
+        (y.sum() + drawn.sum()).backward()
+        with tracker.fork("other"):
+            last = torch.rand(2)
+        return [y.detach(), x.grad, weight.grad, drawn, last, torch.rand(2)]
+
+    wanted = run(False, False)
+    for outer, inner in ((True, False), (False, True), (True, True)):
+        assert_same(run(outer, inner), wanted)
+
+
+def test_backward_inside_a_fork_leaves_the_random_state_as_it_was_even_if_the_recomputation_fails():
+    for fails in (False, True):
+        tracker = tracker_of(a=2)
+        calls = []
+
+        def forward(x, calls=calls, tracker=tracker, fails=fails):
+            calls.append(None)
+            with tracker.fork("a"):
+                x = dropout(x.sin(), 0.5)
+                if fails and len(calls) > 1:
+                    raise KeyError("second time")
+            return x.sin().sin()
+
+        y = checkpoint(forward, tracker, torch.ones(4, requires_grad=True))
+        default = torch.get_rng_state()
+        with tracker.fork("a"):
+            inside = torch.get_rng_state()
+            with pytest.raises(KeyError) if fails else nullcontext():
+                y.sum().backward()
+            assert len(calls) == 2
+            assert torch.equal(torch.get_rng_state(), inside)
+        assert torch.equal(torch.get_rng_state(), default)
+        assert torch.equal(tracker.get_states()["a"]["cpu"], inside)
+
+
+def test_backward_twice_recomputes_the_same_masks_twice():
+    x = torch.ones(64, requires_grad=True)
+    y = checkpoint(lambda x: dropout(x.sin(), 0.5).exp(), None, x).sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    torch.rand(7)
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_of_the_gpu():
+    tracker = tracker_of(a=2)
+    wanted = [torch.rand(4, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) for seed in (1, 2)]
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(4, device="cuda"), wanted[1])
+    assert torch.equal(torch.rand(4, device="cuda"), wanted[0])
+    x = torch.ones(64, device="cuda", requires_grad=True)
+    y = checkpoint(lambda x: dropout(x.sin(), 0.5).exp(), tracker, x)
+    torch.rand(7, device="cuda")
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 1)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from autopar.checkpoint.format import Manifest
+from autopar.cli import app, in_words
+from tests.checkpoint.tiny import layouts, save_alone, saved_state
+
+
+@pytest.fixture
+def ckpt(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    save_alone(tmp_path / "ckpt", 3)
+    return tmp_path / "ckpt"
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
+    command = [sys.executable, "-m", "autopar.cli", "merge", str(ckpt), str(tmp_path / "merged")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plain = saved_state(save_alone(tmp_path / "again", 1))
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == plain.keys()
+    assert f"merged {len(plain)} tensors" in done.stdout
+    assert done.stderr == "", "no progress bar where there is no terminal"
+    result = run(*command[3:])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "--force" in result.stderr
+
+
+def test_merge_options(ckpt, tmp_path):
+    merged = tmp_path / "merged"
+    result = run("merge", ckpt, merged, "--max-shard-size", "300", "--format", "bin", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary["destination"] == str(merged) and len(summary["files"]) > 2
+    assert {name: (merged / name).stat().st_size for name in summary["files"]} == summary["files"]
+    result = run("merge", ckpt, merged, "--force")
+    assert result.exit_code == 0, result.output
+    assert sorted(os.listdir(merged)) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["merge", "nowhere", "merged"], "error: nowhere does not exist."),
+        (["merge", "ckpt", "merged", "--max-shard-size", "big"], "error: max_shard_size='big' is no size"),
+        (["merge", "ckpt", "merged", "--format", "gguf"], "error: format='gguf' must be one of"),
+        (["merge", "ckpt", "ckpt", "--force"], "error: cannot merge ckpt into"),
+        (["inspect", "nowhere"], "error: nowhere does not exist."),
+        (["inspect", "."], "error: . is no checkpoint"),
+    ],
+)
+def test_errors_are_one_line_without_traceback(ckpt, monkeypatch, arguments, message):
+    monkeypatch.chdir(ckpt.parent)
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert os.listdir(ckpt.parent) == ["ckpt"]
+
+
+def test_inspect(ckpt):
+    result = run("inspect", ckpt)
+    assert result.exit_code == 0, result.output
+    for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "whole on every rank",
+                 "not saved", "17 x 4", "bfloat16"):  # fmt: skip
+        assert part in result.stdout
+    os.remove(ckpt / "model-tp2-pp0.safetensors")
+    os.truncate(ckpt / "model-tp1-pp0.safetensors", 99)
+    output = run("inspect", ckpt).stdout
+    assert "missing" in output and "99 bytes on disk" in output
+
+
+def test_inspect_as_json(ckpt):
+    data = json.loads(run("inspect", ckpt, "--json").stdout)
+    assert data["mesh"] == {"tensor_parallel_size": 3, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    assert [tensor["name"] for tensor in data["tensors"]] == list(Manifest.read(ckpt).tensors)
+    assert [file["state"] for file in data["files"]] == ["ok"] * 3
+
+
+def test_layouts_in_words():
+    assert in_words(None) == "whole on every rank"
+    assert in_words(layouts(2)["qkv.weight"]) == (
+        "dim 0: heads 3 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2) | kv_heads 1 on each of 2 (x 2)"
+    )
+    assert in_words(layouts(4)["proj.weight"]) == "dim 1: heads 2+1+2+1 (x 2)"
+    assert in_words(layouts(4)["qkv.bias"]).endswith("some on several ranks")
+
+
+def test_help_names_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0 and "merge" in result.stdout and "inspect" in result.stdout

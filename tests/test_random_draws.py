@@ -1,0 +1,128 @@
+"""Dropout and sampling: the same on all tp ranks where activations are whole, different where they are shared out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parity import close, language_batches, whole
+from tests.small import gpt2, parallel
+from tests.worlds import distributed
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.detach())
+    return parts
+
+
+@distributed(world_size=2)
+def test_dropout_on_whole_activations_is_equal_and_on_shared_out_ones_differs():
+    torch.manual_seed(dist.get_rank())  # unseeded users: initialize shares the first rank's state
+    model = parallel(gpt2(n_head=2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), 2).train()
+    with torch.no_grad():  # the same values into both heads: only masks can make a difference
+        for block in model.transformer.h:
+            block.attn.c_attn.weight.fill_(0.01)
+            block.attn.c_attn.bias.fill_(0.1)
+    seen: dict[str, torch.Tensor] = {}
+    block = model.transformer.h[0]
+    block.attn.c_proj.register_forward_pre_hook(lambda _, args: seen.update(inside=args[0]))
+    block.attn.resid_dropout.register_forward_hook(lambda _, args, out: seen.update(after=out))
+    model.transformer.drop.register_forward_hook(lambda _, args, out: seen.update(before=out))
+    model(IDS)
+    for name in ("before", "after"):
+        first, second = gathered(seen[name])
+        assert torch.equal(first, second) and (first == 0).any(), name
+    first, second = gathered(seen["inside"])
+    assert not torch.equal(first, second)
+
+
+@distributed(world_size=2)
+def test_replicated_parameters_stay_bitwise_equal_over_twenty_steps_of_dropout():
+    model = parallel(gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), 2).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = language_batches(131)[0]
+    for _ in range(20):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        if model._autopar.plan.tensors[model._autopar.plan.canonical(name)].layout is None:
+            first, second = gathered(parameter)
+            assert torch.equal(first, second), name
+    first, second = gathered(torch.get_rng_state())
+    assert torch.equal(first, second)  # regions left the global random state alike
+
+
+@distributed(world_size=2)
+def test_the_same_seed_draws_the_same_masks_and_another_seed_others():
+    model = parallel(gpt2(attn_pdrop=0.3), 2).train()
+    losses = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        losses.append(model(IDS, labels=IDS).loss.item())
+    assert losses[0] == losses[1] != losses[2]
+
+
+@distributed(world_size=2)
+def test_activation_checkpointing_recomputes_the_same_masks():
+    rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
+    gradients = []
+    for section in ({}, {"activation_checkpointing": {}}):
+        model = parallel(gpt2(**rates), 2, **section).train()
+        torch.manual_seed(3)
+        model(IDS, labels=IDS).loss.backward()
+        gradients.append(whole(model, lambda parameter: parameter.grad))
+    for name, gradient in gradients[0].items():
+        close(gradients[1][name], gradient, name, 1e-6)
+
+
+@distributed(world_size=2)
+def test_without_dropout_no_random_number_is_drawn():
+    model = parallel(gpt2(), 2).train()
+    before = torch.get_rng_state()
+    model(IDS, labels=IDS).loss.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@distributed(world_size=2)
+def test_an_interrupted_forward_leaves_the_random_streams_alike():
+    model = parallel(gpt2(attn_pdrop=0.3), 2).train()
+
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    handle = model.transformer.h[0].attn.c_proj.register_forward_pre_hook(fail)  # in the middle of a region
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(IDS)
+    handle.remove()
+    states = gathered(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+
+
+@distributed(world_size=2)
+def test_sampling_is_that_of_the_plain_model_given_the_seed_and_the_same_on_all_ranks_without():
+    plain = gpt2().eval()
+    model = parallel(copy.deepcopy(plain), 2).eval()
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 20, "pad_token_id": 0, "eos_token_id": None}
+    torch.manual_seed(5)
+    expected = plain.generate(IDS, **settings)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(IDS, **settings), expected)
+    torch.manual_seed(100 + dist.get_rank())  # careless users
+    first, second = gathered(model.generate(IDS, **settings))
+    assert torch.equal(first, second)
+
+
+@distributed(world_size=2)
+def test_greedy_and_beam_search_with_a_cache():
+    plain = gpt2().eval()
+    model = parallel(copy.deepcopy(plain), 2).eval()
+    for settings in ({}, {"num_beams": 3}, {"use_cache": False}, {"num_beams": 2, "length_penalty": 0.5}):
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **settings}
+        assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options)), settings

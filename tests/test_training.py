@@ -1,0 +1,142 @@
+"""Training as users do it: optimizers made before or after, DDP, twenty steps against one process."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import autopar
+from tests.parity import check, close, language_batches, whole
+from tests.small import gpt2, llama, parallel
+from tests.worlds import distributed
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3, foreach=True),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3, fused=True),
+}
+
+
+@distributed(world_size=2)
+def test_optimizers_made_before():
+    for make in OPTIMIZERS.values():
+        check(gpt2, language_batches(131), tp=2, optimizer=make)
+
+
+@distributed(world_size=2)
+def test_optimizers_made_after_and_param_groups_of_the_users_own():
+    for make in OPTIMIZERS.values():
+        plain = gpt2()
+        model = parallel(copy.deepcopy(plain), 2)
+
+        def groups(m):
+            decayed = [p for p in m.parameters() if p.ndim > 1]
+            return [{"params": decayed, "lr": 0.05}, {"params": [p for p in m.parameters() if p.ndim == 1]}]
+
+        ours, reference = make(groups(model)), make(groups(plain))
+        scheduler = torch.optim.lr_scheduler.StepLR(ours, 1, 0.5), torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)
+        for _ in range(3):
+            for m, optimizer in ((model, ours), (plain, reference)):
+                m(**language_batches(131)[0]).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for s in scheduler:
+                s.step()
+        weights = whole(model, lambda parameter: parameter.data)
+        for name, parameter in plain.named_parameters():
+            close(weights[name], parameter.data, name, 2e-5)
+
+
+@distributed(world_size=2)
+def test_adafactor_trains():
+    model = gpt2()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+    parallel(model, 2)
+    losses = []
+    for _ in range(15):
+        loss = model(**language_batches(131)[0]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@distributed(world_size=4)
+def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():
+    for build in (gpt2, llama):
+        torch.manual_seed(0)
+        ids = torch.randint(0, 131, (40, 9))
+        plain = build()
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)  # before, and keeps working
+        autopar.initialize(model, {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}})
+        engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+        reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
+        loader = autopar.prepare_dataloader(TensorDataset(ids), 2, mpu=model.mpu)
+        step = 0
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            for (batch,) in loader:
+                # replica d has samples d, d + 2, ...: together rows 4 * i ... 4 * i + 3
+                whole_batch = ids[4 * (step % 10) : 4 * (step % 10) + 4]
+                expected = plain(whole_batch, labels=whole_batch).loss
+                loss = engine(batch, labels=batch).loss
+                loss.backward()
+                expected.backward()
+                mean = loss.detach().clone()
+                dist.all_reduce(mean, group=model.mpu.get_data_parallel_group())
+                close(mean / 2, expected.detach(), f"loss of step {step}")
+                ours = autopar.clip_grad_norm_(engine, 1.0)
+                close(ours, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0), f"norm of step {step}", 2e-5)
+                for o in (optimizer, reference):
+                    o.step()
+                    o.zero_grad()
+                step += 1
+        assert step == 20
+
+
+@distributed(world_size=2)
+def test_fp16_and_bf16_forward_stays_near_fp32():
+    for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        expected = gpt2()(torch.arange(6)[None]).logits
+        model = parallel(gpt2().to(dtype), 2)
+        close(model(torch.arange(6)[None]).logits.float(), expected, str(dtype), tolerance)
+
+
+COLO_TENSOR = """
+match: {model_type: [gpt2]}
+units: {heads: num_attention_heads, ffn: inferred}
+prefix:
+  wte: {embedding: hidden}
+  wpe: {embedding: hidden}
+  drop: replicated
+blocks:
+  path: h
+  modules:
+    ln_1: replicated
+    attn.c_attn: {column: [heads, heads, heads], gather_output: true}
+    attn.c_proj: {column: hidden, gather_output: true}
+    ln_2: replicated
+    mlp.c_fc: {column: ffn}
+    mlp.c_proj: {row: ffn}
+suffix: {ln_f: replicated}
+head:
+  lm_head?: {row: hidden, split_input: true}
+"""
+
+
+@distributed(world_size=2)
+def test_the_policy_of_the_colo_tensor_tutorial():
+    model = check(gpt2, language_batches(131), tp=2, policy=COLO_TENSOR)
+    assert model.transformer.wte.weight.shape == (131, 18)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@distributed(world_size=4)
+def test_the_policy_of_the_colo_tensor_tutorial_on_four():
+    check(gpt2, language_batches(131), tp=4, policy=COLO_TENSOR)
