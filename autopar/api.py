@@ -94,11 +94,12 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     _, inner = hugging_face_model(model)
     parallelize.undo(model, state.plan, state.mpu.tp)
-    for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, (_BeforeForward, _AfterForward))]:
-            hooks.pop(key)
-            inner._forward_pre_hooks_with_kwargs.pop(key, None)
-            inner._forward_hooks_always_called.pop(key, None)
+    for module in (inner, inner.base_model):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, (_BeforeForward, _AfterForward))]:
+                hooks.pop(key)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
     for name in _INNER_METHODS:
         vars(inner).pop(name, None)
     if state.config.activation_checkpointing:
@@ -237,8 +238,10 @@ def _attach(
     model: nn.Module, inner: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, config: ParallelConfig
 ) -> None:
     region.watch(model)
-    inner.register_forward_pre_hook(_BeforeForward(mpu, region, config.consistency_check), with_kwargs=True)
-    inner.register_forward_hook(_AfterForward(region), always_call=True)
+    check = config.consistency_check
+    for module in {id(m): m for m in (inner, inner.base_model)}.values():  # users call the base model by itself too
+        module.register_forward_pre_hook(_BeforeForward(mpu, region, check and module is inner), with_kwargs=True)
+        module.register_forward_hook(_AfterForward(region), always_call=True)
     methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
     if plan.tp > 1:
         methods["save_pretrained"] = _refuse_save

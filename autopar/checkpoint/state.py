@@ -1,0 +1,110 @@
+"""What of the model goes into a checkpoint: its local tensors under canonical names, checked against the plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import CheckpointError
+from autopar.mesh import MPU
+from autopar.policy.plan import Plan
+
+__all__ = ["STATE", "State", "listed", "local_tensors", "state_of", "write_config"]
+
+STATE = "_autopar_checkpoint"
+
+
+@dataclass(frozen=True)
+class State:
+    """What saving and loading need to know of a parallelized model; an attribute of the root model.
+
+    Attributes:
+        plan, mpu: of the model.
+        hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
+    """
+
+    plan: Plan
+    mpu: MPU
+    hf_path: str
+
+    @property
+    def hf_prefix(self) -> str:
+        """What the Hugging Face model's names begin with in the root model's state dict."""
+        return f"{self.hf_path}." if self.hf_path else ""
+
+
+def state_of(model: nn.Module) -> State:
+    """The model's :class:`State`. Raises CheckpointError if it is not parallelized."""
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, State):
+        raise CheckpointError(f"{type(model).__name__} is not parallelized; call autopar.initialize first")
+    return state
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """The first few names."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
+
+    Raises:
+        CheckpointError: if they are not those of the plan: names, shapes, ties that no longer hold, DTensors.
+    """
+    state = state_of(model)
+    plan, tp = state.plan, state.mpu.tp.rank
+    canonical = {alias: t.name for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+    found: dict[str, torch.Tensor] = {}
+    foreign = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in canonical:
+            foreign.append(name)
+            continue
+        other = found.setdefault(canonical[name], tensor)
+        if other is not tensor and other.data_ptr() != tensor.data_ptr():
+            raise CheckpointError(
+                f"{name} and {canonical[name]} were one tied tensor when the model was parallelized and are two now"
+            )
+    absent = [name for name in plan.tensors if name not in found] if state.mpu.sizes.pp == 1 else []
+    if foreign or absent:
+        raise CheckpointError(
+            "the model has changed since it was parallelized"
+            + (f"; new: {listed(foreign)}" if foreign else "")
+            + (f"; gone: {listed(absent)}" if absent else "")
+        )
+    for name, tensor in found.items():
+        due = plan.tensors[name].local_shape(tp)
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
+        if tensor.device.type == "meta":
+            raise CheckpointError(f"{name} is on the meta device; it has no values")
+        if tuple(tensor.shape) != due:
+            raise CheckpointError(
+                f"{name} has shape {list(tensor.shape)} on tensor-parallel rank {tp}, the plan says {list(due)}\n"
+                "  Was it resized or replaced after the model was parallelized?"
+            )
+    return {name: found[name] for name in plan.tensors if name in found}
+
+
+def write_config(model: nn.Module, folder: Path) -> None:
+    """Write ``config.json``, and ``generation_config.json`` if the model generates, as ``save_pretrained`` would."""
+    hf_model: Any = model.get_submodule(state_of(model).hf_path)
+    plain = next(c for c in type(hf_model).__mro__ if c.__module__.partition(".")[0] != "autopar")
+    config = copy.deepcopy(hf_model.config)  # save_pretrained sets these two on the user's object
+    config.dtype = str(hf_model.dtype).removeprefix("torch.")
+    config.architectures = [plain.__name__]
+    if hf_model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(hf_model, folder, config=config)
+    config.save_pretrained(folder)
+    if hf_model.can_generate():
+        hf_model.generation_config.save_pretrained(folder)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import os
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from autopar.checkpoint import Manifest, merge_checkpoint
+from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.safetensors_stream import SafetensorsReader
+from autopar.checkpoint.shards import Shards
+from autopar.errors import CheckpointError
+from tests.checkpoint.tiny import KV_HEADS, WIDTH, same, save_alone, saved_state
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 5])
+def test_merged_file_is_what_one_process_would_write(tmp_path, tp):
+    plain = save_alone(tmp_path / "ckpt", tp)
+    result = merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
+    save_file(saved_state(plain), tmp_path / "whole", metadata={"format": "pt"})
+    assert (tmp_path / "merged" / "model.safetensors").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(os.listdir(tmp_path / "merged")) == ["config.json", "model.safetensors"]
+    assert result["files"] == {"model.safetensors": (tmp_path / "whole").stat().st_size}
+    assert result["parameters"] == plain.num_parameters()
+    assert result["tensors"] == len(saved_state(plain))
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_merging_pipeline_stages(tmp_path, tp):
+    plain = save_alone(tmp_path / "ckpt", tp, pp=2)
+    assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path / "ckpt")) == 2 * tp
+    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert same(dict(sorted(merged.items())), dict(sorted(saved_state(plain).items())))
+
+
+def test_what_lies_in_which_file(tmp_path):
+    save_alone(tmp_path, 4)
+    manifest = Manifest.read(tmp_path)
+    with SafetensorsReader(tmp_path / "model-tp0-pp0.safetensors") as reader:
+        assert set(reader.entries) == set(manifest.tensors)  # tied weights once; "scratch" too
+        assert "head.weight" not in reader.entries
+    with SafetensorsReader(tmp_path / "model-tp3-pp0.safetensors") as reader:
+        assert set(reader.entries) == {"embed.weight", "qkv.weight", "qkv.bias", "proj.weight", "gate"}
+        assert reader.entries["embed.weight"].shape == (4, 4)
+        assert reader.entries["qkv.bias"].shape == ((1 + 2) * WIDTH,)  # one query head, its KV head twice
+        assert reader.metadata["autopar_tp"] == "3"
+    assert KV_HEADS < 4
+    assert manifest.to_json() == json.loads((tmp_path / "autopar.json").read_text())
+
+
+def test_a_lower_rank_has_the_last_word_where_several_hold_a_unit(tmp_path):
+    save_alone(tmp_path, 4)
+    with Shards(tmp_path) as shards:
+        local = shards.local
+        own = [local("qkv.bias", t, 0) for t in range(4)]
+        shards.local = lambda name, t, p: own[t] + 100 * t  # type: ignore[method-assign]
+        whole = shards.whole("qkv.bias")
+    layout = Manifest.read(tmp_path).tensors["qkv.bias"].layout
+    for t, owner in enumerate((0, 0, 2, 2)):  # ranks 0 and 1 share a KV head, 2 and 3 the other
+        kv = layout.shard(whole, t)[-2 * WIDTH :]
+        assert torch.equal(kv, own[owner][-2 * WIDTH :] + 100 * owner)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_splitting_is_hugging_faces(tmp_path, format):
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    plain = save_alone(tmp_path / "ckpt", 2)
+    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", max_shard_size=300, format=format)
+    pattern = "model{suffix}.safetensors" if format == "safetensors" else "pytorch_model{suffix}.bin"
+    index = f"{pattern.replace('{suffix}', '')}.index.json"
+    split = split_torch_state_dict_into_shards(saved_state(plain), filename_pattern=pattern, max_shard_size=300)
+    assert len(split.filename_to_tensors) > 2
+    assert sorted(os.listdir(tmp_path / "merged")) == sorted(["config.json", index, *split.filename_to_tensors])
+    written = json.loads((tmp_path / "merged" / index).read_text())
+    assert written["weight_map"] == split.tensor_to_filename
+    assert written["metadata"] == {"total_parameters": plain.num_parameters(), **split.metadata}
+    for file, names in split.filename_to_tensors.items():
+        path = tmp_path / "merged" / file
+        held = load_file(path) if format == "safetensors" else torch.load(path, weights_only=True)
+        assert same(dict(sorted(held.items())), {name: saved_state(plain)[name] for name in sorted(names)})
+
+
+def test_companions_come_along_and_force_replaces(tmp_path):
+    save_alone(tmp_path / "ckpt", 2)
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json", "notes.md"):
+        (tmp_path / "ckpt" / name).write_text(name)
+    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
+    companions = {"config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
+    assert set(os.listdir(tmp_path / "merged")) == {*companions, "model.safetensors"}
+    with pytest.raises(CheckpointError, match="--force"):
+        merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
+    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", force=True, format="bin")
+    assert set(os.listdir(tmp_path / "merged")) == {*companions, "pytorch_model.bin"}
+
+
+def test_a_merge_never_replaces_its_source(tmp_path):
+    save_alone(tmp_path / "ckpt" / "step1", 2)
+    (tmp_path / "ckpt" / "config.json").write_text("{}")
+    for target in (tmp_path / "ckpt" / "step1", tmp_path / "ckpt"):
+        with pytest.raises(CheckpointError, match="would replace what it is read from"):
+            merge_checkpoint(tmp_path / "ckpt" / "step1", target, force=True)
+    assert (tmp_path / "ckpt" / "step1" / "autopar.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("5GB", 5 * 10**9), ("1.5 kb", 1500), (7, 7), ("7", 7), ("2TB", 2 * 10**12), ("3MB", 3 * 10**6)]
+)
+def test_sizes(size, count):
+    assert parse_size(size) == count
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "5GiB", 0, -3, True, None, 1.5, "nan"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(CheckpointError, match="max_shard_size"):
+        parse_size(size)
+
+
+@pytest.mark.parametrize(("format", "most"), [("safetensors", 1), ("bin", 10)])
+def test_merging_keeps_one_tensor_in_memory(tmp_path, monkeypatch, format, most):
+    save_alone(tmp_path / "ckpt", 4)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+    whole = Shards.whole
+
+    def counting(self, name):
+        tensor = whole(self, name)
+        made.append(weakref.ref(tensor))
+        alive.append(sum(ref() is not None for ref in made))
+        return tensor
+
+    monkeypatch.setattr(Shards, "whole", counting)
+    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", format=format)
+    assert max(alive) == most

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from autopar.checkpoint.safetensors_stream import _CODES, SafetensorsReader, SafetensorsWriter
+from autopar.errors import CheckpointError
+
+
+def every_kind() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for number, (code, dtype) in enumerate(_CODES.items()):
+        tensors[f"é.{30 - number}.{code}"] = torch.randint(0, 2, (3, 5), generator=generator).to(dtype)
+    tensors["scalar"] = torch.tensor(3.5)
+    tensors["empty"] = torch.empty(0, 4)
+    tensors["one byte"] = torch.tensor(True)
+    tensors["transposed"] = torch.randn(4, 6, generator=generator).t()
+    return tensors
+
+
+def write(path, tensors, metadata=None):
+    specs = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    with SafetensorsWriter(path, specs, metadata or {"format": "pt"}) as writer:
+        for name in writer.order:
+            writer.write(name, tensors[name])
+    return writer
+
+
+def test_files_are_byte_for_byte_those_of_the_library(tmp_path):
+    tensors = every_kind()
+    write(tmp_path / "ours", tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_reading_returns_what_was_written(tmp_path):
+    tensors = every_kind()
+    checksums = write(tmp_path / "file", tensors, {"format": "pt", "autopar_tp": "3"}).checksums
+    with SafetensorsReader(tmp_path / "file") as reader:
+        assert reader.metadata == {"format": "pt", "autopar_tp": "3"}
+        assert set(reader.entries) == set(tensors)
+        for name, tensor in tensors.items():
+            read = reader.read(name, checksums[name])
+            assert read.dtype == tensor.dtype and read.shape == tensor.shape
+            assert torch.equal(read.contiguous().view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+            reader.verify(name, checksums[name])
+
+
+def test_the_library_reads_a_file_without_tensors(tmp_path):
+    write(tmp_path / "file", {})
+    assert load_file(tmp_path / "file") == {}
+
+
+def test_one_flipped_bit_is_noticed(tmp_path):
+    writer = write(tmp_path / "file", {"weight": torch.randn(100), "other": torch.randn(3)})
+    data = bytearray((tmp_path / "file").read_bytes())
+    data[-1] ^= 1  # the last byte is of "weight"
+    (tmp_path / "file").write_bytes(data)
+    with SafetensorsReader(tmp_path / "file") as reader:
+        reader.read("other", writer.checksums["other"])
+        for method in (reader.read, reader.verify):
+            with pytest.raises(CheckpointError, match=r"damaged.*weight"):
+                method("weight", writer.checksums["weight"])
+
+
+def test_the_writer_insists_on_order_shape_and_completeness(tmp_path):
+    specs = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
+    with pytest.raises(ValueError, match="b is not the tensor"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+        writer.write("b", torch.zeros(2))
+    with pytest.raises(ValueError, match="a is not the tensor"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+        writer.write("a", torch.zeros(3))
+    with pytest.raises(ValueError, match="lacks 1 tensors"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:
+        writer.write("a", torch.zeros(2))
+    with pytest.raises(CheckpointError, match="complex128"):
+        SafetensorsWriter(tmp_path / "f", {"a": (torch.complex128, (2,))}, {})
+
+
+def header(entry: object) -> bytes:
+    text = json.dumps(entry).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        b"\xff" * 64,
+        (100).to_bytes(8, "little") + b"{}",
+        header([1, 2]),
+        header({"a": 1}),
+        header({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}) + bytes(4),
+        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}) + bytes(8),
+        header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}) + bytes(8),
+        header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}) + bytes(8),
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + bytes(7),
+    ],
+)
+def test_malformed_files_are_named(tmp_path, content):
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors is no whole safetensors file"):
+        SafetensorsReader(tmp_path / "bad.safetensors")

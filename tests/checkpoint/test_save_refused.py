@@ -1,0 +1,190 @@
+"""Real ranks fail to save, all of them, and the previous checkpoint stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.checkpoint import Manifest
+from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.errors import CheckpointError
+from autopar.mesh import MPU
+from tests.checkpoint.tiny import (
+    local,
+    same,
+    tiny,
+)
+from tests.worlds import distributed, raises_everywhere, spawn
+
+
+@distributed(world_size=2)
+def test_called_on_one_rank_only_then_properly(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    for method in ("save_parallelized", "from_parallelized"):
+        if mpu.rank == 1:
+            start = time.monotonic()
+            with pytest.raises(
+                CheckpointError, match=f"^{method} was called on rank 1 but not on rank 0 of 2 within 1 s"
+            ):
+                getattr(model, method)(tmp_path / "ckpt", timeout=1)
+            assert time.monotonic() - start < 5
+        dist.barrier()
+        assert method == "from_parallelized" or not (tmp_path / "ckpt").exists()
+        getattr(model, method)(tmp_path / "ckpt")
+
+
+@distributed(world_size=2)
+def test_wrong_arguments(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    (tmp_path / f"own{mpu.rank}").mkdir()
+    if mpu.rank == 0:
+        (tmp_path / "file").write_text("x")
+        (tmp_path / "photos").mkdir()
+        (tmp_path / "photos" / "cat.jpg").write_text("x")
+    dist.barrier()
+    cases = [
+        ({"directory": 3}, "directory=3 must be a path"),
+        ({"directory": ""}, "directory='' must be a path"),
+        ({"merge_checkpoints": "yes"}, "merge_checkpoints='yes'"),
+        ({"merge_checkpoints": True, "max_shard_size": "5 bananas"}, "max_shard_size='5 bananas' is no size"),
+        ({"merge_checkpoints": True, "format": "gguf"}, "format='gguf' must be one of 'safetensors', 'bin'"),
+        ({"format": "bin"}, "needs merge_checkpoints=True"),
+        ({"timeout": 0}, "timeout=0 must be"),
+        ({"timeout": True}, "timeout=True must be"),
+        ({"timeout": "1"}, "timeout='1' must be"),
+        ({"directory": tmp_path / "file"}, "is a file"),
+        ({"directory": tmp_path / "file" / "x"}, "cannot make"),
+        ({"directory": tmp_path / "photos"}, "holds files but no checkpoint"),
+        ({"directory": tmp_path / f"own{mpu.rank}"}, "ranks were called differently: directory"),
+        ({"merge_checkpoints": mpu.rank == 0}, "ranks were called differently: merge is True on rank 0 and False"),
+        ({"merge_checkpoints": 1 if mpu.rank else True}, "merge_checkpoints=1"),
+    ]
+    for arguments, message in cases:
+        with raises_everywhere(CheckpointError, message):
+            model.save_parallelized(**{"directory": tmp_path / "ckpt", **arguments})
+    with raises_everywhere(CheckpointError, "directory=None must be a path"):
+        model.from_parallelized(None)
+    assert sorted(os.listdir(tmp_path)) == ["file", "own0", "own1", "photos"]
+    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+    model.save_parallelized(tmp_path / "ckpt")
+    with raises_everywhere(CheckpointError, "ranks were called differently: function is 'save_parallelized' on rank 0"):
+        (model.from_parallelized if mpu.rank else model.save_parallelized)(tmp_path / "ckpt")
+
+
+@distributed(world_size=2)
+def test_a_model_that_has_changed_is_not_saved(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+
+    def refused(message, change):
+        model = tiny(mpu)
+        if mpu.rank == 1:  # on one rank only: the other one must not go ahead
+            change(model)
+        with raises_everywhere(CheckpointError, message):
+            model.save_parallelized(tmp_path / "ckpt")
+
+    refused("new: gait; gone: step", lambda m: (m.register_buffer("gait", torch.ones(1)), delattr(m, "step")))
+    refused(
+        "gate has shape [9, 3] on tensor-parallel rank 1", lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3)))
+    )
+    refused("one tied tensor", lambda m: setattr(m.head, "weight", nn.Parameter(m.embed.weight.detach().clone())))
+    refused("meta device", lambda m: m.to("meta"))
+    refused("norm.weight is bfloat16 on one rank and float32 on rank 1", lambda m: m.norm.float())
+    assert os.listdir(tmp_path) == []
+
+
+@distributed(world_size=2)
+def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    model.save_parallelized(tmp_path / "ckpt")
+    old = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+    write = SafetensorsWriter.write
+
+    def full(self, name, tensor):
+        if name == "gate":
+            raise OSError(28, "No space left on device")
+        write(self, name, tensor)
+
+    for merge in (False, True):
+        if mpu.rank == 1:
+            SafetensorsWriter.write = full
+        with raises_everywhere(
+            CheckpointError, "cannot write model-tp1-pp0.safetensors", "No space left", "rank 1 of 2"
+        ):
+            tiny(mpu, 1).save_parallelized(tmp_path / "ckpt", merge_checkpoints=merge)
+        SafetensorsWriter.write = write
+        assert os.listdir(tmp_path) == ["ckpt"]
+        assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()} == old
+        dist.barrier()
+    model.save_parallelized(tmp_path / "ckpt")
+
+
+@distributed(world_size=2)
+def test_a_config_that_cannot_be_saved_leaves_the_old_checkpoint(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    model.save_parallelized(tmp_path / "ckpt")
+    save_id = Manifest.read(tmp_path / "ckpt").save_id
+    model.config.oops = object()
+    with raises_everywhere(CheckpointError, "TypeError"):
+        model.save_parallelized(tmp_path / "ckpt")
+    assert Manifest.read(tmp_path / "ckpt").save_id == save_id
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+@distributed(world_size=2)
+def test_a_folder_that_is_not_shared(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    if mpu.rank == 1:
+        is_dir = Path.is_dir
+        Path.is_dir = lambda self: False if ".tmp-" in str(self) else is_dir(self)
+    with raises_everywhere(CheckpointError, "rank 1 does not see rank 0's files"):
+        model.save_parallelized(tmp_path / "ckpt")
+
+
+def die_while_saving(folder: str, victim: int, merge: bool) -> None:
+    mpu = MPU(tensor_parallel_size=2)  # 2 x 2
+    tiny(mpu, seed=0).save_parallelized(folder)
+    dist.barrier()
+    if mpu.rank == victim:
+        write = SafetensorsWriter.write
+
+        def die(self, name, tensor):
+            write(self, name, tensor)
+            if name == "gate":
+                self._file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        SafetensorsWriter.write = die
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=f"^rank {victim} of 4 died.*\n.*{Path(folder).name}.*(untouched|whole)"):
+        tiny(mpu, seed=1).save_parallelized(folder, merge_checkpoints=merge)
+    assert time.monotonic() - start < 10
+
+
+def load_old(folder: str) -> None:
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu, seed=1).from_parallelized(folder)
+    assert same(local(model), local(tiny(mpu, seed=0)))
+    model.save_parallelized(folder)
+
+
+@pytest.mark.parametrize(("victim", "merge"), [(1, False), (0, False), (1, True)])
+def test_a_rank_killed_in_the_middle_of_a_save(tmp_path, victim, merge):
+    folder = tmp_path / "ckpt"
+    spawn(__name__, "die_while_saving", 4, 60, (str(folder), victim, merge), expect_dead=(victim,))
+    left = [name for name in os.listdir(tmp_path) if name != "ckpt"]
+    assert len(left) == (1 if victim == 0 else 0)  # rank 0 cleans up, unless it is the one that died
+    assert not any((tmp_path / name / "autopar.json").exists() for name in left)
+    spawn(__name__, "load_old", 2, 60, (str(folder),))
+    assert os.listdir(tmp_path) == ["ckpt"]

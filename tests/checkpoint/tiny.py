@@ -1,0 +1,142 @@
+"""A tiny Hugging Face model with every kind of tensor, a hand-made plan for it, and an MPU that needs no processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from autopar.checkpoint import attach, save
+from autopar.checkpoint.state import write_config
+from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
+from autopar.mesh import MeshSizes
+from autopar.policy.plan import Plan, TensorPlan
+
+HEADS, KV_HEADS, WIDTH, VOCAB, HIDDEN = 6, 2, 2, 17, 4
+
+
+class TinyConfig(PreTrainedConfig):
+    model_type = "tiny"
+
+
+class TinyModel(PreTrainedModel):
+    """Only the tensors matter."""
+
+    config_class = TinyConfig
+
+    def __init__(self, config: TinyConfig, seed: int = 0) -> None:
+        super().__init__(config)
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * WIDTH)
+        self.proj = nn.Linear(HEADS * WIDTH, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN, dtype=torch.bfloat16)
+        self.gate = nn.Parameter(torch.randn(7, 3).half())
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("step", torch.tensor(seed + 5))
+        self.register_buffer("mask", torch.rand(3, 3) > 0.5)
+        self.register_buffer("scratch", torch.rand(5, dtype=torch.float64))
+        nn.init.normal_(self.norm.weight)
+
+
+def layouts(tp: int) -> dict[str, Layout]:
+    """What is shared out over ``tp`` ranks: fused and uneven, KV heads replicated, a vocabulary of 17."""
+    kv = share_out_replicated(KV_HEADS, tp)
+    heads = follow(HEADS, KV_HEADS, kv)
+    q, k = Block("heads", HEADS, WIDTH, heads), Block("kv_heads", KV_HEADS, WIDTH, kv)
+    fused = Layout.of(0, [q, k, k])
+    return {
+        "embed.weight": Layout.of(0, [Block("vocab", VOCAB, 1, share_out(VOCAB, tp))]),
+        "qkv.weight": fused,
+        "qkv.bias": fused,
+        "proj.weight": Layout.of(1, [q]),
+        "gate": Layout.of(0, [Block("ffn", 7, 1, share_out(7, tp))]),
+    }
+
+
+def make_plan(tp: int, prefix: str = "") -> Plan:
+    shared = layouts(tp)
+    tensors = {}
+    for name, tensor in TinyModel(TinyConfig()).state_dict().items():
+        if name != "head.weight":
+            tensors[prefix + name] = TensorPlan(
+                prefix + name,
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                shared.get(name),
+                (prefix + "head.weight",) if name == "embed.weight" else (),
+                None if name == "scratch" else name,
+            )
+    return Plan(tp, "tiny", "tiny.yaml", tensors, {})
+
+
+def shard(model: nn.Module, plan: Plan, tp_rank: int) -> None:
+    """Keep what one rank holds, in place."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in plan.tensors.items():
+        if tensor.layout is not None:
+            state[name].data = tensor.layout.shard(state[name].data, tp_rank)
+
+
+def fake_mpu(tp: int = 1, t: int = 0, pp: int = 1, p: int = 0) -> SimpleNamespace:
+    """Enough of an MPU to write one shard."""
+    axis = lambda size, rank: SimpleNamespace(size=size, rank=rank)  # noqa: E731
+    return SimpleNamespace(
+        tp=axis(tp, t), pp=axis(pp, p), dp=axis(1, 0), sizes=MeshSizes(tp, pp, 1), rank=p * tp + t, world_size=tp * pp
+    )
+
+
+def tiny(mpu: object, seed: int = 0, plan: Plan | None = None) -> TinyModel:
+    """A parallelized TinyModel."""
+    plan = plan or make_plan(mpu.sizes.tp)
+    model = TinyModel(TinyConfig(), seed)
+    shard(model, plan, mpu.tp.rank)
+    attach(model, plan, mpu, model, "")
+    return model
+
+
+STAGES = [("embed", "qkv", "step"), ("proj", "norm", "gate", "head", "mask", "scratch")]
+
+
+def save_alone(folder: Path, tp: int, seed: int = 0, pp: int = 1, save_id: str = "0123456789abcdef") -> TinyModel:
+    """Write a checkpoint with the shards of all ranks from one process; returns the plain model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reports = []
+    for p in range(pp):
+        for t in range(tp):
+            model = tiny(fake_mpu(tp, t, pp, p), seed)
+            if pp > 1:
+                for name in [name for s, names in enumerate(STAGES) if s != p for name in names]:
+                    delattr(model, name)
+            reports.append(save._write_shard(model, folder, save_id))
+    save._manifest(model, save_id, reports).write(folder)
+    model = tiny(fake_mpu(), seed)
+    write_config(model, folder)
+    return model
+
+
+def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What ``save_pretrained`` of the plain model would write."""
+    return {k: v.detach() for k, v in model.state_dict().items() if k not in ("head.weight", "scratch")}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit-equal, names and order included."""
+    return list(one) == list(other) and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def with_layout(plan: Plan, name: str, layout: Layout) -> Plan:
+    """The plan with one layout changed."""
+    return replace(plan, tensors={**plan.tensors, name: replace(plan.tensors[name], layout=layout)})
+
+
+def local(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of this rank."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
