@@ -1,9 +1,11 @@
-"""autopar: one line turns a Hugging Face model that sits in memory into a tensor- and data-parallel one."""
+"""autopar: one line turns a Hugging Face model that sits in memory into a tensor- and data-parallel one.
 
-from autopar.api import deparallelize, initialize
-from autopar.config import ParallelConfig
-from autopar.data_parallel.batches import prepare_dataloader
-from autopar.data_parallel.gradients import clip_grad_norm_
+The public names are loaded when they are first used, so that the command line starts without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from autopar.errors import (
     AutoparError,
     CheckpointError,
@@ -12,7 +14,15 @@ from autopar.errors import (
     PolicyError,
     UnsupportedModelError,
 )
-from autopar.mesh import MPU
+
+if TYPE_CHECKING:
+    from autopar.api import deparallelize, initialize
+    from autopar.config import ParallelConfig
+    from autopar.data_parallel.batches import prepare_dataloader
+    from autopar.data_parallel.gradients import clip_grad_norm_
+    from autopar.mesh import MPU
+
+__version__ = "0.1.0"
 
 __all__ = [
     "MPU",
@@ -23,8 +33,33 @@ __all__ = [
     "ParallelConfig",
     "PolicyError",
     "UnsupportedModelError",
+    "__version__",
     "clip_grad_norm_",
     "deparallelize",
     "initialize",
     "prepare_dataloader",
 ]
+
+_HOMES = {
+    "MPU": "autopar.mesh",
+    "ParallelConfig": "autopar.config",
+    "clip_grad_norm_": "autopar.data_parallel.gradients",
+    "deparallelize": "autopar.api",
+    "initialize": "autopar.api",
+    "prepare_dataloader": "autopar.data_parallel.batches",
+    "tensor_parallel": "autopar.tensor_parallel",
+    "checkpoint": "autopar.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute '{name}'")
+    home = importlib.import_module(_HOMES[name])
+    value = home if _HOMES[name] == f"autopar.{name}" else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
