@@ -1,5 +1,10 @@
-"""Imported once by the fork server, so that every rank of every world starts with it."""
+"""Imported once by the fork server, so that every rank of every world starts with it.
 
+``torch._dynamo`` and what it needs are imported by the first optimizer of a process; here that is paid once.
+"""
+
+import torch._dynamo
+import torch.nn.parallel
 from transformers import (  # noqa: F401
     AutoConfig,
     BertForMaskedLM,
@@ -7,3 +12,8 @@ from transformers import (  # noqa: F401
     GPT2LMHeadModel,
     LlamaForCausalLM,
 )
+
+import autopar.api
+import autopar.tensor_parallel
+import tests.parity
+import tests.small  # noqa: F401

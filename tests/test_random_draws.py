@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity import close, language_batches, whole
-from tests.small import gpt2, parallel
+from tests.small import gpt2, llama, parallel
 from tests.worlds import distributed
 
 IDS = torch.arange(10).view(2, 5)
@@ -126,3 +126,30 @@ def test_greedy_and_beam_search_with_a_cache():
     for settings in ({}, {"num_beams": 3}, {"use_cache": False}, {"num_beams": 2, "length_penalty": 0.5}):
         options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **settings}
         assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options)), settings
+
+
+@distributed(world_size=2)
+def test_inference_mode():
+    plain = gpt2().eval()
+    model = parallel(copy.deepcopy(plain), 2).eval()
+    with torch.inference_mode():
+        close(model(IDS).logits, plain(IDS).logits, "logits")
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options))
+
+
+@distributed(world_size=2)
+def test_projections_that_read_the_same_tensor_share_one_all_reduce():
+    """Backward of one block: one sum for q, k and v, one for gate and up; forward: one for o and one for down."""
+    counts = {}
+    for layers in (1, 2):
+        model = parallel(llama(num_hidden_layers=layers), 2)
+        calls = []
+        original = dist.all_reduce
+        dist.all_reduce = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+        try:
+            model(IDS, labels=IDS).loss.backward()
+        finally:
+            dist.all_reduce = original
+        counts[layers] = len(calls)
+    assert counts[2] - counts[1] == 4

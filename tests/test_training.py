@@ -140,3 +140,38 @@ def test_the_policy_of_the_colo_tensor_tutorial():
 @distributed(world_size=4)
 def test_the_policy_of_the_colo_tensor_tutorial_on_four():
     check(gpt2, language_batches(131), tp=4, policy=COLO_TENSOR)
+
+
+@distributed(world_size=4)
+def test_zero_redundancy_and_fsdp2_compose_over_the_data_parallel_axis():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ids = torch.randint(0, 131, (4, 8), generator=torch.Generator().manual_seed(3))
+    for kind in ("zero", "fsdp2"):
+        plain = gpt2()
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        mpu = model.mpu
+        reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
+        if kind == "zero":
+            engine = DistributedDataParallel(model, process_group=mpu.get_data_parallel_group())
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.AdamW, process_group=mpu.get_data_parallel_group(), lr=1e-3, eps=1e-4
+            )
+        else:
+            for block in model.transformer.h:
+                fully_shard(block, mesh=mpu.mesh["dp"])
+            engine = fully_shard(model, mesh=mpu.mesh["dp"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        mine = ids[mpu.get_data_parallel_rank() :: 2]
+        for step in range(3):
+            expected = plain(ids, labels=ids).loss
+            loss = engine(mine, labels=mine).loss
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, group=mpu.get_data_parallel_group())
+            close(mean / 2, expected.detach(), f"{kind}: loss of step {step}")
+            loss.backward()
+            expected.backward()
+            for o in (optimizer, reference):
+                o.step()
+                o.zero_grad()

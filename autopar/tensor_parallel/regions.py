@@ -38,7 +38,7 @@ class Region:
         self.draws = False
         self._source: torch.Tensor | None = None
         self._copied: torch.Tensor | None = None
-        self._key: tuple[int, bool] = (0, False)
+        self._version = 0
         self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._sources: list[tuple[Any, str]] = []
 
@@ -80,12 +80,11 @@ class Region:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` for a column-parallel layer. Layers that read the same tensor get the same copy: one all-reduce."""
-        key = (x._version, torch.is_grad_enabled())
-        if self._source is x and self._key == key and self._copied is not None:
-            return self._copied
-        copied = copy(x, self.axis)
-        self._source, self._copied, self._key = x, copied, key
-        return copied
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x  # nothing to sum; also inference tensors, which have no version
+        if self._source is not x or self._version != x._version or self._copied is None:
+            self._source, self._version, self._copied = x, x._version, copy(x, self.axis)
+        return self._copied
 
     def draw_apart(self) -> None:
         """From here on random draws differ over tp, until :meth:`leave`."""
