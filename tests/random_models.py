@@ -5,6 +5,7 @@ Sizes are odd on purpose: vocabulary 131, ffn 37, head counts that do not divide
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from dataclasses import dataclass
@@ -145,6 +146,7 @@ def auto_heads(model_type: str) -> set[str]:
     return found
 
 
+@functools.cache
 def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
     """Every class of transformers whose config is of this model type, by name."""
     import transformers
@@ -211,6 +213,9 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
     implementation = getattr(config, "attn_implementation", None)
     model_class = heads_of(case.model_type)[case.head]
     model = model_class._from_config(config, **({"attn_implementation": implementation} if implementation else {}))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # some have a default that no config field names
     randomise(model)
     return model
 

@@ -96,13 +96,13 @@ def _find(name: str, folder: Path, where: Where) -> Path:
 
 def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...]) -> Node:
     """Union of two trees that must not contradict each other, unless ``decider`` has a word on the same key."""
-    if not (isinstance(left.value, dict) and isinstance(right.value, dict)):
+    if not (isinstance(left.value, dict) and isinstance(right.value, dict)) or _is_rule(left) or _is_rule(right):
         if decider is None and _shape(left) != _shape(right):
             raise PolicyError(f"'{'.'.join(path)}' contradicts {right.where}; say here which holds", left.where)
         return left
     merged = dict(left.value)
     for key, entry in right.value.items():
-        below = decider.value.get(key) if decider is not None and isinstance(decider.value, dict) else None
+        below = decider.value.get(key) if decider is not None and isinstance(decider.value, dict) else decider
         merged[key] = _merge(merged[key], entry, below, (*path, key)) if key in merged else entry
     return Node(merged, left.where)
 
@@ -127,7 +127,7 @@ def _overlay(base: Node, top: Node) -> Node:
 
 
 def _is_rule(node: Node) -> bool:
-    return bool({"column", "row", "embedding", "replicated", "count"} & set(node.value))
+    return isinstance(node.value, dict) and bool({"column", "row", "embedding", "replicated", "count"} & set(node.value))
 
 
 def _shape(node: Node) -> Any:

@@ -147,6 +147,8 @@ def _parse_model_types(match: Mapping[str, Node], where: Where) -> tuple[str, ..
         raise PolicyError("'match' has no 'model_type'", where)
     node = match["model_type"]
     nodes = node.value if isinstance(node.value, list) else [node]
+    if not nodes:
+        raise PolicyError("'model_type' lists none", node.where)
     return tuple(_text(n, "model_type") for n in nodes)
 
 
@@ -167,8 +169,16 @@ def _parse_units(node: Node) -> dict[str, UnitSpec]:
         else:
             units[name] = UnitSpec(name, _text(entry, f"unit '{name}'"), entry.where)
     for unit in units.values():
+        if unit.name == HIDDEN:
+            raise PolicyError(f"'{HIDDEN}' cannot be defined: it stands for single features", unit.where)
         if unit.follows is not None and unit.follows not in units:
             raise PolicyError(_undefined(unit.follows, units), unit.where)
+        leader, chain = unit.follows, [unit.name]
+        while leader is not None:
+            if leader in chain:
+                raise PolicyError(f"'{unit.name}' follows itself: {' -> '.join([*chain, leader])}", unit.where)
+            chain.append(leader)
+            leader = units[leader].follows if leader in units else None
     return units
 
 

@@ -1,0 +1,151 @@
+"""Reading: files, text and dicts, what ``extends`` merges, and the errors of YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import PolicyError
+from autopar.policy.load import load_policy, policy_files, policy_folder, read_user_policy
+
+MATCH = "match: {model_type: mine}\n"
+BLOCKS = "units: {ffn: inferred}\nblocks: {path: h, modules: {fc: {column: ffn}, out: {row: ffn}}}\n"
+
+
+def write(folder: Path, **files: str) -> Path:
+    """``name="text"`` becomes name.yaml; returns the path of the first."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def test_a_policy_as_path_text_and_dict_is_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path, mine=MATCH + BLOCKS)
+    plain = {
+        "match": {"model_type": "mine"},
+        "units": {"ffn": "inferred"},
+        "blocks": {"path": "h", "modules": {"fc": {"column": "ffn"}, "out": {"row": "ffn"}}},
+    }
+    found = [read_user_policy(source) for source in (path, str(path), MATCH + BLOCKS, plain)]
+    for policy in found:
+        assert policy.model_types == ("mine",)
+        assert {path: (rule.kind, rule.units) for path, rule in policy.blocks.items()} == {
+            "fc": ("column", ("ffn",)),
+            "out": ("row", ("ffn",)),
+        }
+    assert [str(policy.blocks["out"].where) for policy in found] == [
+        f"{path}:3",
+        f"{path}:3",
+        "policy text:3",
+        "policy dict:blocks.modules.out",
+    ]
+    assert [policy.name for policy in found] == ["mine", "mine", "user", "user"]
+    assert read_user_policy(found[0]) is found[0]
+
+
+def test_fragments_merge_and_rules_of_the_file_replace_theirs(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        mine=f"extends: [fragments/a, fragments/b]\n{MATCH}blocks:\n  modules:\n    fc: {{column: [ffn, ffn]}}\n    ln: ~\n",
+        fragments__a="units: {ffn: inferred}\nblocks:\n  path: h\n  modules:\n    fc: {column: ffn}\n    ln: replicated\n",
+        fragments__b="units: {ffn: inferred}\nblocks:\n  modules:\n    out: {row: ffn}\n  attributes: {width: ffn}\n",
+    )
+    policy = load_policy(path)
+    assert list(policy.blocks) == ["fc", "out"]
+    assert policy.blocks["fc"].units == ("ffn", "ffn")  # a rule is replaced as a whole
+    assert str(policy.blocks["fc"].where) == f"{path}:5"
+    assert str(policy.blocks["out"].where) == f"{tmp_path}/fragments/b.yaml:4"
+    assert list(policy.block_attributes) == ["width"]
+
+
+def test_a_policy_of_the_users_extends_what_comes_with_autopar(tmp_path: Path) -> None:
+    text = "extends: llama\nmatch: {model_type: mine}\nblocks:\n  modules:\n    post_attention_layernorm: ~\n"
+    for source in (text, write(tmp_path, mine=text)):
+        policy = read_user_policy(source)
+        assert policy.model_types == ("mine",) and policy.transformers == ">=5.23,<6"
+        assert "post_attention_layernorm" not in policy.blocks and "input_layernorm" in policy.blocks
+        assert str(policy.blocks["mlp.down_proj"].where).startswith("policies/fragments/mlp_gated.yaml:")
+        assert str(policy.units["kv_heads"].where).startswith("policies/fragments/heads_grouped.yaml:")
+
+
+def test_fragments_of_fragments_and_a_file_beside_come_first(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        mine=f"extends: fragments/outer\n{MATCH}",
+        fragments__outer="extends: fragments/mlp_gated\nblocks: {path: h}\n",
+        fragments__mlp_gated="units: {ffn: inferred}\nblocks: {modules: {only: {column: ffn}}}\n",
+    )
+    assert list(load_policy(path).blocks) == ["only"]  # not the mlp_gated of autopar
+
+
+CONTRADICTIONS = [
+    ("fc: replicated", "fc: {column: ffn}"),
+    ("fc: {column: ffn}", "fc: {column: ffn, gather_output: true}"),
+    ("fc: {column: ffn}", "fc: {row: ffn}"),
+    ("fc: {column: [ffn, ffn]}", "fc: {column: ffn}"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), CONTRADICTIONS)
+def test_two_fragments_that_contradict_each_other(tmp_path: Path, one: str, other: str) -> None:
+    frame = "units: {ffn: inferred}\nblocks:\n  path: h\n  modules:\n    "
+    files = {"fragments__a": frame + one, "fragments__b": frame + other}
+    for names in ("a", "b"), ("b", "a"):
+        path = write(tmp_path, **{f"mine_{names[0]}": f"extends: [fragments/{names[0]}, fragments/{names[1]}]\n{MATCH}"}, **files)
+        left, right = (f"{tmp_path}/fragments/{name}.yaml:5" for name in names)
+        with pytest.raises(PolicyError) as info:
+            load_policy(path)
+        assert str(info.value) == f"{left}: 'blocks.modules.fc' contradicts {right}; say here which holds"
+    for word in ("fc: {row: ffn}", "fc: ~"):
+        path = write(tmp_path, **{f"said{len(word)}": f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: {{modules: {{{word}}}}}\n"})
+        assert [rule.kind for rule in load_policy(path).blocks.values()] == (["row"] if "row" in word else [])
+    path = write(tmp_path, gone=f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: ~\n")
+    with pytest.raises(PolicyError, match="policy 'gone' has no section 'blocks'"):
+        load_policy(path)
+
+
+# text, line, message
+WRONG = [
+    ("extends: fragments/atention_qkvo\n" + MATCH, 1, "'extends' names 'fragments/atention_qkvo', which does not exist. Did you mean 'fragments/attention_qkvo'?"),
+    ("extends: ../README\n" + MATCH, 1, "'extends' names '../README', which does not exist."),
+    ("extends: []\n" + MATCH, 1, "'extends' names no file"),
+    ("extends: llama\n" + MATCH + "blocks:\n  modules:\n    input_layernrm: ~\n", 5, "'input_layernrm' has no value; '~' deletes a key, but nothing that is extended has this one. Did you mean 'input_layernorm'?"),
+    (MATCH + "units: {ffn: inferred}\nblocks:\n  path:\n", 4, "'path' has no value; '~' deletes a key, but"),
+    (MATCH + "units: {}\nunits: {}\n", 3, "key 'units' stands here and in line 2"),
+    (MATCH + "units: {a: b\n", 3, "cannot be parsed as YAML: "),
+    (MATCH + "units: {a: !!python/name:os.system x}\n", 2, "has a value that plain YAML does not know: 'x'"),
+    ("- match\n- units\n", 1, "a policy must hold keys"),
+    ("# nothing\n\n", 1, "is empty"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "message"), WRONG, ids=[w[2][:40] for w in WRONG])
+def test_a_wrong_file_says_what_and_in_which_line(text: str, line: int, message: str) -> None:
+    with pytest.raises(PolicyError) as info:
+        read_user_policy(text)
+    assert str(info.value).startswith(f"policy text:{line}: {message}")
+
+
+def test_a_circle_and_a_missing_file(tmp_path: Path) -> None:
+    path = write(tmp_path, a="extends: b\n", b="extends: a\n")
+    with pytest.raises(PolicyError, match=r"b\.yaml:1: 'a' extends itself"):
+        load_policy(path)
+    with pytest.raises(PolicyError, match="^policy file 'nowhere.yaml' does not exist; a policy is a path, a dict or YAML text$"):
+        read_user_policy("nowhere.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(PolicyError, match="binary.yaml' cannot be read"):
+        read_user_policy(tmp_path / "binary.yaml")
+
+
+def test_every_policy_of_autopar_loads_and_every_fragment_is_used() -> None:
+    places = set()
+    for path in policy_files():
+        policy = load_policy(path)
+        for section in (policy.prefix, policy.every_stage, policy.blocks, policy.suffix, policy.head, policy.units):
+            places |= {entry.where.file for entry in section.values()}
+    fragments = {f"policies/fragments/{path.name}" for path in (policy_folder() / "fragments").glob("*.yaml")}
+    only_names_others = {"policies/fragments/bert_layer.yaml"}
+    assert fragments - places == only_names_others

@@ -1,0 +1,40 @@
+"""Runs several tutorials one after another in one process, so that torch and transformers are imported once.
+
+    python run_scripts.py JOBS       or under torchrun
+
+JOBS is a JSON file: ``{name: [script, argument, ...]}``. What rank 0 prints goes to NAME.out beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def _keep(*_: Any) -> None:
+    """In place of ``destroy_process_group``: the next script goes on with the same group."""
+
+
+def main(jobs: Path) -> None:
+    destroy, dist.destroy_process_group = dist.destroy_process_group, _keep
+    for name, (script, *arguments) in json.loads(jobs.read_text()).items():
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(Path(script).parent))  # as python does for a script
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+        if dist.get_rank() == 0:
+            jobs.with_name(f"{name}.out").write_text(printed.getvalue())
+    dist.destroy_process_group = destroy
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,176 @@
+"""The README is true: its Python runs, its table of policies is complete, what it says raises does.
+
+UPDATE_README=1 python -m pytest tests/tutorials/test_readme.py      writes the table of policies
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM
+
+import autopar
+from autopar.config import _SECTIONS
+from autopar.policy.load import load_policy, policy_files
+from tests.small import gpt2, parallel
+from tests.worlds import distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "tutorials" / "README.md"]
+
+
+def blocks(language: str, page: Path = README) -> list[str]:
+    """The fenced code of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def policy_table() -> str:
+    """The table between the markers."""
+    rows = [f"| {path.name} | {', '.join(load_policy(path).model_types)} |" for path in policy_files()]
+    return "\n".join(["| policy file | model types |", "|---|---|", *rows])
+
+
+def test_the_table_of_policies_is_complete() -> None:
+    text = README.read_text()
+    wanted = re.sub(
+        r"(?<=<!-- policies -->\n).*?(?=<!-- /policies -->)", lambda _: policy_table() + "\n", text, flags=re.DOTALL
+    )
+    if os.environ.get("UPDATE_README") == "1":
+        README.write_text(wanted)
+        text = wanted
+    assert text == wanted, "run UPDATE_README=1 python -m pytest tests/tutorials/test_readme.py"
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """The README's ``dataset``."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, 131, (24, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def prepare(folder: Path) -> None:
+    """Where a small random model goes by the name "gpt2"."""
+    os.chdir(folder)
+    if dist.get_rank() == 0:
+        gpt2().save_pretrained("gpt2")
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def run_the_python(folder: Path) -> None:
+    prepare(folder)
+    namespace = {"dataset": Sequences()}
+    found = blocks("python")
+    assert len(found) == 3
+    for code in found:
+        exec(compile(code, "README.md", "exec"), namespace)
+    # What was attached; and that the blocks did what their comments say.
+    model, plain = namespace["model"], namespace["plain"]
+    for name in re.findall(r"^\| `model\.(\w+)`", README.read_text(), re.MULTILINE):
+        assert callable(getattr(model, name)) or name == "mpu"
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    for name, weight in merged.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], weight), name
+    assert not torch.equal(merged.lm_head.weight, gpt2().lm_head.weight)  # it was trained
+
+
+def test_the_python_runs_and_autopar_merge_gives_the_same(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from typer.testing import CliRunner
+
+    from autopar.cli import app
+
+    run_the_python(tmp_path)
+    first, later = tmp_path / "merged", tmp_path / "later"
+    for command in re.findall(r"`autopar (merge|inspect) [^`]*`", README.read_text()):
+        arguments = [str(tmp_path / "checkpoint"), *([str(later)] if command == "merge" else [])]
+        result = CliRunner().invoke(app, [command, *arguments])
+        assert result.exit_code == 0, result.output
+    one, other = load_file(first / "model.safetensors"), load_file(later / "model.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_configuration_is_documented_whole() -> None:
+    text = README.read_text()
+    configuration = text[text.index("## Configuration") : text.index("## What the model has")]
+    (example,) = blocks("yaml")
+    content = yaml.safe_load(example)
+    config = autopar.ParallelConfig.parse(content)
+    assert config == autopar.ParallelConfig(tensor_parallel_size=2)
+    known = {f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys}
+    assert {f"{section}.{key}" for section, keys in content.items() for key in keys} == known
+    assert set(re.findall(r"^\| `(\w+\.\w+)` \|", configuration, re.MULTILINE)) == known
+
+
+@distributed(world_size=2)
+def test_what_it_says_raises_does() -> None:
+    text = README.read_text()
+    section = text[text.index("## What raises") : text.index("## Status")]
+    assert len(re.findall(r"^\| ", section, re.MULTILINE)) == 6  # with the head of the table: five rows, tested here
+    model = parallel(gpt2(), 2)
+    for instead, call in {
+        "save_parallelized": lambda: model.save_pretrained("folder"),
+        "after autopar.deparallelize": lambda: model.resize_token_embeddings(200),
+        "autopar.deparallelize": lambda: autopar.initialize(model, {"model_parallelism": {}}),
+        "would fit|that fits": lambda: parallel(gpt2(n_head=1), 2),
+        "sizes|divide": lambda: parallel(gpt2(), 3),
+    }.items():
+        with pytest.raises(autopar.ConfigError, match=instead):
+            call()
+    with pytest.raises(autopar.ConsistencyError, match="autopar.prepare_dataloader"):
+        model(torch.tensor([[1, 2, 3 + dist.get_rank()]]))
+    with pytest.raises(autopar.ConfigError, match="pipeline_parallel_size=2"):
+        autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+
+
+@distributed(world_size=2)
+def test_the_plain_clipping_is_wrong_and_adafactor_differs() -> None:
+    ids = torch.arange(12).view(2, 6)
+    models = [gpt2(), parallel(gpt2(), 2)]
+    for model in models:
+        model(ids, labels=ids).loss.backward()
+    plain, sharded = models
+    true = torch.nn.utils.get_total_norm(parameter.grad for parameter in plain.parameters())
+    wrong = torch.nn.utils.get_total_norm(parameter.grad for parameter in sharded.parameters())
+    assert abs(wrong - true) > 1e-3 * true
+    torch.testing.assert_close(autopar.clip_grad_norm_(sharded, 1.0), true, rtol=1e-5, atol=0)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for model in models:
+        torch.optim.Adafactor(model.parameters(), lr=0.05).step()
+    difference = autopar.deparallelize(sharded)(ids).logits - plain(ids).logits
+    assert difference.abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_targets_files_and_links_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join([*re.findall(r"`([^`\n]+)`", text), *blocks("bash", page)])
+    assert set(re.findall(r"^make ([a-z-]+)", code, re.MULTILINE)) <= targets
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+    for script in re.findall(r"tutorials/[\w./]+\.py", text):
+        assert (ROOT / script).exists(), script
+
+
+def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
+    sections = re.split(r"^## ", PAGES[1].read_text(), flags=re.MULTILINE)
+    for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
+        (section,) = [part for part in sections if f"({script.name})" in part]
+        assert re.search(rf"^torchrun .*{re.escape(script.name)}", section, re.MULTILINE)
+        assert "```text\n" in section
