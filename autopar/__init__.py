@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
     from autopar.config import ParallelConfig
     from autopar.data_parallel.batches import prepare_dataloader
-    from autopar.data_parallel.gradients import clip_grad_norm_
+    from autopar.data_parallel.gradients import GradScaler, clip_grad_norm_
     from autopar.mesh import MPU
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ConsistencyError",
+    "GradScaler",
     "ParallelConfig",
     "PolicyError",
     "UnsupportedModelError",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "GradScaler": "autopar.data_parallel.gradients",
     "MPU": "autopar.mesh",
     "ParallelConfig": "autopar.config",
     "clip_grad_norm_": "autopar.data_parallel.gradients",

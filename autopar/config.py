@@ -134,7 +134,7 @@ def _check_section(
 def _problem(name: str, value: Any, kind: type) -> str | None:
     if type(value) is not kind:  # True is no int
         return f"{name} must be {_name(kind)}, not {_show(value)}"
-    return f"{name} must be at least 1, not {value}" if kind is int and int(value) < 1 else None
+    return f"{name} must be at least 1, not {value}" if isinstance(value, int) and kind is int and value < 1 else None
 
 
 def _unknown_section(section: object) -> str:

@@ -3,8 +3,6 @@
 ``torch._dynamo`` and what it needs are imported by the first optimizer of a process; here that is paid once.
 """
 
-import torch._dynamo
-import torch.nn.parallel
 from transformers import (  # noqa: F401
     AutoConfig,
     BertForMaskedLM,
@@ -13,7 +11,5 @@ from transformers import (  # noqa: F401
     LlamaForCausalLM,
 )
 
-import autopar.api
-import autopar.tensor_parallel
 import tests.parity
 import tests.small  # noqa: F401

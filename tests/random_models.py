@@ -98,10 +98,10 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "starcoder2": {"no-biases": {"use_bias": False}},
 }
 
-_TYPES_WITH_CROSS_ATTENTION = (
-    "bert ernie bert-generation camembert data2vec-text electra megatron-bert rembert roberta roberta-prelayernorm "
-    "roc_bert xlm-roberta xlm-roberta-xl"
-).split()
+_TYPES_WITH_CROSS_ATTENTION = {
+    *("bert", "ernie", "bert-generation", "electra", "megatron-bert", "rembert", "roc_bert"),
+    *("roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
+}
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,10 @@ def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
     except ModuleNotFoundError:  # the model type uses another one's classes
         return found
     for name, member in vars(module).items():
-        if isinstance(member, type) and issubclass(member, PreTrainedModel) and member.__module__ == module.__name__:
-            if member.config_class is config_class and not name.endswith("PreTrainedModel"):
-                found[name] = member
+        if not (isinstance(member, type) and issubclass(member, PreTrainedModel)) or name.endswith("PreTrainedModel"):
+            continue
+        if member.__module__ == module.__name__ and member.config_class is config_class:
+            found[name] = member
     return found
 
 

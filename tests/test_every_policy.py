@@ -53,7 +53,9 @@ def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, voc
             model = build(case, heads, kv_heads, vocab=vocab)
             inputs = batches(case, model.config)
             generates = kind(case.head) == "causal" and vocab > 3
-            parallel = check(lambda model=model: copy.deepcopy(model), inputs, tp, first=_same_tokens if generates else None)
+            parallel = check(
+                lambda model=model: copy.deepcopy(model), inputs, tp, first=_same_tokens if generates else None
+            )
             parallel.mpu.destroy()
         except Exception as error:
             raise AssertionError(f"{case} at tp {tp}, {heads} heads, {kv_heads} KV heads: {error}") from error
@@ -122,7 +124,11 @@ def test_further_model_types_on_four(name: str) -> None:
 
 # -- sizes --------------------------------------------------------------------------------------------------------
 
-LLAMA, QWEN3, PHI3 = Case("llama", "LlamaForCausalLM"), Case("qwen3", "Qwen3ForCausalLM"), Case("phi3", "Phi3ForCausalLM")
+LLAMA, QWEN3, PHI3 = (
+    Case("llama", "LlamaForCausalLM"),
+    Case("qwen3", "Qwen3ForCausalLM"),
+    Case("phi3", "Phi3ForCausalLM"),
+)
 GPT2, BERT = Case("gpt2", "GPT2LMHeadModel"), Case("bert", "BertForMaskedLM")
 
 

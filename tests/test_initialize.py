@@ -128,6 +128,7 @@ def test_deparallelize_gives_back_the_plain_model_and_initialize_works_again():
         path: (type(m), {k: v for k, v in vars(m).items() if type(v) is int}) for path, m in model.named_modules()
     }
     identities = [id(p) for p in model.parameters()]
+    groups = len(dist.distributed_c10d._world.pg_map)
     for _ in range(2):
         parallel(model, 2)
         model(torch.arange(6)[None]).logits.sum().backward()
@@ -141,6 +142,7 @@ def test_deparallelize_gives_back_the_plain_model_and_initialize_works_again():
         assert parameter.grad is None or parameter.grad.shape == parameter.shape
     assert not hasattr(model, "mpu") and not hasattr(model, "_autopar")
     assert "save_pretrained" not in vars(model)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
     with pytest.raises(ConfigError, match="is not parallelized"):
         autopar.deparallelize(model)
 
@@ -152,6 +154,8 @@ def test_a_second_initialize_is_refused_also_from_outside():
         parallel(model, 2)
     with pytest.raises(ConfigError, match="at 0 is parallelized already"):
         parallel(nn.Sequential(model), 2)
+    with pytest.raises(ConfigError, match=r"at wte is part of a model that is parallelized already"):
+        parallel(model.transformer, 2)
 
 
 @distributed(world_size=2)
@@ -163,8 +167,75 @@ def test_what_would_be_silently_wrong_raises():
         ConfigError, match=r"save_pretrained: this rank holds only its share.*\n?.*merge_checkpoints=True"
     ):
         model.save_pretrained("nowhere")
+    with pytest.raises(ConfigError, match=r"resize_token_embeddings: the vocabulary of this GPT2Model"):
+        model.transformer.resize_token_embeddings(140)
+    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its share of GPT2Model"):
+        model.transformer.save_pretrained("nowhere")
     with pytest.raises(IndexError, match="embedding of 131 rows: ids run from 0 to 131"):
         model(torch.tensor([[0, 131]]))
+
+
+@distributed(world_size=2)
+def test_ranks_that_call_differently_all_get_an_error():
+    rank = dist.get_rank()
+    for config, policy, meta in [
+        ({"model_parallelism": {"tensor_parallel_size": 2 - rank}}, None, False),
+        ({"model_parallelism": {"tensor_parallel_size": 2}, "consistency_check": {"enable": bool(rank)}}, None, False),
+        ({"model_parallelism": {"tensor_parallel_size": 2, **({"x": 1} if rank else {})}}, None, False),
+        ({"model_parallelism": {"tensor_parallel_size": 2}}, 3 if rank else None, False),
+        ({"model_parallelism": {"tensor_parallel_size": 2}}, None, True),
+    ]:
+        model = gpt2().to("meta") if meta and rank else gpt2()
+        with pytest.raises(Exception) as info:
+            autopar.initialize(model, config, policy=policy)
+        if rank == 0:
+            assert isinstance(info.value, ConsistencyError)
+        assert not hasattr(model, "mpu")
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"inside torch.inference_mode"):
+        parallel(gpt2(), 2)
+
+
+@distributed(world_size=2)
+def test_attention_maps_are_those_of_all_heads():
+    plain = gpt2(attn_implementation="eager")
+    model = parallel(copy.deepcopy(plain), 2)
+    ids = torch.arange(6)[None]
+    expected, actual = plain(ids, output_attentions=True), model(ids, output_attentions=True)
+    assert len(actual.attentions) == 2
+    for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
+        close(ours, theirs, "attention map")
+
+
+@distributed(world_size=2)
+def test_buffers_of_odd_kinds_are_made_equal():
+    model = gpt2()
+    rank = dist.get_rank()
+    model.register_buffer("complex", torch.full((3,), 1 + 2j * rank, dtype=torch.complex128))
+    model.register_buffer("bits", torch.tensor([True, rank == 0]))
+    model.register_buffer("halves", torch.full((2, 3), float(rank), dtype=torch.bfloat16).t())
+    model.register_buffer("scalar", torch.tensor(rank))
+    model.register_buffer("wide", torch.tensor([float(rank)]).expand(4), persistent=False)
+    model.register_buffer("empty", torch.zeros(0))
+    parallel(model, 2)
+    assert model.complex.tolist() == [1 + 0j] * 3
+    assert model.bits.tolist() == [True, True]
+    assert model.halves.sum() == 0 and model.scalar.item() == 0 and model.wide.tolist() == [0.0] * 4
+
+
+@distributed(world_size=4)
+def test_replicas_with_different_random_weights_become_equal_too():
+    model = parallel(gpt2(seed=dist.get_rank()), 2)
+    weights: list = [None] * 4
+    dist.all_gather_object(weights, model.transformer.h[0].mlp.c_fc.weight.detach())
+    assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
+
+
+@distributed(world_size=2)
+def test_ddp_over_all_ranks_is_found():
+    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
+    nn.parallel.DistributedDataParallel(model)  # forgot process_group: rank 0's shard overwrites rank 1's
+    with pytest.raises(ConsistencyError, match=r"hold the same shard of the weights.\n.*\n.*get_data_parallel_group"):
+        model(torch.arange(6)[None])
 
 
 @distributed(world_size=2)
@@ -217,7 +288,7 @@ def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not hasattr(model, "mpu")
     other = gpt2(n_inner=40) if dist.get_rank() else gpt2()
-    with pytest.raises(ConsistencyError, match=r"ranks \[1\] hold another model than rank 0"):
+    with pytest.raises(ConsistencyError, match=r"ranks \[1\] call autopar.initialize differently than rank 0"):
         parallel(other, 2)
 
 
@@ -232,14 +303,14 @@ def test_an_unsupported_model_names_the_closest():
     with pytest.raises(UnsupportedModelError, match="Linear is no Hugging Face model and holds none"):
         autopar.initialize(nn.Linear(2, 2))
     pair = nn.ModuleList([gpt2(), gpt2()])
-    with pytest.raises(UnsupportedModelError, match="holds 2 Hugging Face models: 0 .GPT2LMHeadModel., 1"):
+    with pytest.raises(UnsupportedModelError, match=r"holds 2 Hugging Face models: 0 .GPT2LMHeadModel., 1"):
         autopar.initialize(pair)
 
     class GPT5Config(GPT2Config):
         model_type = "gpt2o"
 
     model = GPT2LMHeadModel(GPT5Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, bos_token_id=0, eos_token_id=0))
-    with pytest.raises(UnsupportedModelError, match="no policy lists model_type 'gpt2o'.* Did you mean 'gpt2'?"):
+    with pytest.raises(UnsupportedModelError, match=r"no policy lists model_type 'gpt2o'.* Did you mean 'gpt2'?"):
         autopar.initialize(model)
 
 

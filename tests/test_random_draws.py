@@ -153,3 +153,33 @@ def test_projections_that_read_the_same_tensor_share_one_all_reduce():
             dist.all_reduce = original
         counts[layers] = len(calls)
     assert counts[2] - counts[1] == 4
+
+
+@distributed(world_size=2)
+def test_an_evaluation_between_forward_and_a_recomputing_backward_changes_no_mask():
+    gradients = []
+    for interrupt in (False, True):
+        model = parallel(gpt2(attn_pdrop=0.3), 2, activation_checkpointing={}).train()
+        torch.manual_seed(3)
+        loss = model(IDS, labels=IDS).loss
+        if interrupt:
+            with torch.no_grad():
+                model.eval()(IDS)
+            model.train()
+        loss.backward()
+        gradients.append(whole(model, lambda parameter: parameter.grad))
+    for name, gradient in gradients[0].items():
+        close(gradients[1][name], gradient, name, 1e-6)
+
+
+@distributed(world_size=2)
+def test_autocast_gives_the_dtypes_of_the_plain_model():
+    plain = gpt2()
+    model = parallel(copy.deepcopy(plain), 2)
+    seen = []
+    for m in (plain, model):
+        handle = m.transformer.h[0].mlp.c_proj.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            m(IDS, labels=IDS).loss.backward()
+        handle.remove()
+    assert seen[0] == seen[1] == torch.bfloat16

@@ -26,6 +26,7 @@ FORMATS = {
     "safetensors": ("model{suffix}.safetensors", "model.safetensors.index.json"),
     "bin": ("pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"),
 }
+OUTSIDE = "wrapper.safetensors"  # modules of the user's own around the Hugging Face model, under their own names
 _ALONG = (
     "generation_config.json",
     "tokenizer*.json",
@@ -145,6 +146,7 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
                     bar.update(nbytes(*specs[name]))
                 torch.save(tensors, folder / file)
             files[file] = (folder / file).stat().st_size
+    files |= _write_outside(shards, folder)
     if split.is_sharded:
         index = {
             "metadata": {"total_parameters": manifest.total_parameters(), **split.metadata},
@@ -153,3 +155,15 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / index_name).write_text(text, encoding="utf-8")
     return files
+
+
+def _write_outside(shards: Shards, folder: Path) -> dict[str, int]:
+    """The user's own modules around the Hugging Face model, which ``from_pretrained`` does not ask for."""
+    tensors = {name: t for name, t in shards.manifest.tensors.items() if t.outside}
+    if not tensors:
+        return {}
+    specs = {name: (dtype_of(t.dtype), t.shape) for name, t in tensors.items()}
+    with SafetensorsWriter(folder / OUTSIDE, specs, {"format": "pt"}) as writer:
+        for name in writer.order:
+            writer.write(name, shards.whole(name))
+    return {OUTSIDE: (folder / OUTSIDE).stat().st_size}

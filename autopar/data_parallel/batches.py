@@ -22,10 +22,10 @@ class ReplicaDataLoader(DataLoader[Any]):
         for target in (self.sampler, self.dataset):
             if hasattr(target, "set_epoch"):
                 target.set_epoch(epoch)
-        if self.generator is not None:
+        if self._seed is not None and self.generator is not None:
             self.generator.manual_seed(self._seed + epoch)
 
-    _seed = 0
+    _seed: int | None = None
 
 
 class _EveryNth(IterableDataset[Any]):
@@ -85,7 +85,9 @@ def prepare_dataloader(
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
     dp = mpu.dp
-    kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
+    own_generator = kwargs.setdefault("generator", None) is None
+    if own_generator:
+        kwargs["generator"] = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, alike on all ranks")
@@ -96,5 +98,5 @@ def prepare_dataloader(
             dataset, num_replicas=dp.size, rank=dp.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
         loader = ReplicaDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)
-    loader._seed = seed
+    loader._seed = seed if own_generator else None
     return loader

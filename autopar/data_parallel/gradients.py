@@ -1,19 +1,21 @@
-"""Gradient clipping that counts every logical parameter once."""
+"""Gradient clipping that counts every logical parameter once, and loss scaling with one verdict for all ranks."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["GradScaler", "clip_grad_norm_"]
 
 
 @torch.no_grad()
@@ -49,7 +51,7 @@ def clip_grad_norm_(
     parts = []
     for name, parameter in root.named_parameters():  # a tied parameter comes once
         if parameter.grad is not None:
-            parts += _counted_here(parameter.grad, plan.tensors[plan.canonical(name)].layout, mpu)
+            parts += _counted_here(name, parameter.grad, plan.tensors[plan.canonical(name)].layout, mpu)
     norm = _combine(parts, norm_type, mpu, gradients)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -57,8 +59,37 @@ def clip_grad_norm_(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(scale.to(local.device, local.dtype))
     return norm
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a parallelized model: an overflow on one rank skips the step on all of them.
+
+    torch's own looks at this rank's gradients only: the rank that overflows skips, the others step, and they drift
+    apart. Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
+
+    Args:
+        mpu: ``model.mpu``; the verdict is shared over one model replica.
+        device: ``cuda`` or ``cpu``; by default where the mpu computes.
+        kwargs: what ``torch.amp.GradScaler`` takes.
+    """
+
+    def __init__(self, mpu: MPU, device: str | None = None, **kwargs: Any) -> None:
+        super().__init__(device or mpu.device.type, **kwargs)
+        self._mpu = mpu
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._unscale_grads_(*args, **kwargs)  # device -> 1.0 if its gradients are not finite
+        flag = torch.zeros(1, device=self._mpu.device)
+        for value in found.values():
+            flag = torch.maximum(flag, value.to(flag.device).view(1))
+        if self._mpu.model.size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._mpu.model.group)
+        for value in found.values():
+            value.copy_(flag.view(value.shape))
+        return found
 
 
 def _parallelized(model: nn.Module) -> tuple[nn.Module, Plan, MPU]:
@@ -71,16 +102,25 @@ def _parallelized(model: nn.Module) -> tuple[nn.Module, Plan, MPU]:
     )
 
 
-def _counted_here(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
-    """The parts of a local gradient that this tp rank counts."""
+def _counted_here(name: str, gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
+    """The parts of a local gradient that this rank counts."""
+    sharded = isinstance(gradient, DTensor)
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     if layout is None:
-        return [gradient] if mpu.tp.rank == 0 else []
+        return [local] if mpu.tp.rank == 0 else []
     if not layout.replicated:
-        return [gradient]
+        return [local]
+    if sharded:
+        raise ConfigError(
+            f"{name} is held by several tensor-parallel ranks (fewer KV heads than ranks) and shared out by FSDP: "
+            "its norm cannot be counted; use DistributedDataParallel"
+        )
     return [gradient.narrow(layout.dim, start, stop - start) for start, stop in layout.owned_local(mpu.tp.rank)]
 
 
 def _combine(parts: list[torch.Tensor], p: float, mpu: MPU, gradients: list[torch.Tensor]) -> torch.Tensor:
+    sharded = any(isinstance(gradient, DTensor) for gradient in gradients)  # FSDP2 over dp
+    axes = [axis for axis in ((mpu.tp, mpu.dp) if sharded else (mpu.tp,)) if axis.size > 1]
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
     parts = [part for part in parts if part.numel()]
     if parts:
@@ -88,11 +128,11 @@ def _combine(parts: list[torch.Tensor], p: float, mpu: MPU, gradients: list[torc
     else:
         norms = torch.zeros(1, dtype=dtype, device=mpu.device)
     if math.isinf(p):
-        total = norms.max()
-        if mpu.tp.size > 1:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=mpu.tp.group)
-        return total
+        pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
+        for axis in axes:
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
+        return pair[0] if pair[1] == 0 else pair[0] * math.nan
     total = norms.pow(p).sum()
-    if mpu.tp.size > 1:
-        dist.all_reduce(total, group=mpu.tp.group)
+    for axis in axes:
+        dist.all_reduce(total, group=axis.group)
     return total.pow(1 / p)

@@ -120,14 +120,17 @@ def _overlay(base: Node, top: Node) -> Node:
             del merged[key]
         else:
             raise PolicyError(
-                f"'{key}' has no value; '~' deletes a key, but nothing that is extended has this one.{nearest(key, below)}",
+                f"'{key}' has no value; '~' deletes a key, but nothing that is extended has this one."
+                f"{nearest(key, below)}",
                 entry.where,
             )
     return Node(merged, top.where)
 
 
 def _is_rule(node: Node) -> bool:
-    return isinstance(node.value, dict) and bool({"column", "row", "embedding", "replicated", "count"} & set(node.value))
+    return isinstance(node.value, dict) and bool(
+        {"column", "row", "embedding", "replicated", "count"} & set(node.value)
+    )
 
 
 def _shape(node: Node) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from autopar.errors import ConfigError
 from autopar.layout import Layout
 
 __all__ = ["AttributePlan", "ModulePlan", "Plan", "TensorPlan"]
@@ -27,6 +28,7 @@ class TensorPlan:
         layout: how it is shared out over tp; None if every rank holds all of it.
         aliases: other state-dict names of the same tensor.
         saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
+        outside: belongs to the user's own modules around the Hugging Face model.
     """
 
     name: str
@@ -35,6 +37,7 @@ class TensorPlan:
     layout: Layout | None = None
     aliases: tuple[str, ...] = ()
     saved_as: str | None = None
+    outside: bool = False
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape on tp rank ``rank``."""
@@ -48,6 +51,7 @@ class TensorPlan:
             "layout": self.layout.to_json() if self.layout else None,
             "aliases": list(self.aliases),
             "saved_as": self.saved_as,
+            "outside": self.outside,
         }
 
     @classmethod
@@ -59,7 +63,7 @@ class TensorPlan:
             raise ValueError(f"the layout of {name} does not describe its shape {list(shape)}")
         aliases = tuple(str(alias) for alias in data["aliases"])
         saved_as = None if data["saved_as"] is None else str(data["saved_as"])
-        return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as)
+        return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as, bool(data.get("outside", False)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,17 @@ class Plan:
         return self
 
     def canonical(self, name: str) -> str:
-        """The canonical name of a state-dict entry that may be an alias."""
+        """The canonical name of a state-dict entry that may be an alias.
+
+        Raises:
+            ConfigError: the plan does not know the name (a parameter added after ``initialize``).
+        """
         if name in self.tensors:
             return name
-        return next(t.name for t in self.tensors.values() if name in t.aliases)
+        for tensor in self.tensors.values():
+            if name in tensor.aliases:
+                return tensor.name
+        raise ConfigError(
+            f"{name} was added after autopar.initialize, which does not know whether it is shared out. "
+            "Add modules (adapters) before."
+        )

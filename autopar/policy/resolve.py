@@ -171,6 +171,7 @@ def _resolve_use(
     use: _Use, table: UnitTable, tp: int, modules: dict[str, ModulePlan], layouts: dict[int, tuple[Any, _Use, str]]
 ) -> None:
     rule, module = use.rule, use.module
+    assert isinstance(module, nn.Module)
     if rule.kind == "replicated":
         for name, parameter in module.named_parameters():
             _note(layouts, parameter, None, use, name)
@@ -203,7 +204,7 @@ def _resolve_use(
 
 
 def _resolve_bare(use: _Use, layouts: dict[int, tuple[Any, _Use, str]]) -> None:
-    """A parameter that hangs on no layer. If it is tied to one that a layer's rule cuts (BERT's bias), that rule holds."""
+    """A parameter beside the layers. If it is tied to one that a layer's rule cuts (BERT's bias), that rule holds."""
     if use.rule != Rule("replicated", use.rule.where):
         raise PolicyError(f"{use.shown} is a bare parameter, which can only be 'replicated'", use.rule.where)
     layouts.setdefault(id(use.module), (None, use, ""))
@@ -216,8 +217,9 @@ def _weight_and_dim(use: _Use) -> tuple[nn.Parameter, int]:
     if rule.kind == "embedding":
         if not isinstance(module, nn.Embedding):
             raise PolicyError(f"'embedding' needs an nn.Embedding, {use.shown} is a {kind}", rule.where)
-        if module.max_norm is not None or module.sparse:
-            raise PolicyError(f"{use.shown} uses max_norm or sparse gradients, which cannot be cut", rule.where)
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            uses = "max_norm, sparse or scale_grad_by_freq"
+            raise PolicyError(f"{use.shown} uses {uses}, which look at the whole table; it cannot be cut", rule.where)
         dim = 1 if rule.units == (HIDDEN,) else 0
     elif isinstance(module, nn.Linear):
         dim = 0 if rule.kind == "column" else 1
@@ -345,7 +347,7 @@ def _attributes(
                 continue
             path, module = found
             optional, name = name.endswith("?"), name.removesuffix("?")
-            holder = module.config if of_config else module
+            holder = getattr(module, "config", None) if of_config else module
             value = getattr(holder, name.removeprefix("config."), None)
             shown = _join(path, name)
             if type(value) is not int:
@@ -370,10 +372,10 @@ def _scaled(
                 raise PolicyError(f"'{unit}' is inferred and cut nowhere in this block, {shown} needs it", ratio.where)
             numbers.append([count, *(stop - start for start, stop in table.shares(unit, count, tp))])
     top, bottom = numbers[0], numbers[1] if len(numbers) == 2 else [1] * (tp + 1)
-    if value * bottom[0] % top[0]:
-        raise PolicyError(f"{shown}={value} is not a multiple of {top[0]} {ratio.unit}", ratio.where)
     if ratio.per is not None and value * bottom[0] != top[0]:
         raise PolicyError(f"{shown}={value} is not {ratio.unit} / {ratio.per} = {top[0]} / {bottom[0]}", ratio.where)
+    if value * bottom[0] % top[0]:
+        raise PolicyError(f"{shown}={value} is not a multiple of {top[0]} {ratio.unit}", ratio.where)
     values = []
     for rank in range(1, tp + 1):
         scaled, rest = divmod(value * bottom[0] * top[rank], top[0] * bottom[rank])

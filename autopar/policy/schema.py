@@ -167,7 +167,7 @@ def _parse_units(node: Node) -> dict[str, UnitSpec]:
                 replicate=_flag(spec["replicate"], "replicate") if "replicate" in spec else False,
             )
         else:
-            units[name] = UnitSpec(name, _text(entry, f"unit '{name}'"), entry.where)
+            units[name] = UnitSpec(name, _text(entry, name), entry.where)
     for unit in units.values():
         if unit.name == HIDDEN:
             raise PolicyError(f"'{HIDDEN}' cannot be defined: it stands for single features", unit.where)

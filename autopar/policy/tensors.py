@@ -30,7 +30,8 @@ def plan_tensors(
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     canonical = {key: _canonical(listed, prefix, model) for key, listed in names.items()}
-    saved = _saved_names(model) if not prefix else {name: name for name in canonical.values()}
+    start = f"{prefix}." if prefix else ""
+    saved = {start + name: new for name, new in _saved_names(model).items()}
     plans = {}
     for key, tensor in tensors.items():
         name = canonical[key]
@@ -41,6 +42,7 @@ def plan_tensors(
             layouts.get(key),
             tuple(sorted(set(names[key]) - {name})),
             saved.get(name),
+            outside=not name.startswith(start),
         )
     return plans
 

@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autopar.errors import ConsistencyError
+from autopar.layout import Layout
 from autopar.mesh import MPU
 
-__all__ = ["check_inputs", "share_random_state"]
+__all__ = ["check_inputs", "shard_digest", "share_random_state"]
 
 
-def check_inputs(arguments: Mapping[str, Any], mpu: MPU, *, random_state: bool) -> None:
+def check_inputs(arguments: Mapping[str, Any], mpu: MPU, *, random_state: bool, shard: str | None = None) -> None:
     """Compare the tensors among ``arguments`` over the tp group; one object exchange.
 
     Args:
         arguments: argument name -> value, nested lists, tuples and dicts included.
         random_state: compare the state of the default generators too (dropout is on).
+        shard: :func:`shard_digest` of a weight that is cut, which must *differ* between the ranks.
 
     Raises:
         ConsistencyError: on every rank of the group, naming the arguments that differ.
@@ -35,8 +38,16 @@ def check_inputs(arguments: Mapping[str, Any], mpu: MPU, *, random_state: bool) 
         mine["random state"] = _digest(torch.get_rng_state())
         if mpu.device.type == "cuda":
             mine["random state (CUDA)"] = _digest(torch.cuda.get_rng_state())
-    everyone: list[dict[str, str]] = [{}] * axis.size
-    dist.all_gather_object(everyone, mine, group=axis.group)
+    gathered: list[tuple[dict[str, str], str | None]] = [(mine, shard)] * axis.size
+    dist.all_gather_object(gathered, (mine, shard), group=axis.group)
+    everyone = [theirs for theirs, _ in gathered]
+    shards = {digest for _, digest in gathered}
+    if len(shards) == 1 and None not in shards:
+        raise ConsistencyError(
+            f"the ranks {list(axis.ranks)} of one tensor-parallel group hold the same shard of the weights.\n"
+            "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
+            "  process_group=model.mpu.get_data_parallel_group(), and initialize the model again."
+        )
     names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
     lines = []
     for name in names:
@@ -53,6 +64,18 @@ def check_inputs(arguments: Mapping[str, Any], mpu: MPU, *, random_state: bool) 
             "\n  seeding by rank: seed all ranks of a group alike."
             "\n  consistency_check: {enable: false} turns this check off."
         )
+
+
+def shard_digest(model: nn.Module) -> str | None:
+    """Digest of the first weight that is cut and is no constant; None if there is none, or it has no data."""
+    for module in model.modules():
+        layout: Layout | None = getattr(module, "autopar_layouts", {}).get("weight")
+        weight = module._parameters.get("weight")
+        if weight is None or layout is None or layout.replicated or type(weight) is not nn.Parameter or weight.is_meta:
+            continue
+        if weight.numel() and (weight != weight.flatten()[0]).any():
+            return _digest(weight)
+    return None
 
 
 def share_random_state(mpu: MPU) -> None:
@@ -85,6 +108,6 @@ def _fingerprint(name: str, value: Any, into: dict[str, str]) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1)
-    raw = data.view(torch.uint8) if data.dtype != torch.bool else data.to(torch.uint8)
-    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=6).hexdigest()
+    # A copy: a storage that numpy has seen can no longer be resized, which FSDP does to its parameters.
+    data = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)
+    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()

@@ -66,7 +66,7 @@ class _Column(_Parallel):
         y = self._multiply(self.region.enter(x), self._used("weight"), bias)  # [..., out/tp]
         if plan.gather_output:
             return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
-        self.region.draw_apart()
+        self.region.draw_apart(self.training)  # type: ignore[attr-defined]
         return y
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Row(_Parallel):
             x = scatter(x, self.tp, self.autopar_layouts["weight"])  # [..., in/tp]
         self.region.leave()
         y = reduce_(self._multiply(x, self.weight, None), self.tp)  # [..., out], Partial -> Replicate
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @staticmethod
     def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -142,7 +142,7 @@ class VocabParallelEmbedding(_Parallel, nn.Embedding):
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
-        y = F.embedding(local.masked_fill(outside, 0), self.weight, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        y = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
         return reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp)
 
 
@@ -150,7 +150,7 @@ class HiddenParallelEmbedding(_Parallel, nn.Embedding):
     """An embedding with its columns shared out: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = F.embedding(input, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        y = F.embedding(input, self.weight, self.padding_idx)
         return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., hidden/tp] -> [..., hidden]
 
 

@@ -138,7 +138,7 @@ def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Layout]]:
 
 
 def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
-    """Give every tp rank the whole weights of the first one, tensor by tensor where they differ; returns those names.
+    """Give every rank the whole weights of the first one, tensor by tensor where they differ; returns those names.
 
     A model initialized at random without a seed differs on every rank. Called while the model is still whole; ranks
     whose weights agree already exchange one checksum per tensor and nothing else.
@@ -151,28 +151,27 @@ def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
         ]
         if not tensor.is_meta
     }
-    axis = mpu.tp
-    if axis.size == 1 or not tensors:
+    if mpu.world_size == 1 or not tensors:
         return []
     sums = torch.stack([_checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
     first = sums.clone().to(mpu.device)
-    dist.broadcast(first, src=axis.ranks[0], group=axis.group)
+    dist.broadcast(first, src=0)
     differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=axis.group)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
     for name in different:
-        tensor = tensors[name]
-        staged = tensor.to(mpu.device).contiguous()
-        dist.broadcast(staged, src=axis.ranks[0], group=axis.group)
-        tensor.copy_(staged)
+        tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]
+        staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
+        tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
     return different
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Two 64-bit sums over the bits of a tensor: one plain, one that depends on positions. ``[2]`` on the CPU."""
     flat = tensor.detach().contiguous().view(-1)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(width) if flat.dtype != torch.bool else flat.to(torch.uint8)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    bits = flat.view(width)
     rows = bits[: bits.numel() // 257 * 257].view(-1, 257).sum(0, dtype=torch.int64)  # 257 interleaved sums
     weights = torch.arange(1, 258, device=rows.device)
     rest = bits[bits.numel() // 257 * 257 :].to(torch.int64)

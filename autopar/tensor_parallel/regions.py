@@ -35,7 +35,8 @@ class Region:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.draws = False
+        self.may_draw = False
+        self._in_evaluation = False
         self._source: torch.Tensor | None = None
         self._copied: torch.Tensor | None = None
         self._version = 0
@@ -68,11 +69,16 @@ class Region:
                 if type(value) in (float, int) and "drop" in name and ("att" in name or name == "dropout"):
                     self._sources.append((config, name))
 
-    def start(self, training: bool) -> None:
-        """Before the model's forward: forget what an interrupted one left behind."""
+    def start(self) -> None:
+        """Before the model's forward: forget what an interrupted one left behind, see which dropouts are on.
+
+        What is kept does not depend on the mode: activation checkpointing may recompute after other modes were used.
+        """
         self.leave()
         self.forget()
-        self.draws = training and any(float(vars(owner).get(name) or 0) > 0 for owner, name in self._sources)
+        on = [owner for owner, name in self._sources if float(vars(owner).get(name) or 0) > 0]
+        self.may_draw = bool(on)
+        self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
 
     def forget(self) -> None:
         """Drop the references to activations."""
@@ -86,9 +92,13 @@ class Region:
             self._source, self._version, self._copied = x, x._version, copy(x, self.axis)
         return self._copied
 
-    def draw_apart(self) -> None:
+    def draws(self, training: bool) -> bool:
+        """Whether a layer in this mode may be followed by dropout (also one that is on while the model evaluates)."""
+        return self.may_draw and (training or self._in_evaluation)
+
+    def draw_apart(self, training: bool) -> None:
         """From here on random draws differ over tp, until :meth:`leave`."""
-        if self.draws and self._outside is None:
+        if self._outside is None and self.draws(training):
             seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
             cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
             self._outside = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)

@@ -195,7 +195,7 @@ def _inputs(model: PreTrainedModel) -> dict[str, Any]:
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids
     elif getattr(config, "add_cross_attention", False):
-        inputs["encoder_hidden_states"] = torch.empty(2, 3, config.hidden_size, device="meta", dtype=model.dtype)
+        inputs["encoder_hidden_states"] = torch.empty(2, 5, config.hidden_size, device="meta", dtype=model.dtype)
     return inputs
 
 

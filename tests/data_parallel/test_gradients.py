@@ -56,10 +56,58 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank():
     model(**language_batches(131)[0]).loss.backward()
     if dist.get_rank() == 1:
         model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.nan
-    with pytest.raises(RuntimeError, match="gradients is nan, which is not finite"):
+    assert torch.isnan(autopar.clip_grad_norm_(model, 1.0, math.inf))  # gloo's MAX would lose it
+    model.zero_grad()
+    model(**language_batches(131)[0]).loss.backward()
+    if dist.get_rank() == 1:
+        model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match=r"gradients is nan, which is not finite"):
         autopar.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
 def test_a_plain_model_is_refused():
-    with pytest.raises(ConfigError, match="GPT2LMHeadModel is not parallelized: use torch.nn.utils.clip_grad_norm_"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel is not parallelized: use torch.nn.utils.clip_grad_norm_"):
         autopar.clip_grad_norm_(gpt2(), 1.0)
+
+
+@distributed(world_size=2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    model = parallel(gpt2(), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = autopar.GradScaler(model.mpu, init_scale=8.0)
+    for overflow in (True, False):
+        before = model.transformer.wpe.weight.clone()
+        scaler.scale(model(**language_batches(131)[0]).loss).backward()
+        if overflow and dist.get_rank() == 1:
+            model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model.transformer.wpe.weight, before) == overflow
+        assert scaler.get_scale() == 4.0
+
+
+@distributed(world_size=2)
+def test_a_parameter_added_after_initialize_is_named():
+    model = parallel(gpt2(), 2)
+    model.adapter = torch.nn.Linear(2, 2)
+    model.adapter.weight.grad = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match=r"adapter.weight was added after autopar.initialize"):
+        autopar.clip_grad_norm_(model, 1.0)
+
+
+@distributed(world_size=4)
+def test_the_norm_under_fsdp2():
+    from torch.distributed.fsdp import fully_shard
+
+    plain = gpt2()
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    fully_shard(model, mesh=model.mpu.mesh["dp"])
+    batch = language_batches(131)[0]
+    plain(**batch).loss.backward()
+    model(**batch).loss.backward()
+    close(
+        autopar.clip_grad_norm_(model, 0.01),
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01),
+        "norm",
+    )

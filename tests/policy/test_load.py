@@ -8,6 +8,8 @@ import pytest
 
 from autopar.errors import PolicyError
 from autopar.policy.load import load_policy, policy_files, policy_folder, read_user_policy
+from autopar.policy.resolve import make_plan
+from tests.small import llama
 
 MATCH = "match: {model_type: mine}\n"
 BLOCKS = "units: {ffn: inferred}\nblocks: {path: h, modules: {fc: {column: ffn}, out: {row: ffn}}}\n"
@@ -49,8 +51,10 @@ def test_a_policy_as_path_text_and_dict_is_the_same(tmp_path: Path) -> None:
 def test_fragments_merge_and_rules_of_the_file_replace_theirs(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        mine=f"extends: [fragments/a, fragments/b]\n{MATCH}blocks:\n  modules:\n    fc: {{column: [ffn, ffn]}}\n    ln: ~\n",
-        fragments__a="units: {ffn: inferred}\nblocks:\n  path: h\n  modules:\n    fc: {column: ffn}\n    ln: replicated\n",
+        mine=f"extends: [fragments/a, fragments/b]\n{MATCH}"
+        "blocks:\n  modules:\n    fc: {column: [ffn, ffn]}\n    ln: ~\n",
+        fragments__a="units: {ffn: inferred}\n"
+        "blocks:\n  path: h\n  modules:\n    fc: {column: ffn}\n    ln: replicated\n",
         fragments__b="units: {ffn: inferred}\nblocks:\n  modules:\n    out: {row: ffn}\n  attributes: {width: ffn}\n",
     )
     policy = load_policy(path)
@@ -94,13 +98,18 @@ def test_two_fragments_that_contradict_each_other(tmp_path: Path, one: str, othe
     frame = "units: {ffn: inferred}\nblocks:\n  path: h\n  modules:\n    "
     files = {"fragments__a": frame + one, "fragments__b": frame + other}
     for names in ("a", "b"), ("b", "a"):
-        path = write(tmp_path, **{f"mine_{names[0]}": f"extends: [fragments/{names[0]}, fragments/{names[1]}]\n{MATCH}"}, **files)
+        path = write(
+            tmp_path, **{f"mine_{names[0]}": f"extends: [fragments/{names[0]}, fragments/{names[1]}]\n{MATCH}"}, **files
+        )
         left, right = (f"{tmp_path}/fragments/{name}.yaml:5" for name in names)
         with pytest.raises(PolicyError) as info:
             load_policy(path)
         assert str(info.value) == f"{left}: 'blocks.modules.fc' contradicts {right}; say here which holds"
     for word in ("fc: {row: ffn}", "fc: ~"):
-        path = write(tmp_path, **{f"said{len(word)}": f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: {{modules: {{{word}}}}}\n"})
+        path = write(
+            tmp_path,
+            **{f"said{len(word)}": f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: {{modules: {{{word}}}}}\n"},
+        )
         assert [rule.kind for rule in load_policy(path).blocks.values()] == (["row"] if "row" in word else [])
     path = write(tmp_path, gone=f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: ~\n")
     with pytest.raises(PolicyError, match="policy 'gone' has no section 'blocks'"):
@@ -109,10 +118,19 @@ def test_two_fragments_that_contradict_each_other(tmp_path: Path, one: str, othe
 
 # text, line, message
 WRONG = [
-    ("extends: fragments/atention_qkvo\n" + MATCH, 1, "'extends' names 'fragments/atention_qkvo', which does not exist. Did you mean 'fragments/attention_qkvo'?"),
+    (
+        "extends: fragments/atention_qkvo\n" + MATCH,
+        1,
+        "'extends' names 'fragments/atention_qkvo', which does not exist. Did you mean 'fragments/attention_qkvo'?",
+    ),
     ("extends: ../README\n" + MATCH, 1, "'extends' names '../README', which does not exist."),
     ("extends: []\n" + MATCH, 1, "'extends' names no file"),
-    ("extends: llama\n" + MATCH + "blocks:\n  modules:\n    input_layernrm: ~\n", 5, "'input_layernrm' has no value; '~' deletes a key, but nothing that is extended has this one. Did you mean 'input_layernorm'?"),
+    (
+        "extends: llama\n" + MATCH + "blocks:\n  modules:\n    input_layernrm: ~\n",
+        5,
+        "'input_layernrm' has no value; '~' deletes a key, but nothing that is extended has this one. "
+        "Did you mean 'input_layernorm'?",
+    ),
     (MATCH + "units: {ffn: inferred}\nblocks:\n  path:\n", 4, "'path' has no value; '~' deletes a key, but"),
     (MATCH + "units: {}\nunits: {}\n", 3, "key 'units' stands here and in line 2"),
     (MATCH + "units: {a: b\n", 3, "cannot be parsed as YAML: "),
@@ -133,10 +151,12 @@ def test_a_circle_and_a_missing_file(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: b\n", b="extends: a\n")
     with pytest.raises(PolicyError, match=r"b\.yaml:1: 'a' extends itself"):
         load_policy(path)
-    with pytest.raises(PolicyError, match="^policy file 'nowhere.yaml' does not exist; a policy is a path, a dict or YAML text$"):
+    with pytest.raises(
+        PolicyError, match=r"^policy file 'nowhere\.yaml' does not exist; a policy is a path, a dict or YAML text$"
+    ):
         read_user_policy("nowhere.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(PolicyError, match="binary.yaml' cannot be read"):
+    with pytest.raises(PolicyError, match=r"binary\.yaml' cannot be read"):
         read_user_policy(tmp_path / "binary.yaml")
 
 
@@ -149,3 +169,14 @@ def test_every_policy_of_autopar_loads_and_every_fragment_is_used() -> None:
     fragments = {f"policies/fragments/{path.name}" for path in (policy_folder() / "fragments").glob("*.yaml")}
     only_names_others = {"policies/fragments/bert_layer.yaml"}
     assert fragments - places == only_names_others
+
+
+def test_the_example_of_the_readme_is_a_policy_that_fits_a_model() -> None:
+    text = (policy_folder() / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    policy = read_user_policy(text)
+    assert policy.model_types == ("my_model",) and policy.units["heads"].follows == "kv_heads"
+    text = text.replace("my_model", "llama").replace("  config: {qk_norm: true}", "  config: {use_cache: true}")
+    with pytest.raises(PolicyError, match=r"no rule covers 2 parameters.*post_attention_layernorm"):
+        make_plan(llama(), read_user_policy(text), 2)
+    own = "    input_layernorm: replicated\n"
+    make_plan(llama(), read_user_policy(text.replace(own, own + "    post_attention_layernorm: replicated\n")), 2)

@@ -83,7 +83,7 @@ def test_a_head_count_that_nobody_scaled_is_found():
     text = LLAMA.replace("self_attn.num_key_value_groups: heads / kv_heads", "{}").replace("attributes:\n    {}", "")
     model = llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     assert rehearse_with(LLAMA, model, 4)
-    with pytest.raises(PolicyError, match="fails in model.layers.0.self_attn, where the whole model does not"):
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the whole model does not"):
         rehearse_with(text, model, 4)
 
 

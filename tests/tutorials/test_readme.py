@@ -132,7 +132,7 @@ def test_what_it_says_raises_does() -> None:
     }.items():
         with pytest.raises(autopar.ConfigError, match=instead):
             call()
-    with pytest.raises(autopar.ConsistencyError, match="autopar.prepare_dataloader"):
+    with pytest.raises(autopar.ConsistencyError, match=r"autopar\.prepare_dataloader"):
         model(torch.tensor([[1, 2, 3 + dist.get_rank()]]))
     with pytest.raises(autopar.ConfigError, match="pipeline_parallel_size=2"):
         autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})

@@ -1,0 +1,131 @@
+"""What ``initialize`` hangs on a Hugging Face model: hooks around its forward, and methods that would be wrong.
+
+Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model carries over both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.collectives import gather
+from autopar.errors import ConfigError
+from autopar.layout import Block, Layout
+from autopar.mesh import MPU
+from autopar.policy.plan import Plan
+from autopar.tensor_parallel.consistency import check_inputs, shard_digest, share_random_state
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["attach", "detach"]
+
+_NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_mpu")
+
+
+def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, check: bool) -> None:
+    """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
+
+    Args:
+        check: compare the inputs of the first forward over tp.
+    """
+    for module in _hugging_face_modules(model):
+        outermost = module is model
+        module.register_forward_pre_hook(BeforeForward(mpu, region, check and outermost), with_kwargs=True)
+        module.register_forward_hook(AfterForward(mpu, region, outermost), always_call=True)
+        methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
+        if plan.tp > 1:
+            methods["save_pretrained"] = _refuse_save
+            if callable(getattr(module, "generate", None)):
+                methods["generate"] = _generate
+        for name, function in methods.items():
+            setattr(module, name, types.MethodType(function, module))
+        module._autopar_mpu = mpu  # type: ignore[assignment]
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Inverse of :func:`attach`."""
+    for module in _hugging_face_modules(model):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, BeforeForward | AfterForward)]:
+                hooks.pop(key)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+        for name in _NAMES:
+            module.__dict__.pop(name, None)
+
+
+def _hugging_face_modules(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    yield from (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+class BeforeForward:
+    """Forward pre-hook: random streams to their start; on the first forward of each mode, compare the inputs."""
+
+    def __init__(self, mpu: MPU, region: Region, check: bool) -> None:
+        self.mpu, self.region = mpu, region
+        self.unchecked = {True, False} if check else set[bool]()  # training mode, evaluation mode
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.region.start()
+        if model.training in self.unchecked:
+            self.unchecked.discard(model.training)
+            positional = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+            check_inputs(
+                {**positional, **kwargs},
+                self.mpu,
+                random_state=self.region.draws(model.training),
+                shard=shard_digest(model),
+            )
+
+
+class AfterForward:
+    """Forward hook, called after an error too: random streams back, attention maps whole."""
+
+    def __init__(self, mpu: MPU, region: Region, outermost: bool) -> None:
+        self.mpu, self.region, self.outermost = mpu, region, outermost
+
+    def __call__(self, model: Any, args: Any, output: Any) -> None:
+        self.region.leave()
+        self.region.forget()
+        if self.outermost and isinstance(output, dict) and self.mpu.tp.size > 1:
+            for name in [name for name in output if "attentions" in name and output[name]]:
+                output[name] = tuple(_whole_attentions(maps, self.mpu, model.config) for maps in output[name])
+
+
+def _whole_attentions(maps: torch.Tensor, mpu: MPU, config: Any) -> torch.Tensor:
+    """Attention maps of this rank's heads -> of all heads, ``[batch, heads, query, key]``; whole ones are kept."""
+    whole = getattr(config, "num_attention_heads", None)
+    if not isinstance(maps, torch.Tensor) or maps.ndim != 4 or maps.shape[1] == whole:
+        return maps
+    sizes: list[int] = [0] * mpu.tp.size
+    dist.all_gather_object(sizes, maps.shape[1], group=mpu.tp.group)
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+    shares = tuple((starts[rank], starts[rank + 1]) for rank in range(len(sizes)))
+    return gather(maps, mpu.tp, Layout.of(1, [Block("heads", sum(sizes), 1, shares)]), dim=1)
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
+    share_random_state(self._autopar_mpu)
+    return type(self).generate(self, *args, **kwargs)
+
+
+def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is shared out already. "
+        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
+    )
+
+
+def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"save_pretrained: this rank holds only its share of {type(self).__name__}. "
+        "Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
+        "reads."
+    )
