@@ -21,8 +21,9 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU, start_process_group
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
-from autopar.policy.resolve import hugging_face_model, make_plan
+from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
+from autopar.policy.uses import hugging_face_model
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import share_random_state

@@ -26,6 +26,7 @@ from autopar.axis import check_divides
 from autopar.broadcast import Dtypes, broadcast_data
 from autopar.collectives import Axis, even_layout
 from autopar.config import ParallelConfig
+from autopar.errors import ConfigError
 from autopar.random_state import RandomStateTracker
 
 __all__ = ["MPU", "MeshSizes", "rank_groups", "start_process_group"]
@@ -66,13 +67,20 @@ def start_process_group() -> None:
     """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
 
     gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs. On GPUs the current device becomes
-    ``LOCAL_RANK``.
+    ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
     """
     if dist.is_initialized():
         return
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            raise ConfigError(
+                f"{here} processes were started on a machine with {gpus} GPUs: nccl needs one for each.\n"
+                f"  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
+                "compute on the CPU with gloo."
+            )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)

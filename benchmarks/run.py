@@ -44,8 +44,9 @@ def build(family: str, size: dict[str, int]) -> Any:
     hidden, heads = size["hidden"], size["hidden"] // 64
     if family == "gpt2":
         config: Any = GPT2Config(
-            n_embd=hidden, n_layer=size["layers"], n_head=heads, vocab_size=size["vocab"], bos_token_id=0, eos_token_id=0
+            n_embd=hidden, n_layer=size["layers"], n_head=heads, vocab_size=size["vocab"], bos_token_id=0
         )
+        config.eos_token_id = 0
         config.attn_pdrop = config.resid_pdrop = config.embd_pdrop = 0.0
         return GPT2LMHeadModel(config)
     return LlamaForCausalLM(
@@ -113,7 +114,8 @@ def worker(arguments: argparse.Namespace) -> None:
                     if turn >= 3:
                         seconds[variant].append(time.perf_counter() - start)
             row = {variant: statistics.median(times) * 1000 for variant, times in seconds.items()}
-            results.append({"model": family, "size": name, "ms": row, "rival": theirs if isinstance(theirs, str) else ""})
+            reason = theirs if isinstance(theirs, str) else ""
+            results.append({"model": family, "size": name, "ms": row, "rival": reason})
             del plain, ours, theirs, steps
     if dist.get_rank() == 0:
         report(results, world, arguments.json)

@@ -69,3 +69,12 @@ def test_a_world_that_does_not_divide_is_an_error_with_the_numbers():
     text = str(info.value)
     assert "tensor_parallel_size=3 x pipeline_parallel_size=1 = 3 does not divide the world of 4 processes" in text
     assert "tensor_parallel_size can be 1, 2, 4" in text
+
+
+def test_more_processes_than_gpus_is_an_error_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 processes were started on a machine with 2 GPUs"):
+        MPU(tensor_parallel_size=2)

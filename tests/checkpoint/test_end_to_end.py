@@ -162,3 +162,34 @@ def test_an_optimizer_goes_on_after_loading(tmp_path):
     model.from_parallelized(tmp_path / "ckpt")
     assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
     assert torch.equal(step(), after)
+
+
+class Scored(torch.nn.Module):
+    """A user's own module with a Hugging Face model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = gpt2()
+        self.score = torch.nn.Linear(131, 5)
+
+
+@distributed(world_size=2)
+def test_a_module_around_the_model_merges_into_a_folder_that_from_pretrained_reads(tmp_path):
+    from safetensors.torch import load_file
+
+    plain = Scored()
+    model = parallel(Scored(), 2)
+    with torch.no_grad():
+        model.score.weight.copy_(plain.score.weight)
+    model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, tensor in plain.language.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor), name
+    outside = load_file(tmp_path / "merged" / "wrapper.safetensors")
+    assert sorted(outside) == ["score.bias", "score.weight"]
+    assert torch.equal(outside["score.weight"], plain.score.weight)
+    model.save_parallelized(tmp_path / "shards")
+    with torch.no_grad():
+        model.score.weight.zero_()
+    model.from_parallelized(tmp_path / "shards")
+    assert torch.equal(model.score.weight, plain.score.weight)
