@@ -120,7 +120,8 @@ class MPU:
         self._owned: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         self._alive = True
-        axes = {name: self._make_axis(name, groups) for name, groups in rank_groups(self.sizes).items()}
+        made: dict[tuple[int, ...], Any] = {}
+        axes = {name: self._make_axis(name, groups, made) for name, groups in rank_groups(self.sizes).items()}
         self.tp, self.dp, self.pp, self.model = axes["tp"], axes["dp"], axes["pp"], axes["model"]
         self._embedding: Axis | None = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
@@ -130,14 +131,17 @@ class MPU:
         else:
             self.control = dist.group.WORLD
 
-    def _make_axis(self, name: str, groups: list[list[int]]) -> Any:
+    def _make_axis(self, name: str, groups: list[list[int]], made: dict[tuple[int, ...], Any]) -> Any:
         mine: Axis | None = None
         for ranks in groups:  # every rank takes part in the making of every group, in the same order
-            group = dist.group.WORLD if len(ranks) == self.world_size else dist.new_group(ranks, group_desc=name)
-            if self.rank in ranks and group is not None:
-                mine = Axis(name, group, ranks, ranks.index(self.rank))
-                if group is not dist.group.WORLD:
-                    self._owned.append(group)
+            key = tuple(ranks)
+            if key not in made:  # axes through the same ranks share a group
+                whole = len(ranks) == self.world_size
+                made[key] = dist.group.WORLD if whole else dist.new_group(ranks, group_desc=name)
+                if self.rank in ranks and not whole:
+                    self._owned.append(made[key])
+            if self.rank in ranks:
+                mine = Axis(name, made[key], ranks, ranks.index(self.rank))
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MPU:

@@ -20,6 +20,7 @@ from autopar.errors import ConfigError
 from autopar.layout import Block, Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
+from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
 from autopar.tensor_parallel.consistency import check_inputs, shard_digest, share_random_state
 from autopar.tensor_parallel.regions import Region
 
@@ -46,10 +47,13 @@ def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, check: 
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
         module._autopar_mpu = mpu  # type: ignore[assignment]
+    if plan.tp > 1:
+        attach_loss(model, region, mpu.tp)
 
 
 def detach(model: PreTrainedModel) -> None:
     """Inverse of :func:`attach`."""
+    detach_loss(model)
     for module in _hugging_face_modules(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, BeforeForward | AfterForward)]:

@@ -47,6 +47,7 @@ class _Parallel:
     region: Region
     autopar: ModulePlan
     autopar_layouts: dict[str, Layout]
+    keeps_local = False  # a language model's head, whose loss is taken from the local logits
     weight: Any
     bias: Any
 
@@ -65,7 +66,10 @@ class _Column(_Parallel):
         bias = None if self.bias is None else self._used("bias")
         y = self._multiply(self.region.enter(x), self._used("weight"), bias)  # [..., out/tp]
         if plan.gather_output:
-            return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
+            whole = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
+            if self.keeps_local:
+                self.region.keep_local(whole, y)
+            return whole
         self.region.draw_apart(self.training)  # type: ignore[attr-defined]
         return y
 

@@ -105,7 +105,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                     parameter.grad = full_tensor(part, layout, axis)
         _resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "_in_forward"):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local", "_in_forward"):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

@@ -39,6 +39,8 @@ class Region:
         self._in_evaluation = False
         self._source: torch.Tensor | None = None
         self._copied: torch.Tensor | None = None
+        self._gathered: torch.Tensor | None = None
+        self._local: torch.Tensor | None = None
         self._version = 0
         self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._sources: list[tuple[Any, str]] = []
@@ -83,6 +85,16 @@ class Region:
     def forget(self) -> None:
         """Drop the references to activations."""
         self._source = self._copied = None
+        self._gathered = self._local = None
+
+    def keep_local(self, gathered: torch.Tensor, local: torch.Tensor) -> None:
+        """Remember, until the forward ends, from which local part a tensor was gathered."""
+        if torch.is_grad_enabled():
+            self._gathered, self._local = gathered, local
+
+    def local_of(self, gathered: torch.Tensor) -> torch.Tensor | None:
+        """The local part that exactly this tensor was gathered from, if it is the last one that was."""
+        return self._local if gathered is self._gathered else None
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` for a column-parallel layer. Layers that read the same tensor get the same copy: one all-reduce."""
