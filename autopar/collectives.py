@@ -33,6 +33,7 @@ from autopar.layout import Block, Layout, share_out
 
 __all__ = [
     "Axis",
+    "all_gather",
     "all_to_all",
     "copy",
     "even_layout",
@@ -93,8 +94,8 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x
 
 
-def _all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    """Gather shards along ``dim``. Uneven shards travel padded: gloo has no uneven all-gather."""
+def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    """Gather shards along ``dim``, no autograd. Uneven ones travel padded: gloo has no uneven all-gather."""
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     if x.is_meta:
         shape = list(x.shape)
@@ -164,7 +165,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
         ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
-        return _all_gather(x, axis, layout, dim)
+        return all_gather(x, axis, layout, dim)
 
     @staticmethod
     @once_differentiable
@@ -181,14 +182,14 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
+        return all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
 
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _all_gather(x, axis, even_layout(x.shape[dim] * axis.size, axis.size), dim)
+        return all_gather(x, axis, even_layout(x.shape[dim] * axis.size, axis.size), dim)
 
     @staticmethod
     @once_differentiable
@@ -206,7 +207,7 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         size = grad.shape[ctx.dim] * ctx.axis.size
-        return _all_gather(grad, ctx.axis, even_layout(size, ctx.axis.size), ctx.dim), None, None
+        return all_gather(grad, ctx.axis, even_layout(size, ctx.axis.size), ctx.dim), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -56,7 +56,7 @@ class CausalLoss:
         loss = vocab_parallel_cross_entropy(
             (local.float() if local.dtype == torch.float64 else local).reshape(target.numel(), local.shape[-1]),
             target,
-            ignore_index,
+            ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
             vocab_size=vocab_size,
             group=self.axis.group,

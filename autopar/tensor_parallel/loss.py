@@ -30,8 +30,8 @@ Reduction = Literal["none", "mean", "sum"]
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
-    ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    ignore_index: int = -100,
     reduction: Reduction = "none",
     vocab_size: int | None = None,
     group: Group | None = None,
@@ -42,8 +42,8 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., vocab/tp]`` Shard(-1), this rank's columns; not changed. Ranks may hold different numbers of
             columns, some none at all. The vocabulary is the last dim, not dim 1 as in torch.
         target: ``[...]`` Replicate: class indices in the whole vocabulary.
-        ignore_index: targets of this value have loss 0 and no gradient, and do not count in the mean.
         label_smoothing: share of the target probability that is spread evenly over the whole vocabulary.
+        ignore_index: targets of this value have loss 0 and no gradient, and do not count in the mean.
         reduction: ``"none"`` (Megatron's), ``"mean"`` over the tokens that are not ignored (nan if all are, as in
             torch), or ``"sum"``.
         vocab_size: columns of all ranks together, shared out by :func:`autopar.layout.share_out`. If None, ranks tell

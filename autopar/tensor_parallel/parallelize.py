@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.collectives import Axis
+from autopar.collectives import Axis, all_gather
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import AttributePlan, ModulePlan, Plan
 from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "cut_parameters", "make_equal", "undo"]
+__all__ = ["apply", "cut_parameters", "full_tensor", "make_equal", "undo"]
 
 _SIZES = {"column": ("out_features", "nf"), "row": ("in_features", "nx")}
 
@@ -123,9 +123,7 @@ def _any_has(gradient: torch.Tensor | None, axis: Axis, device: torch.device) ->
 
 def full_tensor(shard: torch.Tensor, layout: Layout, axis: Axis) -> torch.Tensor:
     """The stored tensor from every rank's shard; a collective of the axis."""
-    from autopar.collectives import _all_gather
-
-    return _all_gather(shard, axis, layout, layout.dim)
+    return all_gather(shard, axis, layout, layout.dim)
 
 
 def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Layout]]:

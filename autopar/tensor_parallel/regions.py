@@ -14,6 +14,7 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -48,8 +49,6 @@ class Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
         memo[id(self)] = copied
-        from copy import deepcopy
-
         copied._sources = [(deepcopy(owner, memo), name) for owner, name in self._sources]
         return copied
 
