@@ -154,16 +154,12 @@ def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
 
 
 def _check_call(model: nn.Module, config: Any) -> ParallelConfig:
-    parsed = ParallelConfig.parse(config)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    parsed = ParallelConfig.parse(config, world)
     _refuse_second(model)
     _, inner = hugging_face_model(model)
     if torch.is_inference_mode_enabled():
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
-    if parsed.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={parsed.pipeline_parallel_size}: this version has tensor and data parallelism "
-            "only; set pipeline_parallel_size to 1."
-        )
     if parsed.activation_checkpointing and not inner.supports_gradient_checkpointing:
         raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave it out.")
     return parsed

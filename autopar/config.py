@@ -54,16 +54,21 @@ class ParallelConfig:
         _raise(problems)
 
     @classmethod
-    def parse(cls, source: Mapping[str, Any] | str | Path | ParallelConfig | None) -> ParallelConfig:
+    def parse(
+        cls, source: Mapping[str, Any] | str | Path | ParallelConfig | None, world_size: int | None = None
+    ) -> ParallelConfig:
         """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or a ready ``ParallelConfig``.
+
+        Args:
+            world_size: number of processes that ``initialize`` has to share out; None leaves that to later.
 
         Raises:
             ConfigError: lists every unknown key, wrong type and impossible size that was found.
         """
-        if isinstance(source, ParallelConfig):
-            return source
-        if source is None:
-            return cls()
+        if isinstance(source, ParallelConfig) or source is None:
+            config = source or cls()
+            _raise(_unfit(config.tensor_parallel_size, config.pipeline_parallel_size, world_size))
+            return config
         loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
         if not isinstance(loaded, Mapping):
             raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {_show(loaded)}")
@@ -77,13 +82,14 @@ class ParallelConfig:
                 problems.append(f"section '{section}' must hold keys, not {_show(content)}")
             else:
                 values[section] = _check_section(section, content, known, problems)
-        _raise(problems)
         sizes = values.get("model_parallelism", {})
         if not sizes.get("enable", True):
             sizes = {}
+        tp, pp = sizes.get("tensor_parallel_size", 1), sizes.get("pipeline_parallel_size", 1)
+        _raise(problems + _unfit(tp, pp, world_size))
         return cls(
-            tensor_parallel_size=sizes.get("tensor_parallel_size", 1),
-            pipeline_parallel_size=sizes.get("pipeline_parallel_size", 1),
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
             activation_checkpointing=_is_on(values, "activation_checkpointing", default=False),
             consistency_check=_is_on(values, "consistency_check", default=True),
         )
@@ -95,20 +101,36 @@ class ParallelConfig:
             ConfigError: if that is not whole; says which world sizes and which tensor-parallel sizes would fit.
         """
         tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
-        if world_size % (tp * pp) == 0:
-            return world_size // (tp * pp)
-        fitting = [size for size in range(1, world_size + 1) if world_size % (size * pp) == 0]
-        raise ConfigError(
-            f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} = {tp * pp} does not divide "
-            f"the world of {world_size} processes.\n"
-            f"  {world_size} / {tp * pp} must be whole: it is the data-parallel size.\n"
-            + (
-                f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
-                if fitting
-                else f"  With {world_size} processes no tensor_parallel_size fits pipeline_parallel_size={pp}"
-            )
-            + f"; or start a multiple of {tp * pp} processes (torchrun --nproc-per-node {tp * pp})."
+        if world_size % (tp * pp):
+            raise ConfigError(_does_not_divide(tp, pp, world_size))
+        return world_size // (tp * pp)
+
+
+def _unfit(tp: int, pp: int, world_size: int | None) -> list[str]:
+    """What keeps ``initialize`` from these sizes in a world of that size; nothing if the world is not known."""
+    if world_size is None:
+        return []
+    if pp > 1:
+        return [
+            f"pipeline_parallel_size={pp}: this version has tensor and data parallelism only; "
+            "set pipeline_parallel_size to 1."
+        ]
+    return [_does_not_divide(tp, pp, world_size)] if world_size % tp else []
+
+
+def _does_not_divide(tp: int, pp: int, world_size: int) -> str:
+    fitting = [size for size in range(1, world_size + 1) if world_size % (size * pp) == 0]
+    return (
+        f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} = {tp * pp} does not divide "
+        f"the world of {world_size} processes.\n"
+        f"  {world_size} / {tp * pp} must be whole: it is the data-parallel size.\n"
+        + (
+            f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
+            if fitting
+            else f"  With {world_size} processes no tensor_parallel_size fits pipeline_parallel_size={pp}"
         )
+        + f"; or start a multiple of {tp * pp} processes (torchrun --nproc-per-node {tp * pp})."
+    )
 
 
 def _is_on(values: Mapping[str, Mapping[str, Any]], section: str, *, default: bool) -> bool:

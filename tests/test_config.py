@@ -90,3 +90,13 @@ def test_the_data_parallel_size_is_what_remains_of_the_world():
         "  With 8 processes tensor_parallel_size can be 1, 2, 4; or start a multiple of 6 processes "
         "(torchrun --nproc-per-node 6)."
     )
+
+
+def test_a_size_that_does_not_divide_the_world_stands_in_the_same_list():
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse({"model_parallelism": {"tensor_parallel_size": 3}, "zerro": {}}, world_size=4)
+    assert str(info.value).startswith("the config has 2 problems:")
+    assert "= 3 does not divide the world of 4 processes" in str(info.value)
+    for ready in (ParallelConfig(3), {"model_parallelism": {"tensor_parallel_size": 3}}):
+        with pytest.raises(ConfigError, match=r"= 3 does not divide the world of 4 processes"):
+            ParallelConfig.parse(ready, world_size=4)
