@@ -16,7 +16,9 @@ from torch import nn
 
 import autopar.api
 from autopar.policy.load import load_policy, policy_files, policy_folder
-from autopar.policy.match import supported_model_types
+from autopar.policy.match import find_policy, supported_model_types
+from autopar.policy.resolve import make_plan
+from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind
 from tests.worlds import distributed
@@ -46,7 +48,7 @@ def _cases(model_type: str, *, words: bool | None = None) -> list[Case]:
 def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, vocab: int = 131) -> None:
     """Check each case; the first failure names its case on every rank."""
     transformers.logging.set_verbosity_error()
-    autopar.api.rehearse = lambda *_: True  # takes longer than these models; tests/policy/test_every_rule.py has it
+    autopar.api.rehearse = lambda *_: True  # test_every_head_can_be_rehearsed has it, without a world
     heads, kv_heads = (heads, kv_heads) if heads else SIZES[tp]
     for case in wanted:
         try:
@@ -177,6 +179,16 @@ def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() ->
         assert tested == heads - set(EXCLUDED), model_type
         seen |= heads
     assert set(EXCLUDED) <= seen, "a head is excluded that no supported model type has"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_head_can_be_rehearsed(name: str) -> None:
+    """What initialize does before it touches a model neither refuses nor skips one of them."""
+    for model_type in _types(name):
+        for case in _cases(model_type):
+            model = build(case, *SIZES[2])
+            assert rehearse(model, "", make_plan(model, find_policy(model), 2)), case
 
 
 @pytest.mark.parametrize("name", POLICIES)
