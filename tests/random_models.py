@@ -16,6 +16,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests.parity import randomise
+from tests.zoo import audio, decoders, encoders, mixtures, multimodal, recurrent, seq2seq, vision
+from tests.zoo.form import Draw, Kind
 
 __all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind"]
 
@@ -42,61 +44,21 @@ _SETTINGS: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 
-# What single model types need, or what makes their special features take part.
-_OF_TYPE: dict[str, dict[str, Any]] = {
-    "bert-generation": {"is_decoder": True},
-    "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "gemma2": {"sliding_window": 4},
-    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {
-        "embedding_multiplier": 2.0,
-        "logits_scaling": 3.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.3,
-    },
-    "mistral": {"sliding_window": 4},
-    "layoutlm": {"max_2d_position_embeddings": 16},
-    "olmo": {"clip_qkv": 0.3},
-    "roc_bert": {
-        "pronunciation_embed_dim": 6,
-        "pronunciation_vocab_size": 17,
-        "shape_embed_dim": 10,
-        "shape_vocab_size": 19,
-    },
-    "vaultgemma": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+_KINDS: dict[str, Kind] = {
+    name: described
+    for family in (decoders, mixtures, recurrent, encoders, seq2seq, vision, audio, multimodal)
+    for name, described in family.KINDS.items()
 }
+
+
+def of_type(model_type: str) -> Kind:
+    """What a model type needs beside the settings that all share."""
+    return _KINDS.get(model_type, _PLAIN)
+
+
+_PLAIN = Kind()
 
 _CROSS = {"is_decoder": True, "add_cross_attention": True}
-
-# More configs of the head that makes text: name -> changes. Those with "tied" or "untied" are added by themselves.
-_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "cohere": {"biases": {"attention_bias": True}},
-    "electra": {"wide": {"embedding_size": None}},
-    "ernie": {"tasks": {"use_task_id": True}},
-    "glm": {"biases": {"attention_bias": True}},
-    "gpt2": {
-        "cross-attention": {"add_cross_attention": True},
-        "upcast": {
-            "reorder_and_upcast_attn": True,
-            "scale_attn_by_inverse_layer_idx": True,
-            "n_inner": None,
-            "attn_implementation": "eager",
-        },
-    },
-    "hyperclovax": {"no-post-norm": {"use_post_norm": False}},
-    "llama": {
-        "biases": {"attention_bias": True, "mlp_bias": True},
-        "eager": {"attn_implementation": "eager"},
-        "four-layers": {"num_hidden_layers": 4},
-    },
-    "phi": {"qk-norm": {"qk_layernorm": True}},
-    "phi3": {"partial-rotary": {"partial_rotary_factor": 0.5}},
-    "qwen3": {"biases": {"attention_bias": True}},
-    "roc_bert": {"plain-embeddings": {"enable_pronunciation": False, "enable_shape": False}},
-    "stablelm": {"parallel-residual": {"use_parallel_residual": True, "use_qkv_bias": True}},
-    "starcoder2": {"no-biases": {"use_bias": False}},
-}
 
 _TYPES_WITH_CROSS_ATTENTION = {
     *("bert", "ernie", "bert-generation", "electra", "megatron-bert", "rembert", "roc_bert"),
@@ -126,6 +88,7 @@ def kind(head: str) -> str | None:
         "ForSequenceClassification": "sequence",
         "ForTokenClassification": "token",
         "ForQuestionAnswering": "question",
+        "ForConditionalGeneration": "seq2seq",
         "ForCausalLM": "causal",
         "LMHeadModel": "causal",
         "GenerationDecoder": "causal",
@@ -167,25 +130,30 @@ def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
 
 def cases(model_type: str, excluded: frozenset[str] = frozenset()) -> list[Case]:
     """All cases of a model type: every head, and the variants of the one that makes text."""
-    heads = [head for head in sorted(heads_of(model_type)) if head not in excluded]
+    described = of_type(model_type)
+    heads = [head for head in sorted(heads_of(model_type)) if head not in {*excluded, *described.without}]
     result = [Case(model_type, head) for head in heads]
-    words = sorted((head for head in heads if kind(head) in ("causal", "masked")), key=kind)
-    if words:
+    words = sorted((head for head in heads if kind(head) in ("causal", "masked", "seq2seq")), key=kind)
+    result += [Case(model_type, (words or heads)[0], name) for name in described.variants]
+    if words and described.make is None:
         result.append(Case(model_type, words[0], "other tie"))
-        result += [Case(model_type, words[0], name) for name in _VARIANTS.get(model_type, {})]
         if model_type in _TYPES_WITH_CROSS_ATTENTION:
             result.append(Case(model_type, words[0], "cross-attention"))
     return result
 
 
 def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConfig:
-    config_class = CONFIG_MAPPING[case.model_type]
+    config_class, described = CONFIG_MAPPING[case.model_type], of_type(case.model_type)
+    if described.make is not None:
+        config = described.make(heads, kv_heads, vocab, described.variants.get(case.variant, {}))
+        _without_dropout(config)
+        return config
     fields = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
     for base in config_class.__mro__:
         fields |= set(vars(base).get("__annotations__", {}))
     sizes = {"num_attention_heads": heads, "n_head": heads, "n_heads": heads, "num_key_value_heads": kv_heads}
     sizes |= {"hidden_size": 8 * heads, "n_embd": 8 * heads, "dim": 8 * heads}
-    changes = {**_SETTINGS, **sizes, "vocab_size": vocab, **_OF_TYPE.get(case.model_type, {})}
+    changes = {**_SETTINGS, **sizes, "vocab_size": vocab, **of_type(case.model_type).settings}
     changes = {name: value for name, value in changes.items() if name in fields}
     changes = {name: value for name, value in changes.items() if config_class.attribute_map.get(name) not in changes}
     if kind(case.head) == "causal" and "is_decoder" in fields:
@@ -197,14 +165,20 @@ def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConf
     elif case.variant == "cross-attention" and case.model_type in _TYPES_WITH_CROSS_ATTENTION:
         changes |= _CROSS
     elif case.variant:
-        changes |= _VARIANTS[case.model_type][case.variant]
+        changes |= of_type(case.model_type).variants[case.variant]
     if "embedding_size" in changes and changes["embedding_size"] is None:
         changes["embedding_size"] = changes["hidden_size"]
     config = config_class(**changes, num_labels=2 if kind(case.head) == "question" else LABELS)
-    for name, value in vars(config).items():
-        if "drop" in name and type(value) in (int, float):
-            setattr(config, name, 0.0)
+    _without_dropout(config)
     return config
+
+
+def _without_dropout(config: PretrainedConfig) -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            _without_dropout(value)
+        elif ("drop" in name or name.endswith("_dropout")) and type(value) in (int, float):
+            setattr(config, name, 0.0)
 
 
 def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: int = 0) -> PreTrainedModel:
@@ -217,30 +191,46 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # some have a default that no config field names
+        for name in ("layerdrop", "dropout", "drop_prob"):
+            if type(vars(module).get(name)) is float:
+                setattr(module, name, 0.0)
     randomise(model)
     return model
 
 
 def batches(case: Case, config: PretrainedConfig, count: int = 2) -> list[dict[str, Any]]:
     """Micro-batches with ragged padding and the labels of the head."""
-    generator = torch.Generator().manual_seed(1)
-    return [_batch(case, config, generator) for _ in range(count)]
+    draw = _Draw(torch.Generator().manual_seed(1))
+    inputs = of_type(case.model_type).inputs
+    result = []
+    for _ in range(count):
+        batch = _batch(case, config, draw)
+        result.append(batch if inputs is None else inputs(case.head, config, batch, draw))
+    return result
 
 
-def _batch(case: Case, config: PretrainedConfig, generator: torch.Generator) -> dict[str, Any]:
-    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
+class _Draw:
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
 
+    def __call__(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+
+def _batch(case: Case, config: PretrainedConfig, draw: Draw) -> dict[str, Any]:
     what, choices = kind(case.head), 3
     shape = (2, choices, SEQ) if what in ("choice", "double") else (2, SEQ)
-    vocab = config.vocab_size
+    vocab = config.get_text_config().vocab_size if hasattr(config.get_text_config(), "vocab_size") else VOCAB
     ids = draw(min(3, vocab - 1), vocab, *shape)  # not the padding
     mask = torch.ones_like(ids)
     mask[-1, ..., SEQ - 2 :] = 0
     ids = ids.masked_fill(mask == 0, 0)
     words = ids.masked_fill(mask == 0, -100)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    if what in ("causal", "masked"):
+    if what in ("causal", "masked", "seq2seq"):
         batch["labels"] = words
     elif what == "token":
         batch["labels"] = draw(0, LABELS, *shape).masked_fill(mask == 0, -100)
@@ -263,7 +253,7 @@ def _batch(case: Case, config: PretrainedConfig, generator: torch.Generator) -> 
         batch |= {"labels": words, "next_sentence_label": draw(0, 2, 2)}
     if case.variant == "cross-attention":
         length = SEQ if case.model_type == "megatron-bert" else 5  # it views both sequences in one shape
-        batch["encoder_hidden_states"] = torch.randn(2, length, config.hidden_size, generator=generator)
+        batch["encoder_hidden_states"] = draw.normal(2, length, config.hidden_size)
         batch["encoder_attention_mask"] = (torch.arange(length) < torch.tensor([[length], [3]])).long()
     if case.model_type == "openai-gpt" and what == "double":
         del batch["attention_mask"]  # cannot be given together with choices
