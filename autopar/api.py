@@ -197,7 +197,7 @@ def _facts(plan: Plan, model: nn.Module) -> Any:
     return [
         plan.model_type,
         [[tensor.name, tensor.to_json()] for tensor in plan.tensors.values()],
-        [[m.path, m.rule, m.gather_output, m.split_input, m.by_hidden, m.sum_gradients] for m in plan.modules.values()],
+        [module.facts() for module in plan.modules.values()],
         [[a.path, a.name, a.values] for a in plan.attributes],
         [[name, p.is_meta, p.requires_grad] for name, p in model.named_parameters()],
     ]

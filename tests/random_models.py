@@ -16,7 +16,24 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests.parity import randomise
-from tests.zoo import audio, decoders, encoders, mixtures, multimodal, recurrent, seq2seq, vision
+from tests.zoo import (
+    audio,
+    audio_language,
+    composites,
+    decoders,
+    dual_encoders,
+    encoders,
+    hybrid_vision,
+    image_text,
+    latent,
+    mixtures,
+    multimodal,
+    patch_grids,
+    recurrent,
+    seq2seq,
+    speech,
+    vision,
+)
 from tests.zoo.form import Draw, Kind
 
 __all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind"]
@@ -46,7 +63,24 @@ _SETTINGS: dict[str, Any] = {
 
 _KINDS: dict[str, Kind] = {
     name: described
-    for family in (decoders, mixtures, recurrent, encoders, seq2seq, vision, audio, multimodal)
+    for family in (
+        decoders,
+        composites,
+        mixtures,
+        latent,
+        recurrent,
+        encoders,
+        seq2seq,
+        vision,
+        dual_encoders,
+        audio,
+        speech,
+        audio_language,
+        multimodal,
+        patch_grids,
+        hybrid_vision,
+        image_text,
+    )
     for name, described in family.KINDS.items()
 }
 
@@ -59,6 +93,8 @@ def of_type(model_type: str) -> Kind:
 _PLAIN = Kind()
 
 _CROSS = {"is_decoder": True, "add_cross_attention": True}
+
+_WORDS = ("seq2seq", "causal", "masked", "ctc")  # what makes text; variants are of the first head found
 
 _TYPES_WITH_CROSS_ATTENTION = {
     *("bert", "ernie", "bert-generation", "electra", "megatron-bert", "rembert", "roc_bert"),
@@ -88,7 +124,19 @@ def kind(head: str) -> str | None:
         "ForSequenceClassification": "sequence",
         "ForTokenClassification": "token",
         "ForQuestionAnswering": "question",
+        "ForQuestionAnsweringSimple": "question",
+        "v2TextToUnitForConditionalGeneration": "base",
         "ForConditionalGeneration": "seq2seq",
+        "MarianMTModel": "seq2seq",
+        "EncoderDecoderModel": "seq2seq",
+        "ForTextToText": "seq2seq",
+        "ForSpeechToText": "seq2seq",
+        "ForTextToSpeech": "speech",
+        "ForSpeechToSpeech": "speech",
+        "ForCTC": "ctc",
+        "ForAudioFrameClassification": "frame",
+        "ForAudioClassification": "sequence",
+        "ForXVector": "sequence",
         "ForCausalLM": "causal",
         "LMHeadModel": "causal",
         "GenerationDecoder": "causal",
@@ -133,7 +181,7 @@ def cases(model_type: str, excluded: frozenset[str] = frozenset()) -> list[Case]
     described = of_type(model_type)
     heads = [head for head in sorted(heads_of(model_type)) if head not in {*excluded, *described.without}]
     result = [Case(model_type, head) for head in heads]
-    words = sorted((head for head in heads if kind(head) in ("causal", "masked", "seq2seq")), key=kind)
+    words = sorted((head for head in heads if kind(head) in _WORDS), key=lambda head: _WORDS.index(str(kind(head))))
     result += [Case(model_type, (words or heads)[0], name) for name in described.variants]
     if words and described.make is None:
         result.append(Case(model_type, words[0], "other tie"))
@@ -146,6 +194,8 @@ def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConf
     config_class, described = CONFIG_MAPPING[case.model_type], of_type(case.model_type)
     if described.make is not None:
         config = described.make(heads, kv_heads, vocab, described.variants.get(case.variant, {}))
+        if case.head.endswith("EncoderModel") and getattr(config, "is_encoder_decoder", False):
+            config.is_encoder_decoder = False
         _without_dropout(config)
         return config
     fields = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
@@ -178,7 +228,7 @@ def _without_dropout(config: PretrainedConfig) -> None:
         if isinstance(value, PretrainedConfig):
             _without_dropout(value)
         elif ("drop" in name or name.endswith("_dropout")) and type(value) in (int, float):
-            setattr(config, name, 0.0)
+            setattr(config, name, type(value)(0))  # some are declared int
 
 
 def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: int = 0) -> PreTrainedModel:
@@ -194,6 +244,10 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
         for name in ("layerdrop", "dropout", "drop_prob"):
             if type(vars(module).get(name)) is float:
                 setattr(module, name, 0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # a matrix of zeros hides what it multiplies
+            if parameter.ndim > 1 and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
+                parameter.normal_(0, 0.1)
     randomise(model)
     return model
 
@@ -223,7 +277,10 @@ class _Draw:
 def _batch(case: Case, config: PretrainedConfig, draw: Draw) -> dict[str, Any]:
     what, choices = kind(case.head), 3
     shape = (2, choices, SEQ) if what in ("choice", "double") else (2, SEQ)
-    vocab = config.get_text_config().vocab_size if hasattr(config.get_text_config(), "vocab_size") else VOCAB
+    try:
+        vocab = getattr(config.get_text_config(), "vocab_size", VOCAB)
+    except ValueError:  # MusicGen has two texts
+        vocab = config.get_text_config(encoder=True).vocab_size
     ids = draw(min(3, vocab - 1), vocab, *shape)  # not the padding
     mask = torch.ones_like(ids)
     mask[-1, ..., SEQ - 2 :] = 0

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from autopar.errors import PolicyError, nearest
-from autopar.policy.schema import Node, Policy, Where, parse_policy
+from autopar.policy.schema import KINDS, Node, Policy, Where, parse_policy
 
 __all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy"]
 
@@ -68,6 +68,13 @@ def _extend(node: Node, folder: Path, seen: tuple[Path, ...]) -> Node:
         raise PolicyError("a policy must hold keys", node.where)
     own = dict(node.value)
     extends = own.pop("extends", None)
+    towers = own.get("towers")
+    if towers is not None and isinstance(towers.value, dict):  # a tower extends by itself
+        inner = {
+            name: _extend(tower, folder, seen) if isinstance(tower.value, dict) and "extends" in tower.value else tower
+            for name, tower in towers.value.items()
+        }
+        own["towers"] = Node(inner, towers.where)
     if extends is None:
         return _overlay(Node({}, node.where), Node(own, node.where))
     names = extends.value if isinstance(extends.value, list) else [extends]
@@ -128,9 +135,7 @@ def _overlay(base: Node, top: Node) -> Node:
 
 
 def _is_rule(node: Node) -> bool:
-    return isinstance(node.value, dict) and bool(
-        {"column", "row", "embedding", "replicated", "count"} & set(node.value)
-    )
+    return isinstance(node.value, dict) and bool({*KINDS, "count"} & set(node.value))
 
 
 def _shape(node: Node) -> Any:

@@ -42,7 +42,7 @@ def find_policy(model: PreTrainedModel, policy: str | Path | Mapping[str, Any] |
         return chosen
     listed = [load_policy(path) for path in policy_files()]
     listed = [candidate for candidate in listed if config.model_type in candidate.model_types]
-    found = [candidate for candidate in listed if _config_matches(candidate, config)]
+    found = [candidate for candidate in listed if _fits(candidate, model)]
     if len(found) > 1:
         raise PolicyError(
             f"{' and '.join(str(p.where) for p in found)} both match model_type {config.model_type}: "
@@ -51,7 +51,12 @@ def find_policy(model: PreTrainedModel, policy: str | Path | Mapping[str, Any] |
     if not found:
         reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}."
         if listed:
-            conditions = "; ".join(f"{p.name} wants {dict(p.config)}" for p in listed)
+            conditions = "; ".join(
+                " and ".join(
+                    [f"{p.name} wants {dict(p.config)}"] + ([f"class {' or '.join(p.classes)}"] if p.classes else [])
+                )
+                for p in listed
+            )
             reason = f"no policy fits this config of model_type '{config.model_type}': {conditions}."
         kinds = supported_model_types()
         hint = nearest(config.model_type, kinds)
@@ -64,8 +69,10 @@ def find_policy(model: PreTrainedModel, policy: str | Path | Mapping[str, Any] |
     return found[0]
 
 
-def _config_matches(policy: Policy, config: PretrainedConfig) -> bool:
-    return all(getattr(config, key, None) == value for key, value in policy.config.items())
+def _fits(policy: Policy, model: PreTrainedModel) -> bool:
+    if policy.classes and type(model).__name__ not in policy.classes:
+        return False
+    return all(getattr(model.config, key, None) == value for key, value in policy.config.items())
 
 
 def _check_version(policy: Policy, config: PretrainedConfig) -> None:

@@ -7,14 +7,14 @@ every rank has, so every rank raises the same error and the model is untouched.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
-__all__ = ["AttributePlan", "ModulePlan", "Plan", "TensorPlan"]
+__all__ = ["AttributePlan", "InputPlan", "ModulePlan", "Plan", "TensorPlan"]
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,57 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class InputPlan:
+    """An argument of a module's forward that is cut by ``layout``, along ``layout.dim``.
+
+    An argument that is a whole number of times as long as the layout (batch * heads) is cut in each repetition.
+    """
+
+    name: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class ModulePlan:
     """What becomes of one module.
 
     Attributes:
         path: dotted path from the root module.
-        rule: ``column``, ``row``, ``embedding`` or ``replicated``.
+        rule: as in the policy; empty if only bare parameters or arguments of the module are concerned.
         where: ``file:line`` of the rule.
-        layout: along the features that are shared out (``dim`` is that of the stored weight); None for ``replicated``.
-        gather_output, split_input: as in the policy.
+        layout: along the features that are shared out (for a layer ``dim`` is that of the stored weight).
+        layouts: parameter or buffer name -> how that one is cut.
+        summed: whole parameters whose incoming gradient is summed over tp (they work on shared-out activations).
+        once: of those the ones that only the first rank adds (the bias behind a partial sum).
+        gather_output, split_input, enter_output, inside: as in the policy.
         by_hidden: an embedding cut along its columns instead of its rows.
-        sum_gradients: ``replicated`` only: sum the incoming gradient over tp (it works on shared-out activations).
+        inputs: arguments of forward that are cut.
+        groups: of a norm, the units whose features are normalised by themselves.
     """
 
     path: str
     rule: str
     where: str
     layout: Layout | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+    once: frozenset[str] = frozenset()
     gather_output: bool = False
     split_input: bool = False
+    enter_output: bool = False
+    inside: bool = False
     by_hidden: bool = False
-    sum_gradients: bool = False
+    inputs: tuple[InputPlan, ...] = ()
+    groups: Layout | None = None
+
+    def facts(self) -> list[Any]:
+        """Plain data that two ranks can compare."""
+        return [
+            *(self.path, self.rule, self.gather_output, self.split_input, self.enter_output, self.inside),
+            *(self.by_hidden, sorted(self.summed), sorted(self.once)),
+            [[name, layout.to_json()] for name, layout in self.layouts.items()],
+            [[cut.name, cut.layout.to_json()] for cut in self.inputs],
+        ]
 
 
 @dataclass(frozen=True)

@@ -2,124 +2,186 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from autopar.errors import ConfigError, PolicyError, nearest
 from autopar.layout import Block, Layout, Shares, follow, share_out, share_out_replicated
-from autopar.policy.schema import HIDDEN, INFERRED, UnitSpec, Where
+from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec, Where
 
 __all__ = ["UnitTable"]
 
 
 class UnitTable:
-    """The units of one policy, counted in one config.
+    """The units of one tower, counted in one config.
 
     Args:
         specs: units by name, as the policy states them.
         config: the Hugging Face config that holds the counts.
         model: class name of the model, for messages.
+        size: ranks over which units are shared out.
         may_be_empty: units of which a rank may hold none (the vocabulary).
     """
 
-    def __init__(self, specs: Mapping[str, UnitSpec], config: Any, model: str, may_be_empty: frozenset[str]) -> None:
+    def __init__(
+        self, specs: Mapping[str, UnitSpec], config: Any, model: str, size: int, may_be_empty: frozenset[str]
+    ) -> None:
         self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
         self.config = config
         self.model = model
+        self.size = size
         self.may_be_empty = may_be_empty | {HIDDEN}
-        self._shares: dict[tuple[str, int, int], Shares] = {}
-        self.used: dict[tuple[str, int], tuple[str, Where]] = {}  # (unit, count) -> where it was first cut
+        self._shares: dict[tuple[str, int, int, int | None], Shares] = {}
+        self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first cut
 
-    def count(self, unit: str) -> int | None:
-        """How many units the config says there are; None if the policy leaves it to the parameter."""
+    def count(self, unit: str, block: nn.Module | None = None) -> int | None:
+        """How many units there are; None if the policy leaves it to the parameter."""
         spec = self.specs[unit]
         if spec.count == INFERRED:
             return None
-        value = getattr(self.config, spec.count, None)
-        if type(value) is not int or value < 1:
-            if hasattr(self.config, spec.count):
-                raise PolicyError(f"'{unit}' is {spec.count}={value!r} in the config, which is no count", spec.where)
-            hint = nearest(spec.count, vars(self.config))
-            raise PolicyError(f"'{unit}' is {spec.count}, which {type(self.config).__name__} lacks.{hint}", spec.where)
+        value = self.number(spec.count, block, unit, spec.where)
+        if value < 1:
+            raise PolicyError(f"'{unit}' is {spec.count}={value!r} in the config, which is no count", spec.where)
         return value
+
+    def number(self, expression: str, block: nn.Module | None, what: str, where: Where) -> int:
+        """The value of names, integers, ``*`` and ``/`` (exact), from left to right."""
+        tokens = re.findall(r"[\w.]+|[*/]", expression)
+        if "".join(tokens) != expression.replace(" ", "") or len(tokens) % 2 == 0:
+            raise PolicyError(f"'{what}' is '{expression}', which is no product or quotient of names", where)
+        value = self._name(tokens[0], block, what, where)
+        for operator, name in zip(tokens[1::2], tokens[2::2], strict=True):
+            other = self._name(name, block, what, where)
+            if operator == "*":
+                value *= other
+            elif other == 0 or value % other:
+                raise PolicyError(f"'{what}' is {expression}: {value} / {other} is not whole", where)
+            else:
+                value //= other
+        return value
+
+    def _name(self, name: str, block: nn.Module | None, what: str, where: Where) -> int:
+        if name.isdigit():
+            return int(name)
+        path = name.split(".")
+        holder: Any = self.config
+        if path[0] == "block":
+            holder, path = block, path[1:]
+        for step in path:
+            if not hasattr(holder, step):
+                hint = nearest(step, vars(holder)) if holder is not None else ""
+                raise PolicyError(f"'{what}' is {name}, which {type(holder).__name__} lacks.{hint}", where)
+            holder = getattr(holder, step)
+        if type(holder) is not int:
+            raise PolicyError(f"'{what}' is {name}={holder!r} in the config, which is no count", where)
+        return holder
 
     def family(self, unit: str) -> str:
         """The unit at the end of the chain of ``follows``: query heads and KV heads are one family."""
         leader = self.specs[unit].follows
         return unit if leader is None else self.family(leader)
 
-    def shares(self, unit: str, count: int, size: int) -> Shares:
+    def stays_whole(self, unit: str, block: nn.Module | None = None) -> bool:
+        """Whether what is made of ``unit`` stays whole here: ``or_whole``, and fewer units than ranks."""
+        spec, leader = self.specs[unit], self.specs[self.family(unit)]
+        if not (spec.or_whole or leader.or_whole):
+            return False
+        try:
+            for one in (spec, leader):
+                count = self.count(one.name, block)
+                if count is not None:
+                    self.shares(one.name, count, self.size, block)
+        except ValueError:
+            return True
+        return False
+
+    def shares(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> Shares:
         """Who holds which of ``count`` units over ``size`` ranks. Raises ``ValueError`` if a rank would hold none."""
-        key = (unit, count, size)
+        leader = self.specs[unit].follows
+        leaders = self.count(leader, block) if leader is not None else None
+        key = (unit, count, size, leaders)
         if key not in self._shares:
-            self._shares[key] = self._share_out(unit, count, size)
+            self._shares[key] = self._share_out(unit, count, size, leaders, block)
         return self._shares[key]
 
-    def _share_out(self, unit: str, count: int, size: int) -> Shares:
+    def _share_out(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> Shares:
         spec = self.specs[unit]
         if spec.follows is not None:
-            leaders = self.count(spec.follows)
             if leaders is None:
                 raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
-            shares = follow(count, leaders, self.shares(spec.follows, leaders, size))
+            shares = follow(count, leaders, self.shares(spec.follows, leaders, size, block))
         elif spec.replicate:
             shares = share_out_replicated(count, size)
+        elif count % spec.multiple:
+            raise ValueError(f"{count} {unit} cannot be shared out in multiples of {spec.multiple}")
         else:
-            shares = share_out(count, size)
+            shares = tuple((a * spec.multiple, b * spec.multiple) for a, b in share_out(count // spec.multiple, size))
         if unit not in self.may_be_empty and any(start == stop for start, stop in shares):
-            raise ValueError(f"{count} {unit} cannot be shared out over {size} ranks")
+            few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
+            raise ValueError(f"{count} {unit} cannot be shared out over {size} ranks{few}")
         return shares
 
-    def layout(self, units: Sequence[str], dim: int, elements: int, size: int, what: str, where: Where) -> Layout:
-        """The layout of ``units`` side by side along a dim of ``elements``; the width of a unit is inferred.
+    def layout(
+        self, parts: Sequence[Part], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
+    ) -> Layout:
+        """The layout of ``parts`` side by side along a dim of ``elements``; widths that are not given are inferred.
 
         Raises:
-            PolicyError: the units do not add up to the dim.
+            PolicyError: the parts do not add up to the dim.
             ConfigError: a rank would hold none of them; says the largest size that fits.
         """
-        counts = [self.count(unit) for unit in units]
-        listed = f"[{', '.join(units)}]"
+        counts = [self.count(part.unit, block) for part in parts]
+        widths = [None if part.width is None else self.number(part.width, block, what, where) for part in parts]
+        listed = f"[{', '.join(map(str, parts))}]"
+        left = elements - sum(c * w for c, w in zip(counts, widths, strict=True) if c is not None and w is not None)
+        open_ = [part.unit for part, width in zip(parts, widths, strict=True) if width is None]
         if None in counts:
-            if len(set(units)) != 1:
+            if len(set(open_)) != 1 or any(c is None and w is not None for c, w in zip(counts, widths, strict=True)):
                 raise PolicyError(f"{listed} of {what} mixes an inferred unit with others", where)
-            total, counts = len(units), [elements // len(units)] * len(units)
-            width = 1
+            each, total, width = left // len(open_), len(open_), 1
         else:
-            total = sum(count for count in counts if count is not None)
-            width = elements // total
-        if elements % total:
-            raise PolicyError(
-                f"{what} has {elements} features, {listed} describes {total} equal parts: "
-                f"{elements} / {total} is not whole",
-                where,
-            )
+            total = sum(c for c, w in zip(counts, widths, strict=True) if c is not None and w is None)
+            each, width = 0, left // total if total else 0
+        if left < 0 or (left % total if total else left):
+            if left == elements:
+                raise PolicyError(
+                    f"{what} has {elements} features, {listed} describes {total} equal parts: "
+                    f"{elements} / {total} is not whole",
+                    where,
+                )
+            raise PolicyError(f"{what} has {elements} features, {listed} describes {elements - left}", where)
         blocks = []
-        for unit, count in zip(units, counts, strict=True):
-            assert count is not None
-            self.used.setdefault((unit, count), (what, where))
+        for part, count, given in zip(parts, counts, widths, strict=True):
+            number = each if count is None else count
+            leader = self.specs[part.unit].follows
+            leaders = self.count(leader, block) if leader is not None else None
+            self.used.setdefault((part.unit, number, leaders), (what, where))
             try:
-                blocks.append(Block(unit, count, width, self.shares(unit, count, size)))
+                shares = self.shares(part.unit, number, self.size, block)
             except ValueError as error:
-                raise self._does_not_fit(unit, count, size, what, where, error) from None
+                raise self._does_not_fit(part.unit, number, what, where, error, block) from None
+            blocks.append(Block(part.unit, number, width if given is None else given, shares))
         return Layout.of(dim, blocks)
 
     def _does_not_fit(
-        self, unit: str, count: int, size: int, what: str, where: Where, error: ValueError
+        self, unit: str, count: int, what: str, where: Where, error: ValueError, block: nn.Module | None
     ) -> ConfigError:
-        spec = self.specs[unit]
+        spec, size = self.specs[unit], self.size
         counted = "counted on the parameter" if spec.count == INFERRED else f"{spec.count}={count}"
-        fits = next((n for n in range(size - 1, 0, -1) if self._fits(unit, count, n)), 1)
+        fits = next((n for n in range(size - 1, 0, -1) if self._fits(n, block)), 1)
         return ConfigError(
             f"tensor_parallel_size={size} does not fit {self.model}: {error}.\n"
             f"  '{unit}' is {counted} ({spec.where}), cut by {what} ({where}).\n"
             f"  Largest size that fits this model: {fits}."
         )
 
-    def _fits(self, unit: str, count: int, size: int) -> bool:
+    def _fits(self, size: int, block: nn.Module | None) -> bool:
         try:
-            self.shares(unit, count, size)
-            for (other, other_count), _ in self.used.items():
-                self.shares(other, other_count, size)
-        except ValueError:
+            for unit, count, _ in self.used:
+                self.shares(unit, count, size, block)
+        except (ValueError, PolicyError):
             return False
         return True

@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError, nearest
-from autopar.policy.schema import Policy, Rule, Where
+from autopar.policy.match import find_policy
+from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower, Where
+from autopar.policy.units import UnitTable
 
-__all__ = ["Use", "all_uses", "blocks_of", "check_overlap", "hugging_face_model", "join", "walk"]
+__all__ = ["Scope", "Use", "all_scopes", "check_overlap", "hugging_face_model", "join", "uses_of", "walk"]
 
 
 def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
@@ -37,16 +40,35 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
 
 
 @dataclass(frozen=True)
-class Use:
-    """One rule met one module, or one bare parameter.
+class Scope:
+    """A block, a section of a tower, or the head: where paths start, and inside which regions open and close.
 
-    ``scope`` is the block or section inside which regions must open and close.
+    Attributes:
+        path: dotted path of ``root``.
+        name: what stands for the scope in messages and comparisons.
+        table: the units that hold here.
+        block: ``root`` if it is a block.
     """
 
     path: str
-    module: nn.Module | nn.Parameter
+    root: nn.Module
+    name: str
+    table: UnitTable
+    rules: Mapping[str, Rule]
+    attributes: Mapping[str, Ratio]
+    inputs: Mapping[str, Input]
+    where: Where
+    block: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """One rule met one module, or one bare parameter or buffer."""
+
+    path: str
+    module: nn.Module | torch.Tensor
     rule: Rule
-    scope: str
+    scope: Scope
     shown: str
 
 
@@ -56,50 +78,99 @@ def _base(model: PreTrainedModel) -> tuple[str, nn.Module]:
     return (name, base) if isinstance(base, nn.Module) else ("", model)
 
 
-def blocks_of(policy: Policy, prefix: str, model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> Iterator[Scope]:
+    """Every scope of a policy on a model, and those of the models inside it by their own policies."""
     name, base = _base(model)
-    found = walk(base, policy.blocks_path, policy.blocks_where)
-    if not isinstance(found, tuple) or not isinstance(found[1], nn.ModuleList):
-        raise PolicyError(
-            f"blocks.path '{policy.blocks_path}' is no ModuleList of {type(base).__name__}", policy.blocks_where
-        )
-    for index, block in enumerate(found[1]):
-        yield join(prefix, name, found[0], str(index)), block
+    base_path = join(prefix, name)
+    rows = _rows(policy)
+    for tower in policy.towers:
+        config = model.config
+        for step in tower.config.split(".") if tower.config else ():
+            config = getattr(config, step)
+        table = UnitTable(tower.units, config, type(model).__name__, tp, rows)
+        for section in ("prefix", "every_stage", "suffix"):
+            rules = getattr(tower, section)
+            yield Scope(base_path, base, f"{base_path}/{tower.name}/{section}", table, rules, {}, {}, tower.where)
+        everywhere = f"{base_path}/{tower.name}"
+        yield Scope(base_path, base, everywhere, table, {}, tower.attributes, tower.inputs, tower.where)
+        for path, block in _blocks(tower, base_path, base):
+            yield Scope(
+                *(path, block, path, table, tower.blocks, tower.block_attributes, tower.block_inputs),
+                tower.blocks_where,
+                block,
+            )
+    table = UnitTable(policy.units, model.config, type(model).__name__, tp, rows)
+    yield Scope(prefix, model, f"{prefix}/head", table, policy.head, policy.head_attributes, {}, policy.where)
+    for pattern, where in policy.models.items():
+        for path, inside in walk(base, pattern, where):
+            if not isinstance(inside, PreTrainedModel):
+                raise PolicyError(f"{path} is a {type(inside).__name__}, which has no policy of its own", where)
+            yield from all_scopes(find_policy(inside), join(base_path, path), inside, tp)
 
 
-def all_uses(policy: Policy, prefix: str, model: PreTrainedModel) -> Iterator[Use]:
-    name, base = _base(model)
-    for section in ("prefix", "every_stage", "suffix"):
-        yield from _uses(getattr(policy, section), join(prefix, name), base, section)
-    for path, block in blocks_of(policy, prefix, model):
-        yield from _uses(policy.blocks, path, block, path)
-    yield from _uses(policy.head, prefix, model, "head")
+def _rows(policy: Policy) -> frozenset[str]:
+    """Units that are rows of an embedding: of these a rank may hold none."""
+    sections = [policy.head]
+    for tower in policy.towers:
+        sections += [tower.prefix, tower.every_stage, tower.suffix, tower.blocks]
+    return frozenset(
+        unit for section in sections for rule in section.values() if rule.kind == "embedding" for unit in rule.units
+    )
 
 
-def _uses(rules: Mapping[str, Rule], root_path: str, root: nn.Module, scope: str) -> Iterator[Use]:
-    for pattern, rule in rules.items():
-        found = walk(root, pattern, rule.where)
-        if found is not None:
-            path, module = found
-            yield Use(join(root_path, path), module, rule, scope, path)
+def _blocks(tower: Tower, base_path: str, base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if not tower.blocks_path:
+        return
+    for list_path, listed in walk(base, tower.blocks_path, tower.blocks_where, lists=True):
+        if not isinstance(listed, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            raise PolicyError(
+                f"blocks.path '{tower.blocks_path}' is no ModuleList of {type(base).__name__}", tower.blocks_where
+            )
+        for name, block in listed.named_children():
+            yield join(base_path, list_path, name), block
 
 
-def walk(root: nn.Module, pattern: str, where: Where) -> tuple[str, nn.Module | nn.Parameter] | None:
-    """The module, or bare parameter, at ``pattern``; None if a segment marked ``?`` is missing (or None)."""
-    module: Any = root
-    path = ""
+def uses_of(scope: Scope) -> Iterator[Use]:
+    """Every rule of a scope with what it meets."""
+    for pattern, rule in scope.rules.items():
+        for path, module in walk(scope.root, pattern, rule.where):
+            yield Use(join(scope.path, path), module, rule, scope, path)
+
+
+def walk(
+    root: nn.Module, pattern: str, where: Where, *, lists: bool = False
+) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
+
+    ``*`` stands for every member of a list of modules.
+    """
+    found: list[tuple[str, Any]] = [("", root)]
     for segment in pattern.split("."):
-        name = segment.removesuffix("?")
-        known_here = isinstance(module, nn.Module) and (name in module._modules or name in module._parameters)
-        child = getattr(module, name) if known_here else None
-        if child is None:
-            if segment.endswith("?"):
-                return None
-            known = [known for known, _ in root.named_modules() if known]
-            wanted = pattern.replace("?", "")
-            raise PolicyError(f"{type(root).__name__} has no module '{wanted}'.{nearest(wanted, known)}", where)
-        module, path = child, join(path, name)
-    return path, module
+        name, optional = segment.removesuffix("?"), segment.endswith("?")
+        below: list[tuple[str, Any]] = []
+        for path, module in found:
+            if name == "*":
+                children = list(module.named_children())
+            else:
+                child = _member(module, name)
+                children = [] if child is None else [(name, child)]
+            if not children and not optional and not (name == "*" and isinstance(module, nn.ModuleList)):
+                known = [known for known, _ in root.named_modules() if known]
+                wanted = pattern.replace("?", "")
+                if lists:
+                    raise PolicyError(f"blocks.path '{pattern}' is no ModuleList of {type(root).__name__}", where)
+                raise PolicyError(f"{type(root).__name__} has no module '{wanted}'.{nearest(wanted, known)}", where)
+            below += [(join(path, child_name), child) for child_name, child in children]
+        found = below
+    yield from found
+
+
+def _member(module: Any, name: str) -> Any:
+    if isinstance(module, nn.Module):
+        for members in (module._modules, module._parameters, module._buffers):
+            if name in members:
+                return getattr(module, name)
+    return None
 
 
 def join(*parts: str) -> str:
@@ -116,7 +187,7 @@ def check_overlap(uses: list[Use]) -> None:
         parts = path.split(".")
         for end in range(1, len(parts)):
             outer = by_path.get(".".join(parts[:end]))
-            if outer is not None:
+            if outer is not None and outer.rule.kind != "region":
                 raise PolicyError(
                     f"{path} is covered here and, with {outer.path}, by {outer.rule.where}", use.rule.where
                 )

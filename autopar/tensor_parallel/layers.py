@@ -15,6 +15,7 @@ Every layer has, beside what it had as a plain module:
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from autopar.collectives import Axis, copy, gather, reduce_, scatter, sum_replic
 from autopar.errors import PolicyError
 from autopar.layout import Layout
 from autopar.policy.plan import ModulePlan
+from autopar.tensor_parallel.boundaries import Boundary, bounded_class
+from autopar.tensor_parallel.experts import ExpertParallel
+from autopar.tensor_parallel.norms import SharedNorm
 from autopar.tensor_parallel.regions import Region
 
 __all__ = [
@@ -64,7 +68,8 @@ class _Column(_Parallel):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         plan = self.autopar
         bias = None if self.bias is None else self._used("bias")
-        y = self._multiply(self.region.enter(x), self._used("weight"), bias)  # [..., out/tp]
+        x = x if plan.inside else self.region.enter(x)
+        y = self._multiply(x, self._used("weight"), bias)  # [..., out/tp]
         if plan.gather_output:
             whole = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
             if self.keeps_local:
@@ -85,8 +90,11 @@ class _Row(_Parallel):
         if self.autopar.split_input:
             x = scatter(x, self.tp, self.autopar_layouts["weight"])  # [..., in/tp]
         self.region.leave()
-        y = reduce_(self._multiply(x, self.weight, None), self.tp)  # [..., out], Partial -> Replicate
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        y = self.region.close(
+            reduce_(self._multiply(x, self.weight, None), self.tp)
+        )  # [..., out], Partial -> Replicate
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return copy(y, self.tp) if self.autopar.enter_output else y
 
     @staticmethod
     def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -158,33 +166,6 @@ class HiddenParallelEmbedding(_Parallel, nn.Embedding):
         return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., hidden/tp] -> [..., hidden]
 
 
-class _SummedGradients(_Parallel):
-    """A replicated module that works on shared-out activations: forward sees weights whose incoming gradient is summed.
-
-    Outside ``forward`` its attributes are the Parameters themselves.
-    """
-
-    _in_forward = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._in_forward = True
-        try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._in_forward = False
-
-
-def _summed_parameter(name: str) -> property:
-    def read(self: Any) -> Any:
-        parameter = self._parameters[name]
-        return copy(parameter, self.tp) if self._in_forward and parameter is not None else parameter
-
-    def write(self: Any, value: Any) -> None:
-        nn.Module.__setattr__(self, name, value)
-
-    return property(read, write)
-
-
 def _check_ids(ids: torch.Tensor, size: int) -> None:
     if ids.is_cuda:
         torch._assert_async(((ids >= 0) & (ids < size)).all())
@@ -194,36 +175,62 @@ def _check_ids(ids: torch.Tensor, size: int) -> None:
             raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
 
 
-@functools.cache
-def parallel_class(plain: type[nn.Module], rule: str, by_hidden: bool, parameters: tuple[str, ...]) -> type[nn.Module]:
-    """The class that a module of class ``plain`` becomes. Subclasses keep their own behaviour (``embed_scale``).
+_LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
+    ("column", False): ColumnParallelLinear,
+    ("row", False): RowParallelLinear,
+    ("column", True): ColumnParallelConv1D,
+    ("row", True): RowParallelConv1D,
+    ("embedding", False): VocabParallelEmbedding,
+    ("embedding", True): HiddenParallelEmbedding,
+}
+_BOUNDARIES: dict[str, type[Boundary]] = {"norm_over": SharedNorm, "experts": ExpertParallel}
 
-    A subclass calls ``super().forward``, which finds the parallel forward: it stands between the subclass and torch's
-    class in the method resolution order. ``parameters`` matters for ``replicated`` only.
-    """
-    if rule == "replicated":
-        properties = {name: _summed_parameter(name) for name in parameters}
-        return type(f"SummedGradients{plain.__name__}", (_SummedGradients, plain), properties)
-    table: dict[tuple[str, bool], type[nn.Module]] = {
-        ("column", False): ColumnParallelLinear,
-        ("row", False): RowParallelLinear,
-        ("column", True): ColumnParallelConv1D,
-        ("row", True): RowParallelConv1D,
-        ("embedding", False): VocabParallelEmbedding,
-        ("embedding", True): HiddenParallelEmbedding,
-    }
-    parallel = table[rule, by_hidden if rule == "embedding" else issubclass(plain, Conv1D)]
+
+def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
+    """The class that a module of class ``plain`` becomes. Subclasses keep their own behaviour (``embed_scale``)."""
+    if plan.rule in ("column", "row", "embedding"):
+        layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
+        return _layer_class(plain, layer)
+    replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
+    return bounded_class(plain, _BOUNDARIES.get(plan.rule, Boundary), tuple(sorted(plan.summed | replicas)))
+
+
+@functools.cache
+def _layer_class(plain: type[nn.Module], parallel: type[nn.Module]) -> type[nn.Module]:
+    """A subclass calls ``super().forward``, which finds the parallel forward: it stands between the subclass and
+    torch's class in the method resolution order."""
     torch_class = parallel.__mro__[parallel.__mro__.index(_Parallel) + 1]
     if plain is torch_class:
         return parallel
     if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
         raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
-    return type(f"{parallel.__name__}Of{plain.__name__}", (plain, parallel), {})
+    forward = inspect.getattr_static(plain, "forward")
+    if "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",)):
+        return type(f"{parallel.__name__}Of{plain.__name__}", (plain, parallel), {})
+    _check_same(plain, torch_class)
+    return type(f"{parallel.__name__}Of{plain.__name__}", (parallel, plain), {})
+
+
+def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
+    """A subclass with a forward of its own (Falcon's ``x @ W.T``) may be replaced if it computes what torch's does."""
+    same = False
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+            module = plain(3, 5)
+            x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
+            same = torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5)
+    except Exception:
+        same = False
+    if not same:
+        raise PolicyError(
+            f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
+            f"or needs more to be made: only {{replicated: UNIT}} fits it"
+        )
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Inverse of :func:`parallel_class` for a module that is a parallel layer."""
     for candidate in type(module).__mro__:
-        if issubclass(candidate, nn.Module) and not issubclass(candidate, _Parallel):
+        if issubclass(candidate, nn.Module) and not issubclass(candidate, _Parallel | Boundary):
             return candidate
     raise TypeError(f"{type(module).__name__} is no parallel layer")

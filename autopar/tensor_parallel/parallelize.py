@@ -35,25 +35,23 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
         module = modules[path]
         _swap(module, module_plan, axis, region)
         for name, layout in vars(module)["autopar_layouts"].items():
-            parameter = module._parameters[name]
+            parameter = module._parameters.get(name)
             if parameter is not None and id(parameter) not in done:  # tied weights are cut once
                 done.add(id(parameter))
                 _cut(parameter, layout, axis.rank)
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = layout.shard(buffer, axis.rank)
         _resize(module, module_plan, axis.rank)
     for attribute in plan.attributes:
         _set(modules[attribute.path], attribute, attribute.values[axis.rank])
 
 
 def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
-    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-    module.__class__ = parallel_class(type(module), plan.rule, plan.by_hidden, names)  # type: ignore[arg-type]
+    if plan.rule != "cut" or any(layout.replicated for layout in plan.layouts.values()) or plan.summed or plan.inputs:
+        module.__class__ = parallel_class(type(module), plan)  # type: ignore[assignment]
     module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
-    layouts: dict[str, Layout] = {}
-    if plan.layout is not None:
-        layouts["weight"] = plan.layout
-        if plan.rule == "column" and module._parameters.get("bias") is not None:
-            layouts["bias"] = Layout.of(0, plan.layout.blocks)
-    module.autopar_layouts = layouts  # type: ignore[assignment]
+    module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
 
 def _cut(parameter: nn.Parameter, layout: Layout, rank: int) -> None:
@@ -66,13 +64,33 @@ def _cut(parameter: nn.Parameter, layout: Layout, rank: int) -> None:
 
 def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     """Make the sizes that a module tells about itself those of its weight (``rank`` None: the whole one)."""
-    if plan.layout is None:
-        return
-    size = plan.layout.size if rank is None else plan.layout.local_size(rank)
-    names = _SIZES.get(plan.rule) or (("embedding_dim",) if plan.by_hidden else ("num_embeddings",))
+    if plan.rule == "cut":
+        _resize_cut(module, plan, rank)
+    names: tuple[str, ...] = _SIZES.get(plan.rule, ())
+    if plan.rule == "embedding":
+        names = ("embedding_dim",) if plan.by_hidden else ("num_embeddings",)
     for name in names:
-        if name in vars(module):
-            setattr(module, name, size)
+        if name in vars(module) and plan.layout is not None:
+            setattr(module, name, plan.layout.size if rank is None else plan.layout.local_size(rank))
+
+
+def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
+    weight = plan.layouts.get("weight")
+    if weight is None:
+        return
+    size = weight.size if rank is None else weight.local_size(rank)
+    if isinstance(module, nn.modules.conv._ConvNd | nn.GroupNorm):  # depthwise filters; groups of channels
+        of = module.out_channels if isinstance(module, nn.modules.conv._ConvNd) else module.num_channels
+        for name in ("in_channels", "out_channels", "groups", "num_channels", "num_groups"):
+            if name in vars(module):
+                setattr(module, name, vars(module)[name] * size // of)
+    elif isinstance(module, nn.Embedding):
+        setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
+    elif isinstance(module, nn.Linear):
+        setattr(module, "in_features" if weight.dim else "out_features", size)
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        shape = module.normalized_shape
+        module.normalized_shape = (*shape[: weight.dim], size, *shape[weight.dim + 1 :])
 
 
 def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
@@ -100,12 +118,18 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                 parameter.grad = None
                 parameter.data = full_tensor(parameter.data, layout, axis)
                 if _any_has(gradient, axis, parameter.device):
-                    part = torch.zeros(layout.local_shape(parameter.shape, axis.rank), dtype=parameter.dtype)
-                    part = part.to(parameter.device) if gradient is None else gradient
+                    part = gradient
+                    if part is None:
+                        shape = layout.local_shape(parameter.shape, axis.rank)
+                        part = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
                     parameter.grad = full_tensor(part, layout, axis)
+        for name, layout in vars(module)["autopar_layouts"].items():
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                module._buffers[name] = full_tensor(buffer, layout, axis)
         _resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local", "_in_forward"):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local"):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

@@ -45,6 +45,8 @@ class Region:
         self._version = 0
         self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._sources: list[tuple[Any, str]] = []
+        self.depth = 0  # how many Boundary modules are running inside each other
+        self.follow: Any = None  # a rehearsal, which wants to know what enters and leaves
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
@@ -77,6 +79,7 @@ class Region:
         """
         self.leave()
         self.forget()
+        self.depth = 0
         on = [owner for owner, name in self._sources if float(vars(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
@@ -97,11 +100,29 @@ class Region:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` for a column-parallel layer. Layers that read the same tensor get the same copy: one all-reduce."""
+        if self.follow is not None:
+            return self.alias(x)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x  # nothing to sum; also inference tensors, which have no version
         if self._source is not x or self._version != x._version or self._copied is None:
             self._source, self._version, self._copied = x, x._version, copy(x, self.axis)
         return self._copied
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` inside the region; a rehearsal gets another tensor, to tell the two apart."""
+        return x if self.follow is None else self.follow.alias(x)
+
+    def open(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, which is shared out from here on."""
+        return x if self.follow is None else self.follow.mark_shared(x)
+
+    def close(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, which is whole from here on."""
+        return x if self.follow is None else self.follow.mark_whole(x)
+
+    def summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter whose gradient is summed, for use inside the region."""
+        return x if self.follow is None else self.follow.summed(x, parameter)
 
     def draws(self, training: bool) -> bool:
         """Whether a layer in this mode may be followed by dropout (also one that is on while the model evaluates)."""

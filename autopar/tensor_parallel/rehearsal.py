@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from autopar.collectives import Axis
 from autopar.errors import PolicyError
 from autopar.policy.plan import ModulePlan, Plan
+from autopar.tensor_parallel.follow import Follow
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sample_inputs import sample_inputs
 
 __all__ = ["rehearse"]
 
@@ -49,22 +49,40 @@ def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     plan = _without_prefix(plan, prefix)
     try:
         whole = _meta_copy(model)
-        inputs = _inputs(model)
-        with _Follow():
+        inputs = sample_inputs(model)
+        with Follow():
             expected = _shapes(_run(whole, inputs))
     except Exception:  # the plain model does not run on the meta device, which says nothing about the policy
         return False
     for rank in sorted({0, plan.tp - 1}):
         share = _meta_copy(model)
         axis = Axis("tp", None, range(plan.tp), rank)
-        apply(share, plan, axis, Region(axis))
-        _rehearse_share(share, plan, inputs, expected)
+        region = Region(axis)
+        apply(share, plan, axis, region)
+        _rehearse_share(share, plan, region, inputs, expected)
     return True
 
 
-def _rehearse_share(share: nn.Module, plan: Plan, inputs: dict[str, Any], expected: list[tuple[int, ...]]) -> None:
-    follow = _Follow()
+def _rehearse_share(
+    share: nn.Module, plan: Plan, region: Region, inputs: dict[str, Any], expected: list[tuple[int, ...]]
+) -> None:
     stack: list[str] = []
+
+    def mixed() -> None:
+        raise PolicyError(
+            f"in {stack[-1] or 'the model'} an activation that is whole meets shared-out ones: its gradient would be "
+            "partial. The module that made it needs {enter_output: UNIT}, or a rule that cuts it",
+            _where(plan, stack[-1]),
+        )
+
+    follow = Follow(mixed)
+    for name, parameter in share.named_parameters():
+        if plan.tensors[plan.canonical(name)].layout is None:
+            follow.parameter(name, parameter)
+        else:
+            follow.mark(parameter, True)
+    follow.inputs(inputs)
+    region.follow = follow
     hooks = list(_watch(share, plan, follow, stack))
     try:
         with follow:
@@ -81,6 +99,7 @@ def _rehearse_share(share: nn.Module, plan: Plan, inputs: dict[str, Any], expect
     finally:
         for hook in hooks:
             hook.remove()
+    _check_sums(plan, follow)
     last = _where(plan, "")
     for name, value in out.items() if isinstance(out, dict) else enumerate(tree_leaves(out)):
         if isinstance(value, torch.Tensor) and follow.shared(value):
@@ -89,75 +108,73 @@ def _rehearse_share(share: nn.Module, plan: Plan, inputs: dict[str, Any], expect
         raise PolicyError(f"outputs have shapes {_shapes(out)}, those of the whole model {expected}", last)
 
 
-class _Follow(TorchDispatchMode):
-    """Marks what is computed from a shared-out tensor as shared out."""
+def _check_sums(plan: Plan, follow: Follow) -> None:
+    """Whole parameters inside the region have their gradients summed, and only those."""
+    for name in sorted(follow.inside):
+        path, _, own = name.rpartition(".")
+        rule = plan.modules.get(path)
+        if rule is None or own not in rule.summed:
+            raise PolicyError(
+                f"{name} works on activations that are shared out, but its rule leaves its gradient partial: "
+                "write {replicated: UNIT} to have it summed, or cut it",
+                _where(plan, path),
+            )
+        raise PolicyError(
+            f"{name} works on shared-out activations outside the forward of {path or 'the model'}, where its gradient "
+            "is not summed",
+            rule.where,
+        )
+    for name in sorted(follow.summed_outside - follow.summed_inside):
+        path = name.rpartition(".")[0]
+        raise PolicyError(
+            f"{name} works on whole activations: its gradient must not be summed, write 'replicated'",
+            _where(plan, path),
+        )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shared = WeakTensorKeyDictionary()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": some branch has to be taken
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-        out = func(*args, **(kwargs or {}))
-        if any(self.shared(leaf) for leaf in tree_leaves((args, kwargs))):
-            self.mark(out, True)
-        return out
-
-    def shared(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and self._shared.get(value, False)
-
-    def mark(self, value: Any, shared: bool) -> None:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                self._shared[leaf] = shared
-
-
-def _watch(share: nn.Module, plan: Plan, follow: _Follow, stack: list[str]) -> Iterator[Any]:
+def _watch(share: nn.Module, plan: Plan, follow: Follow, stack: list[str]) -> Iterator[Any]:
     """Hooks that keep the stack of running modules, check what goes into layers and mark what comes out."""
     for path, module in share.named_modules():
 
-        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path, module: nn.Module = module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             stack.append(path)
-            shared = any(follow.shared(leaf) for leaf in tree_leaves((args, kwargs)))
-            _check_input(path, module, plan, shared)
+            rule = plan.modules.get(path)
+            if rule is not None:
+                _check_input(rule, tree_leaves((args, kwargs)), follow)
 
         def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
             stack.pop()
             rule = plan.modules.get(path)
-            if rule is not None and rule.rule != "replicated":
-                follow.mark(out, _opens(rule))
+            if rule is None:
+                return
+            if rule.rule in ("column", "row", "embedding"):
+                follow.mark(out, rule.enter_output or (rule.rule == "column" and not rule.gather_output))
+            elif rule.rule in ("cut", "norm_over"):
+                follow.mark(out, True)
+            elif rule.rule == "experts":
+                follow.mark(out, False)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         yield module.register_forward_hook(after)
 
 
-def _opens(rule: ModulePlan) -> bool:
-    return rule.rule == "column" and not rule.gather_output
-
-
-def _check_input(path: str, module: nn.Module, plan: Plan, shared: bool) -> None:
-    rule = plan.modules.get(path)
-    if rule is None or rule.rule == "replicated":
-        own = [name for name, parameter in module._parameters.items() if parameter is not None]
-        summed = rule is not None and rule.sum_gradients
-        if own and shared and not summed:
-            raise PolicyError(
-                f"{path} works on activations that are shared out, but its rule leaves its gradient partial: "
-                f"write {{replicated: UNIT}} to have it summed, or cut it",
-                _where(plan, path),
-            )
-        if summed and own and not shared:
-            raise PolicyError(
-                f"{path} works on whole activations: its gradient must not be summed, write 'replicated'",
-                _where(plan, path),
-            )
-        return
-    closes = rule.rule == "row" and not rule.split_input
-    if closes and not shared:
+def _check_input(rule: ModulePlan, leaves: list[Any], follow: Follow) -> None:
+    shared = any(follow.shared(leaf) for leaf in leaves)
+    path, kind = rule.path, rule.rule
+    if kind == "row" and not rule.split_input and not shared:
         raise PolicyError(f"{path} is a row, but what it reads is whole: no column feeds it", rule.where)
-    if not closes and shared:
-        raise PolicyError(f"{path} is a {rule.rule}, but what it reads is shared out already", rule.where)
+    if kind == "column" and rule.inside:
+        if not shared:
+            raise PolicyError(f"{path} is a column inside a region, but what it reads is whole", rule.where)
+    elif shared and (kind in ("column", "embedding", "region", "experts") or rule.split_input):
+        raise PolicyError(f"{path} is a {kind}, but what it reads is shared out already", rule.where)
+    if kind in ("norm_over", "gathered") and not shared:
+        raise PolicyError(f"{path} is {kind}, but what it reads is whole", rule.where)
+    if kind == "cut" and not shared and any(follow.carries_gradient(leaf) for leaf in leaves):
+        raise PolicyError(
+            f"{path} is cut, but what it reads is whole and needs a gradient: make it a column, or feed it by one",
+            rule.where,
+        )
 
 
 def _where(plan: Plan, path: str) -> str:
@@ -177,26 +194,14 @@ def _meta_copy(model: PreTrainedModel) -> PreTrainedModel:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     copied = copy.deepcopy(model, memo).eval()
-    copied.config._attn_implementation = "eager"  # every model has it, it runs without data, and it reads every count
+    for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
+        config._attn_implementation = "eager"  # every model has it, it runs without data, and it reads every count
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"  # the one that does not look at data
     for module in copied.modules():  # the user's hooks have no part in this
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     return copied
-
-
-def _inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """The smallest input that exercises the model: two sequences of five tokens, or what transformers proposes."""
-    if model.main_input_name != "input_ids":
-        return {key: value.to("meta") for key, value in model.dummy_inputs.items()}
-    shape = (2, 3, 5) if "MultipleChoice" in type(model).__name__ else (2, 5)
-    ids = torch.zeros(shape, dtype=torch.long, device="meta")
-    inputs: dict[str, Any] = {"input_ids": ids}
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids
-    elif getattr(config, "add_cross_attention", False):
-        inputs["encoder_hidden_states"] = torch.empty(2, 5, config.hidden_size, device="meta", dtype=model.dtype)
-    return inputs
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> Any:

@@ -1,0 +1,64 @@
+"""A mixture of experts shared out by expert: tokens travel to the ranks that hold the experts they chose, and back.
+
+Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Every tp rank holds
+the same tokens, so each takes an equal part of them, sends every (token, chosen expert) pair to the expert's rank by
+all-to-all, and gets the weighted output back; then the parts are gathered. The experts' own forward computes: it sees
+one chosen expert per row, counted from this rank's first one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.collectives import all_to_all, even_layout, gather, scatter
+from autopar.tensor_parallel.boundaries import Boundary
+
+__all__ = ["ExpertParallel"]
+
+
+class ExpertParallel(Boundary):
+    """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0)."""
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+        """``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and how much each counts."""
+        axis, experts = self.tp, self.autopar.layout
+        assert experts is not None
+        tokens, k = chosen.shape
+        share = even_layout(tokens, axis.size)
+        x = scatter(hidden.reshape(tokens, -1), axis, share, 0)  # [tokens/tp, hidden]
+        w = scatter(weights, axis, share, 0).reshape(-1)  # [tokens/tp * k]
+        ids = share.shard(chosen, axis.rank, 0).reshape(-1)
+        ends = torch.tensor([experts.ranges(rank)[-1][1] for rank in range(axis.size)], device=ids.device)
+        starts = torch.tensor([experts.ranges(rank)[0][0] for rank in range(axis.size)], device=ids.device)
+        owner = torch.bucketize(ids, ends, right=True)
+        known = ids < experts.size  # a router may say "none" with an index behind the last
+        owner = torch.where(known, owner, axis.rank)
+        w = w.masked_fill(~known, 0)
+        order = torch.argsort(owner, stable=True)
+        sent = torch.bincount(owner, minlength=axis.size)
+        received = _exchange_counts(sent, axis)
+        out_splits, in_splits = received.tolist(), sent.tolist()
+        rows = all_to_all(x[order // k], axis, out_splits, in_splits)  # [received, hidden]
+        counts = all_to_all(w[order], axis, out_splits, in_splits)  # [received]
+        local = torch.where(known, ids - starts[owner], 0)[order]
+        local = all_to_all(local, axis, out_splits, in_splits)
+        y = super().forward(rows, local.unsqueeze(-1), counts.unsqueeze(-1)) if rows.shape[0] else self._nothing(rows)
+        back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
+        y = torch.zeros_like(x).index_add(0, order // k, back.to(x.dtype))
+        return gather(y, axis, share, 0).view_as(hidden)
+
+    def _nothing(self, rows: torch.Tensor) -> torch.Tensor:
+        """No token for this rank: the output is empty, and the parameters still belong to the graph."""
+        parameters = self._parameters.values()  # type: ignore[attr-defined]
+        return rows + sum(p.sum() for p in parameters if p is not None) * 0
+
+
+def _exchange_counts(sent: torch.Tensor, axis: Any) -> torch.Tensor:
+    received = torch.empty_like(sent)
+    if sent.is_meta:
+        return received
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return received
