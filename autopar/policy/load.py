@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from autopar.errors import PolicyError, nearest
-from autopar.policy.schema import KINDS, Node, Policy, Where, parse_policy
+from autopar.policy.parse import parse_policy
+from autopar.policy.schema import KINDS, Node, Policy, Where
 
 __all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy"]
 

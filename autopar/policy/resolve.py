@@ -52,11 +52,10 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
         for path, cut_input, where in cut_inputs(scope):
-            path = names[path]
-            known = modules.get(path) or ModulePlan(path, "", where)
+            known = modules.get(names[path]) or ModulePlan(names[path], "", where)
             if any(other.name == cut_input.name for other in known.inputs):
                 continue  # a module that several blocks share
-            modules[path] = replace(known, inputs=(*known.inputs, cut_input))
+            modules[known.path] = replace(known, inputs=(*known.inputs, cut_input))
     _watch_parents(modules)
     _check_ties(root, layouts, modules)
     _check_coverage(model, prefix, layouts, policy)
@@ -104,9 +103,9 @@ class _Names:
                 known = found.get(id(use.module))
                 if known is not None and replace(known.rule, where=use.rule.where) == use.rule:
                     continue
-                use = replace(use, path=path)
-            found[id(use.module)] = use
-            result.append(use)
+            first = replace(use, path=path)
+            found[id(use.module)] = first
+            result.append(first)
         return result
 
 

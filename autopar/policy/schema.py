@@ -1,4 +1,4 @@
-"""What a policy is, as data, and the reading of it from a YAML tree that knows its lines.
+"""What a policy is, as data.
 
 See ``policies/README.md`` for the form. A policy states facts about one architecture: which dim of which parameter is
 made of what. It holds no code and no run-time options.
@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autopar.errors import PolicyError, nearest
-
 __all__ = [
     "HIDDEN",
     "INFERRED",
     "KINDS",
+    "LISTED",
     "Input",
     "Node",
     "Part",
@@ -25,11 +24,13 @@ __all__ = [
     "Tower",
     "UnitSpec",
     "Where",
-    "parse_policy",
 ]
 
 INFERRED = "inferred"
 HIDDEN = "hidden"
+LISTED = ("column", "row", "cut", "norm_over")
+"""Kinds of rules that take a list of parts."""
+KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
 
 
 class Where(NamedTuple):
@@ -86,9 +87,8 @@ class Part(NamedTuple):
 class Rule:
     """What becomes of one module, bare parameter or buffer.
 
-    ``kind`` is one of ``replicated``, ``column``, ``row``, ``embedding``, ``cut``, ``norm_over``, ``gathered``, ``region``,
-    ``enter_output``, ``once``. ``parts`` say what the features are made of; kinds that cut nothing name one unit, the
-    region in which they work.
+    ``kind`` is one of :data:`KINDS`. ``parts`` say what the features are made of; kinds that cut nothing name one unit,
+    the region in which they work.
     """
 
     kind: str
@@ -137,7 +137,7 @@ class Tower:
     units: Mapping[str, UnitSpec]
     config: str = ""
     blocks_path: str = ""
-    blocks_where: Where = Where("", 0)
+    blocks_where: Where | None = None
     blocks: Mapping[str, Rule] = field(default_factory=dict)
     block_attributes: Mapping[str, Ratio] = field(default_factory=dict)
     block_inputs: Mapping[str, Input] = field(default_factory=dict)
@@ -171,246 +171,3 @@ class Policy:
     def units(self) -> Mapping[str, UnitSpec]:
         """The units of the first tower, which hold in heads too."""
         return self.towers[0].units
-
-
-_TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
-_TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models")
-_MATCH = ("model_type", "transformers", "config", "class")
-_BLOCKS = ("path", "modules", "attributes", "inputs")
-_UNIT = ("count", "follows", "replicate", "or_whole", "multiple")
-_LISTED = ("column", "row", "cut", "norm_over")  # kinds that take a list of parts
-KINDS = (*_LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
-_BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
-_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row"}
-
-
-def parse_policy(name: str, root: Node) -> Policy:
-    """Read a policy from its merged tree (``extends`` already resolved).
-
-    Raises:
-        PolicyError: with file and line, for unknown keys and rules, wrong types, undefined units.
-    """
-    top = _mapping(root, _TOP, f"policy '{name}'")
-    if "match" not in top:
-        raise PolicyError(f"policy '{name}' has no section 'match'", root.where)
-    if not {"blocks", "towers", "models"} & set(top):
-        raise PolicyError(f"policy '{name}' has no section 'blocks' (nor 'towers', nor 'models')", root.where)
-    if "units" not in top and "models" not in top:
-        raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
-    match = _mapping(top["match"], _MATCH, "'match'")
-    units = _parse_units(top["units"]) if "units" in top else {}
-    towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
-    for tower, entry in _mapping(top["towers"], None, "'towers'").items() if "towers" in top else ():
-        keys = _mapping(entry, (*_TOWER, "config"), f"tower '{tower}'")
-        merged = {**units, **(_parse_units(keys["units"], units) if "units" in keys else {})}
-        towers.append(_parse_tower(tower, entry.where, keys, merged))
-    return Policy(
-        name=name,
-        where=root.where,
-        model_types=_parse_names(match, "model_type", top["match"].where),
-        transformers=_text(match["transformers"], "transformers") if "transformers" in match else "",
-        config={key: _plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
-        if "config" in match
-        else {},
-        classes=_parse_names(match, "class", top["match"].where) if "class" in match else (),
-        towers=tuple(towers),
-        head=_parse_rules(top["head"], units) if "head" in top else {},
-        head_attributes=_parse_attributes(top["head_attributes"], units) if "head_attributes" in top else {},
-        models=_parse_models(top["models"]) if "models" in top else {},
-    )
-
-
-def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mapping[str, UnitSpec]) -> Tower:
-    sections: dict[str, Any] = {
-        section: _parse_rules(keys[section], units)
-        for section in ("prefix", "every_stage", "suffix")
-        if section in keys
-    }
-    if "attributes" in keys:
-        sections["attributes"] = _parse_attributes(keys["attributes"], units)
-    if "inputs" in keys:
-        sections["inputs"] = _parse_inputs(keys["inputs"], units)
-    if "blocks" in keys:
-        blocks = _mapping(keys["blocks"], _BLOCKS, "'blocks'")
-        for required in ("path", "modules"):
-            if required not in blocks:
-                raise PolicyError(f"'blocks' has no '{required}'", keys["blocks"].where)
-        sections |= {
-            "blocks_path": _text(blocks["path"], "path"),
-            "blocks_where": keys["blocks"].where,
-            "blocks": _parse_rules(blocks["modules"], units),
-        }
-        if "attributes" in blocks:
-            sections["block_attributes"] = _parse_attributes(blocks["attributes"], units)
-        if "inputs" in blocks:
-            sections["block_inputs"] = _parse_inputs(blocks["inputs"], units)
-    return Tower(name, where, units, _text(keys["config"], "config") if "config" in keys else "", **sections)
-
-
-def _parse_models(node: Node) -> dict[str, Where]:
-    if not isinstance(node.value, list):
-        raise PolicyError("'models' must be a list of paths", node.where)
-    return {_text(entry, "models"): entry.where for entry in node.value}
-
-
-def _parse_names(match: Mapping[str, Node], key: str, where: Where) -> tuple[str, ...]:
-    if key not in match:
-        raise PolicyError(f"'match' has no '{key}'", where)
-    node = match[key]
-    nodes = node.value if isinstance(node.value, list) else [node]
-    if not nodes:
-        raise PolicyError(f"'{key}' lists none", node.where)
-    return tuple(_text(n, key) for n in nodes)
-
-
-def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dict[str, UnitSpec]:
-    units: dict[str, UnitSpec] = {}
-    for name, entry in _mapping(node, None, "'units'").items():
-        if isinstance(entry.value, dict):
-            spec = _mapping(entry, _UNIT, f"unit '{name}'")
-            if "count" not in spec:
-                raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
-            units[name] = UnitSpec(
-                name,
-                str(spec["count"].value),
-                entry.where,
-                follows=_text(spec["follows"], "follows") if "follows" in spec else None,
-                replicate=_flag(spec["replicate"], "replicate") if "replicate" in spec else False,
-                or_whole=_flag(spec["or_whole"], "or_whole") if "or_whole" in spec else False,
-                multiple=_number(spec["multiple"], "multiple") if "multiple" in spec else 1,
-            )
-        else:
-            units[name] = UnitSpec(name, _text(entry, name), entry.where)
-    known = {**(outer or {}), **units}
-    for unit in units.values():
-        if unit.name == HIDDEN:
-            raise PolicyError(f"'{HIDDEN}' cannot be defined: it stands for single features", unit.where)
-        if unit.follows is not None and unit.follows not in known:
-            raise PolicyError(_undefined(unit.follows, known), unit.where)
-        leader, chain = unit.follows, [unit.name]
-        while leader is not None:
-            if leader in chain:
-                raise PolicyError(f"'{unit.name}' follows itself: {' -> '.join([*chain, leader])}", unit.where)
-            chain.append(leader)
-            leader = known[leader].follows if leader in known else None
-    return units
-
-
-def _parse_rules(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Rule]:
-    return {path: _parse_rule(path, entry, units) for path, entry in _mapping(node, None, "modules").items()}
-
-
-def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
-    if isinstance(node.value, str):
-        if node.value != "replicated":
-            hint = f" Write {{{node.value}: UNIT}}." if node.value in KINDS else nearest(node.value, KINDS)
-            raise PolicyError(f"unknown rule '{node.value}' for {path}.{hint}", node.where)
-        return Rule("replicated", node.where)
-    content = _mapping(node, (*KINDS, *_FLAGS, "dim", *_BELONGS), f"the rule of {path}")
-    kinds = [kind for kind in KINDS if kind in content]
-    if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
-        kinds = ["row"]
-    if len(kinds) != 1:
-        raise PolicyError(f"the rule of {path} must name exactly one of {', '.join(KINDS)}", node.where)
-    kind = kinds[0]
-    parts = _parse_parts(content[kind], kind, units)
-    if kind not in _LISTED and len(parts) != 1:
-        raise PolicyError(f"'{kind}' of {path} takes one unit, not {len(parts)}", node.where)
-    flags: dict[str, Any] = {flag: _flag(content[flag], flag) for flag in _FLAGS if flag in content}
-    for flag in flags:
-        if _FLAGS[flag] != kind:
-            raise PolicyError(f"'{flag}' belongs to '{_FLAGS[flag]}', not to '{kind}' ({path})", content[flag].where)
-    if kind == "row" and "enter_output" in content:
-        flags["enter_output"] = _flag(content["enter_output"], "enter_output")
-    if "dim" in content:
-        if kind not in ("cut", "gathered"):
-            raise PolicyError(f"'dim' belongs to 'cut' and 'gathered', not to '{kind}' ({path})", content["dim"].where)
-        flags["dim"] = _number(content["dim"], "dim")
-    for key, owner in _BELONGS.items():
-        if key in content:
-            if kind != owner:
-                raise PolicyError(f"'{key}' belongs to '{owner}', not to '{kind}' ({path})", content[key].where)
-            flags[key] = _parse_parts(content[key], key, units)[0].unit
-    return Rule(kind, node.where, parts, **flags)
-
-
-def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
-    parts = []
-    for entry in node.value if isinstance(node.value, list) else [node]:
-        unit, star, width = (piece.strip() for piece in _text(entry, what).partition("*"))
-        if unit not in units and unit != HIDDEN:
-            raise PolicyError(_undefined(unit, units), entry.where)
-        if star and not width:
-            raise PolicyError(f"'{entry.value}' has no width after '*'", entry.where)
-        parts.append(Part(unit, width or None))
-    return tuple(parts)
-
-
-def _parse_attributes(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Ratio]:
-    attributes: dict[str, Ratio] = {}
-    for path, entry in _mapping(node, None, "attributes").items():
-        per: str | None = None
-        if isinstance(entry.value, str) and "/" in entry.value:
-            names = [part.strip() for part in entry.value.split("/")]
-            if len(names) > 2:
-                raise PolicyError(f"{path} must be a unit or the quotient of two, not '{entry.value}'", entry.where)
-            top, per = names
-            if per not in units:
-                raise PolicyError(_undefined(per, units), entry.where)
-            parts = _parse_parts(Node(top, entry.where), path, units)
-        else:
-            parts = _parse_parts(entry, path, units)
-        attributes[path] = Ratio(parts, per, entry.where)
-    return attributes
-
-
-def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]:
-    inputs: dict[str, Input] = {}
-    for path, entry in _mapping(node, None, "inputs").items():
-        content = _mapping(entry, ("cut", "dim"), f"the input {path}")
-        if set(content) != {"cut", "dim"}:
-            raise PolicyError(f"the input {path} needs 'cut' and 'dim'", entry.where)
-        (part,) = _parse_parts(content["cut"], "cut", units)
-        inputs[path] = Input(part.unit, _number(content["dim"], "dim"), entry.where)
-    return inputs
-
-
-def _undefined(unit: str, units: Mapping[str, UnitSpec]) -> str:
-    return f"unit '{unit}' is not defined under 'units'.{nearest(unit, units)} Defined: {', '.join(units)}"
-
-
-def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, Node]:
-    if not isinstance(node.value, dict):
-        raise PolicyError(f"{what} must hold keys, not {_plain(node)!r}", node.where)
-    for key, entry in node.value.items():
-        if known is not None and key not in known:
-            raise PolicyError(
-                f"unknown key '{key}' in {what}.{nearest(key, known)} Known: {', '.join(known)}", entry.where
-            )
-    return node.value
-
-
-def _text(node: Node, what: str) -> str:
-    if not isinstance(node.value, str):
-        raise PolicyError(f"'{what}' must be text, not {_plain(node)!r}", node.where)
-    return node.value
-
-
-def _flag(node: Node, what: str) -> bool:
-    if not isinstance(node.value, bool):
-        raise PolicyError(f"'{what}' must be true or false, not {_plain(node)!r}", node.where)
-    return node.value
-
-
-def _number(node: Node, what: str) -> int:
-    if type(node.value) is not int:
-        raise PolicyError(f"'{what}' must be an integer, not {_plain(node)!r}", node.where)
-    return node.value
-
-
-def _plain(node: Node) -> Any:
-    if isinstance(node.value, dict):
-        return {key: _plain(entry) for key, entry in node.value.items()}
-    if isinstance(node.value, list):
-        return [_plain(entry) for entry in node.value]
-    return node.value

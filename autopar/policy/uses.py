@@ -96,7 +96,7 @@ def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> 
         for path, block in _blocks(tower, base_path, base):
             yield Scope(
                 *(path, block, path, table, tower.blocks, tower.block_attributes, tower.block_inputs),
-                tower.blocks_where,
+                tower.where,
                 block,
             )
     table = UnitTable(policy.units, model.config, type(model).__name__, tp, rows)
@@ -119,7 +119,7 @@ def _rows(policy: Policy) -> frozenset[str]:
 
 
 def _blocks(tower: Tower, base_path: str, base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if not tower.blocks_path:
+    if tower.blocks_where is None:
         return
     for list_path, listed in walk(base, tower.blocks_path, tower.blocks_where, lists=True):
         if not isinstance(listed, nn.ModuleList | nn.Sequential | nn.ModuleDict):

@@ -81,7 +81,7 @@ class Boundary:
         return Layout.of(layout.dim, [replace(block, width=block.width * width) for block in layout.blocks])
 
     def _cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = _argument_names(type(self))
+        names = _argument_names(type(self))  # type: ignore[arg-type]
         values = list(args)
         for cut in self.autopar.inputs:
             place = names.index(cut.name)

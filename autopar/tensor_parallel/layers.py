@@ -190,9 +190,10 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
     """The class that a module of class ``plain`` becomes. Subclasses keep their own behaviour (``embed_scale``)."""
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
-        return _layer_class(plain, layer)
+        return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    return bounded_class(plain, _BOUNDARIES.get(plan.rule, Boundary), tuple(sorted(plan.summed | replicas)))
+    first = _BOUNDARIES.get(plan.rule, Boundary)
+    return bounded_class(plain, first, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 
 @functools.cache

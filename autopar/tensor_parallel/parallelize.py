@@ -49,7 +49,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
 
 def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
     if plan.rule != "cut" or any(layout.replicated for layout in plan.layouts.values()) or plan.summed or plan.inputs:
-        module.__class__ = parallel_class(type(module), plan)  # type: ignore[assignment]
+        module.__class__ = parallel_class(type(module), plan)
     module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 

@@ -101,9 +101,9 @@ def _rehearse_share(
             hook.remove()
     _check_sums(plan, follow)
     last = _where(plan, "")
-    for name, value in out.items() if isinstance(out, dict) else enumerate(tree_leaves(out)):
+    for output, value in out.items() if isinstance(out, dict) else enumerate(tree_leaves(out)):
         if isinstance(value, torch.Tensor) and follow.shared(value):
-            raise PolicyError(f"output '{name}' is still shared out: some row or gather_output is missing", last)
+            raise PolicyError(f"output '{output}' is still shared out: some row or gather_output is missing", last)
     if _shapes(out) != expected:
         raise PolicyError(f"outputs have shapes {_shapes(out)}, those of the whole model {expected}", last)
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from tests.zoo.flat import HEADS, KV_HEADS, flat
+from tests.zoo.flat import KV_HEADS, flat
 from tests.zoo.form import Draw, Kind
 
 Batch = dict[str, Any]
 
 _CROSS = {"cross-attention": {"is_decoder": True, "add_cross_attention": True}}
+
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -24,8 +25,8 @@ def _xlm(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch
 
 
 def _order(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    if "next_sentence_label" in batch:
-        batch["sentence_order_label"] = batch.pop("next_sentence_label")
+    if batch.pop("next_sentence_label", None) is not None:
+        batch["sentence_order_label"] = draw(0, 2, 3)  # it reads the logits of three labels in pairs
     return batch
 
 
@@ -33,14 +34,21 @@ def _replaced(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> 
     if head.endswith("ForPreTraining"):  # which tokens were replaced
         del batch["next_sentence_label"]
         batch["labels"] = draw(0, 2, *batch["input_ids"].shape)
+    return {**batch, "token_type_ids": draw(0, 2, *batch["input_ids"].shape)}
+
+
+def _eight(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
+    """One more token: what the model divides the length by."""
+    batch |= {name: torch.cat([batch[name], batch[name][..., -1:]], -1) for name in ("input_ids", "attention_mask")}
+    if "labels" in batch and batch["labels"].ndim > 1:
+        batch["labels"] = torch.cat([batch["labels"], batch["labels"][..., -1:]], -1)
     return batch
 
 
 def _landmarks(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    """One more token: the landmarks divide the length."""
-    batch |= {name: torch.cat([batch[name], batch[name][..., -1:]], -1) for name in ("input_ids", "attention_mask")}
-    if "labels" in batch and batch["labels"].ndim > 1:
-        batch["labels"] = torch.cat([batch["labels"], batch["labels"][..., -1:]], -1)
+    batch = _eight(head, config, batch, draw)
+    if config.num_landmarks < config.segment_means_seq_len:
+        del batch["attention_mask"]  # it has the shape for all tokens, the scores are of the landmarks
     return batch
 
 
@@ -51,103 +59,16 @@ def _global(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Ba
     return {**batch, "global_attention_mask": glob}
 
 
-def _entities(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    shape = (*batch["input_ids"].shape[:-1], 3)
-    places = draw(0, 5, *shape, 2)
-    places[..., 1, 1] = -1  # a mention of one token
-    mask = torch.ones(shape, dtype=torch.long)
-    mask[-1, ..., 2] = 0
-    batch |= {"entity_ids": draw(1, config.entity_vocab_size, *shape), "entity_attention_mask": mask}
-    batch |= {"entity_position_ids": places, "entity_token_type_ids": draw(0, 2, *shape)}
-    if head.endswith("ForMaskedLM"):
-        batch["entity_labels"] = batch["entity_ids"].masked_fill(mask == 0, -100)
-    elif head.endswith(("ForEntityClassification", "ForEntityPairClassification")):
-        batch["labels"] = draw(0, 3, 2)
-    elif head.endswith("ForEntitySpanClassification"):
-        batch["labels"] = draw(0, 3, *shape)
-        batch |= {"entity_start_positions": draw(0, 3, *shape), "entity_end_positions": draw(3, 5, *shape)}
-    return batch
-
-
-def _perceiver(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    size = config.image_size
-    if "ForImageClassification" in head:
-        return {"pixel_values": draw.normal(2, 3, size, size), "labels": draw(0, 3, 2)}
-    if head.endswith("ForOpticalFlow"):
-        return {"inputs": draw.normal(2, 2, 27, *config.train_size)}
-    if head.endswith("Model"):
-        return {"inputs": draw.normal(2, 7, config.d_model), "attention_mask": batch["attention_mask"]}
-    return batch
-
-
-def _table(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    shape = batch["input_ids"].shape
-    kinds = torch.stack([draw(0, size, *shape) for size in config.type_vocab_sizes], -1)
-    kinds[..., 0] = torch.tensor([0, 0, 1, 1, 1, 1, 1])  # the question, then the table
-    kinds[..., 1] = torch.tensor([0, 0, 1, 2, 1, 2, 3])
-    kinds[..., 2] = torch.tensor([0, 0, 1, 1, 2, 2, 2])
-    batch["token_type_ids"] = kinds
-    if head.endswith("ForQuestionAnswering"):
-        batch = {name: value for name, value in batch.items() if not name.endswith("_positions")}
-        batch["labels"] = torch.tensor([[0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0]])
-        batch["aggregation_labels"] = draw(0, config.num_aggregation_labels, 2)
-    return batch
-
-
-def _boxes(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    corners = draw(0, config.max_2d_position_embeddings // 2, *batch["input_ids"].shape, 4)
-    return {**batch, "bbox": torch.cat([corners[..., :2], corners[..., :2] + corners[..., 2:]], -1)}
-
-
-def _page(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    pixels = draw.normal(2, 3, config.input_size, config.input_size)
-    return {**_boxes(head, config, batch, draw), "pixel_values": pixels}
-
-
-def _relations(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    shape = batch["input_ids"].shape
-    batch["bbox"] = draw(0, 100, *shape, 4) / 100
-    if "Spade" in head:
-        first = draw(0, 2, *shape).bool() & batch["attention_mask"].bool()
-        first[:, 0] = True
-        batch["bbox_first_token_mask"] = first
-    if "SpadeEE" in head:
-        batch["initial_token_labels"] = batch.pop("labels").clamp(min=0)
-        batch["subsequent_token_labels"] = torch.full(shape, shape[1])  # the end of the entity
-        batch["subsequent_token_labels"][:, :3] = torch.tensor([1, 2, 3])
-    elif "SpadeEL" in head:
-        batch["labels"] = torch.full(shape, shape[1])
-    return batch
-
-
-def _paths(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    shape = (*batch["input_ids"].shape, config.max_depth)
-    tags = draw(0, config.max_xpath_tag_unit_embeddings, *shape)
-    return {**batch, "xpath_tags_seq": tags, "xpath_subs_seq": draw(0, config.max_xpath_subs_unit_embeddings, *shape)}
-
-
-def _questions(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    if head.endswith("ForPreTraining"):
-        batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        batch |= {"start_positions": draw(1, 5, 2, 2), "end_positions": draw(1, 5, 2, 2)}
-        batch["question_positions"] = torch.tensor([[0, 4], [2, 3]])
-    elif head.endswith("ForQuestionAnswering"):
-        batch["question_positions"] = torch.tensor([1, 3])
+def _characters(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
+    sizes = {"shape": config.shape_vocab_size, "pronunciation": config.pronunciation_vocab_size}
+    for begin in ("", *(("attack_", "labels_") if head.endswith("ForPreTraining") else ())):
+        shape = batch["input_ids"].shape
+        batch |= {f"{begin}input_{name}_ids": draw(1, size, *shape) for name, size in sizes.items()}
     return batch
 
 
 def _languages(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    many = batch["input_ids"].shape[:-1].numel()
-    return {**batch, "lang_ids": torch.arange(many) % 2}
-
-
-def _document(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
-    ids = batch["input_ids"]
-    ids = torch.where((ids == config.document_token_id) | (ids == config.image_token_id), 9, ids)
-    ids[:, 2:5] = config.image_token_id
-    if "labels" in batch:
-        batch["labels"] = batch["labels"].masked_fill(ids == config.image_token_id, -100)
-    return {**batch, "input_ids": ids, "pixel_values": draw.normal(6, config.patch_dim)}
+    return {**batch, "lang_ids": torch.tensor([1] if head.endswith("ForMultipleChoice") else [0, 1])}
 
 
 KINDS: dict[str, Kind] = {
@@ -160,12 +81,10 @@ KINDS: dict[str, Kind] = {
     ),
     "big_bird": Kind(
         settings={"attention_type": "original_full", "rescale_embeddings": True},
-        variants={"no-biases": {"use_bias": False}, **_CROSS},
-    ),
-    "bros": Kind(
-        settings={"hidden_size": 192},  # the sizes of its boxes follow from it
-        inputs=_relations,
-        without={"BrosEncoder": "a part of the model, not a head"},
+        variants={
+            "no-biases": {"use_bias": False},
+            "cross-attention": {**_CROSS["cross-attention"], "use_cache": False},
+        },
     ),
     "canine": Kind(
         settings={
@@ -179,7 +98,7 @@ KINDS: dict[str, Kind] = {
     "clip_text_model": Kind(settings={"projection_dim": 20}),
     "convbert": Kind(
         settings={"conv_kernel_size": 3},
-        variants={"groups": {"num_groups": 2}, "wide": {"embedding_size": None}},
+        variants={"groups": {"num_groups": 2, "intermediate_size": 38}, "wide": {"embedding_size": None}},
     ),
     "deberta": Kind(
         settings={
@@ -216,7 +135,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "dpr": Kind(
-        settings={"projection_dim": 20},
+        variants={"projection": {"projection_dim": 20}},
         without={
             "DPREncoder": "a part of the encoders, with tuples for outputs",
             "DPRSpanPredictor": "a part of the reader, with tuples for outputs",
@@ -224,6 +143,10 @@ KINDS: dict[str, Kind] = {
             "DPRPretrainedQuestionEncoder": "abstract",
             "DPRPretrainedReader": "abstract",
         },
+    ),
+    "embedding_gemma2_text": Kind(
+        make=flat("embedding_gemma2_text", {**_SLIDING, "hidden_size_per_layer_input": 10, "embedding_dim": 20}),
+        variants={"biases": {"attention_bias": True}},
     ),
     "electra": Kind(
         variants={"wide": {"embedding_size": None}},
@@ -238,7 +161,7 @@ KINDS: dict[str, Kind] = {
             "token_dropout": True,
             "mask_token_id": 4,
         },
-        variants={"absolute": {"position_embedding_type": "absolute", "emb_layer_norm_before": False}, **_CROSS},
+        variants={"absolute": {"position_embedding_type": "absolute", "emb_layer_norm_before": False}},
     ),
     "esmc": Kind(
         settings={"num_key_value_heads": None},
@@ -248,9 +171,9 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"attention_bias": True, "mlp_bias": True}},
     ),
     "flaubert": Kind(
-        settings={"n_langs": 2},
+        settings={"n_langs": 2, "init_std": 0.1, "embed_init_std": 0.3},
         inputs=_xlm,
-        variants={"pre-norm": {"pre_norm": True, "causal": True, "gelu_activation": False}},
+        variants={"relu": {"gelu_activation": False}},
     ),
     "fnet": Kind(),
     "funnel": Kind(
@@ -264,47 +187,11 @@ KINDS: dict[str, Kind] = {
     "gte": Kind(settings={"type_vocab_size": 2}),
     "ibert": Kind(),
     "jina_embeddings_v3": Kind(),
-    "layoutlm": Kind(
-        settings={"max_2d_position_embeddings": 16},
-    ),
-    "layoutlmv3": Kind(
-        settings={
-            "hidden_size": 48,  # what the coordinates make
-            "coordinate_size": 8,
-            "shape_size": 8,
-            "max_2d_position_embeddings": 16,
-            "rel_pos_bins": 8,
-            "max_rel_pos": 16,
-            "rel_2d_pos_bins": 8,
-            "max_rel_2d_pos": 16,
-            "input_size": 8,
-            "patch_size": 4,
-        },
-        inputs=_page,
-        variants={"absolute": {"has_relative_attention_bias": False, "has_spatial_attention_bias": False}},
-    ),
-    "lilt": Kind(settings={"max_2d_position_embeddings": 16}, inputs=_boxes),
     "longformer": Kind(settings={"attention_window": 4}, inputs=_global),
-    "luke": Kind(
-        settings={"entity_vocab_size": 41, "entity_emb_size": 12},
-        inputs=_entities,
-        variants={"plain-attention": {"use_entity_aware_attention": False, "entity_emb_size": 48}},
-    ),
-    "markuplm": Kind(
-        settings={
-            "max_depth": 3,
-            "max_xpath_tag_unit_embeddings": 11,
-            "max_xpath_subs_unit_embeddings": 13,
-            "xpath_unit_hidden_size": 6,
-            "tag_pad_id": 10,
-            "subs_pad_id": 12,
-        },
-        inputs=_paths,
-    ),
     "mobilebert": Kind(
         settings={"intra_bottleneck_size": 24, "num_feedforward_networks": 2},
         variants={
-            "own-keys": {"key_query_shared_bottleneck": False, "normalization_type": "layer_norm"},
+            "layer-norm": {"normalization_type": "layer_norm"},
             "bottleneck-attention": {"use_bottleneck_attention": True},
             "no-bottleneck": {"use_bottleneck": False, "trigram_input": False},
         },
@@ -322,31 +209,12 @@ KINDS: dict[str, Kind] = {
             "sparse": {"sparse_prediction": True},
         },
     ),
-    "mpnet": Kind(settings={"relative_attention_num_buckets": 8}),
-    "neomme": Kind(
-        make=flat(
-            "neomme",
-            {
-                **_SLIDING,
-                "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {}},
-                "embedding_rank": 20,
-                "embedding_dim": 10,
-                "patch_size": 2,
-                "document_token_id": 3,
-                "image_token_id": 4,
-            },
-        ),
-        inputs=_document,
-        variants={"biases": {"attention_bias": True, "mlp_bias": True}, "untied": {"tie_word_embeddings": False}},
-    ),
+    "mpnet": Kind(),
     "nomic_bert": Kind(),
     "nystromformer": Kind(
         settings={"segment_means_seq_len": 8, "num_landmarks": 4, "conv_kernel_size": 3},
         inputs=_landmarks,
-        variants={
-            "exact": {"num_landmarks": 8},
-            "coefficients": {"inv_coeff_init_option": "exact", "conv_kernel_size": None},
-        },
+        variants={"exact": {"num_landmarks": 8}},
     ),
     "openai_privacy_filter": Kind(
         make=flat(
@@ -354,25 +222,6 @@ KINDS: dict[str, Kind] = {
             {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "num_key_value_heads": KV_HEADS},
         ),
         variants={"no-biases": {"attention_bias": False}},
-    ),
-    "perceiver": Kind(
-        make=flat(
-            "perceiver",
-            {
-                "num_latents": 5,
-                "d_latents": 48,
-                "d_model": 48,
-                "num_self_attends_per_block": 2,
-                "num_self_attention_heads": HEADS,
-                "num_cross_attention_heads": HEADS,
-                "qk_channels": 24,
-                "v_channels": 48,
-                "max_position_embeddings": 7,
-                "image_size": 8,
-                "train_size": [4, 4],
-            },
-        ),
-        inputs=_perceiver,
     ),
     "reformer": Kind(
         settings={
@@ -387,6 +236,7 @@ KINDS: dict[str, Kind] = {
             "lsh_attn_chunk_length": 4,
             "num_buckets": 2,
         },
+        inputs=_eight,
         variants={"learned-positions": {"axial_pos_embds": False, "hidden_size": 40, "num_hashes": 2}},
     ),
     "roc_bert": Kind(
@@ -396,11 +246,12 @@ KINDS: dict[str, Kind] = {
             "shape_embed_dim": 10,
             "shape_vocab_size": 19,
         },
+        inputs=_characters,
         variants={"plain-embeddings": {"enable_pronunciation": False, "enable_shape": False}},
     ),
     "roformer": Kind(variants={"rotary-values": {"rotary_value": True, "embedding_size": None}, **_CROSS}),
+    "sam3_lite_text_text_model": Kind(),
     "siglip_text_model": Kind(settings={"projection_size": 20}),
-    "splinter": Kind(settings={"question_token_id": 3}, inputs=_questions),
     "squeezebert": Kind(
         settings={
             "embedding_size": None,
@@ -415,22 +266,12 @@ KINDS: dict[str, Kind] = {
             },
         },
     ),
-    "tapas": Kind(
-        settings={
-            "type_vocab_sizes": [3, 5, 5, 2, 6, 6, 4],
-            "num_aggregation_labels": 3,
-            "max_num_rows": 4,
-            "max_num_columns": 4,
-        },
-        inputs=_table,
-        variants={"positions": {"reset_position_index_per_cell": False}},
-    ),
     "ultrabert": Kind(
         settings={**_SLIDING, "prediction_head_size": 23},
         variants={"biases": {"attention_bias": True, "mlp_bias": True}},
     ),
     "xlm": Kind(
-        settings={"n_langs": 2},
+        settings={"n_langs": 2, "init_std": 0.1, "embed_init_std": 0.3},
         inputs=_xlm,
         variants={"causal": {"causal": True, "gelu_activation": False, "sinusoidal_embeddings": True}},
     ),

@@ -161,6 +161,7 @@ def _idefics_config(heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
         **vectors,
         "num_hidden_layers": 4,
         "cross_layer_interval": 2,
+        "pad_token_id": 2,  # its zero embedding would give gradients without measure at the padding
         "qk_layer_norms": True,
         "freeze_text_layers": False,
         "freeze_vision_layers": False,
