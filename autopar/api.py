@@ -66,7 +66,10 @@ def initialize(
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
         prefix, inner = hugging_face_model(model)
-        plan = _on_every_rank(lambda: _plan(model, prefix, inner, policy, mpu), lambda made: _facts(made, model))
+        by_expert = parsed.expert_parallel_size > 1
+        plan = _on_every_rank(
+            lambda: _plan(model, prefix, inner, policy, mpu, by_expert), lambda made: _facts(made, model)
+        )
     except Exception:
         mpu.destroy()
         raise
@@ -186,8 +189,9 @@ def _plan(
     inner: PreTrainedModel,
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
+    by_expert: bool,
 ) -> Plan:
-    plan = make_plan(model, find_policy(inner, policy), mpu.tp.size)
+    plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     rehearse(inner, prefix, plan)
     return plan
 

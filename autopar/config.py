@@ -16,7 +16,12 @@ from autopar.errors import ConfigError, nearest
 __all__ = ["ParallelConfig"]
 
 _SECTIONS: dict[str, dict[str, type]] = {
-    "model_parallelism": {"enable": bool, "tensor_parallel_size": int, "pipeline_parallel_size": int},
+    "model_parallelism": {
+        "enable": bool,
+        "tensor_parallel_size": int,
+        "pipeline_parallel_size": int,
+        "expert_parallel_size": int,
+    },
     "activation_checkpointing": {"enable": bool},
     "consistency_check": {"enable": bool},
 }
@@ -29,6 +34,8 @@ class ParallelConfig:
     Attributes:
         tensor_parallel_size: ranks that share the layers of one model replica.
         pipeline_parallel_size: stages that share the blocks of one model replica.
+        expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
+            travel to them, instead of a part of each expert.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
         consistency_check: compare inputs and random state over the tensor-parallel ranks on the first forward.
 
@@ -43,6 +50,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1
     activation_checkpointing: bool = False
     consistency_check: bool = True
 
@@ -67,7 +75,8 @@ class ParallelConfig:
         """
         if isinstance(source, ParallelConfig) or source is None:
             config = source or cls()
-            _raise(_unfit(config.tensor_parallel_size, config.pipeline_parallel_size, world_size))
+            tp, pp, ep = config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel_size
+            _raise(_unfit(tp, pp, ep, world_size))
             return config
         loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
         if not isinstance(loaded, Mapping):
@@ -86,10 +95,12 @@ class ParallelConfig:
         if not sizes.get("enable", True):
             sizes = {}
         tp, pp = sizes.get("tensor_parallel_size", 1), sizes.get("pipeline_parallel_size", 1)
-        _raise(problems + _unfit(tp, pp, world_size))
+        ep = sizes.get("expert_parallel_size", 1)
+        _raise(problems + _unfit(tp, pp, ep, world_size))
         return cls(
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
+            expert_parallel_size=ep,
             activation_checkpointing=_is_on(values, "activation_checkpointing", default=False),
             consistency_check=_is_on(values, "consistency_check", default=True),
         )
@@ -106,16 +117,23 @@ class ParallelConfig:
         return world_size // (tp * pp)
 
 
-def _unfit(tp: int, pp: int, world_size: int | None) -> list[str]:
+def _unfit(tp: int, pp: int, ep: int, world_size: int | None) -> list[str]:
     """What keeps ``initialize`` from these sizes in a world of that size; nothing if the world is not known."""
+    problems = []
+    if ep not in (1, tp):
+        problems.append(
+            f"expert_parallel_size={ep} must be 1 or tensor_parallel_size={tp}: whole experts are shared out over the "
+            "tensor-parallel ranks"
+        )
     if world_size is None:
-        return []
+        return problems
     if pp > 1:
         return [
+            *problems,
             f"pipeline_parallel_size={pp}: this version has tensor and data parallelism only; "
-            "set pipeline_parallel_size to 1."
+            "set pipeline_parallel_size to 1.",
         ]
-    return [_does_not_divide(tp, pp, world_size)] if world_size % tp else []
+    return problems + ([_does_not_divide(tp, pp, world_size)] if world_size % tp else [])
 
 
 def _does_not_divide(tp: int, pp: int, world_size: int) -> str:

@@ -26,6 +26,8 @@ class ExpertParallel(Boundary):
         """``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and how much each counts."""
         axis, experts = self.tp, self.autopar.layout
         assert experts is not None
+        if hidden.is_meta:  # where tokens travel depends on data
+            return torch.empty_like(hidden)
         tokens, k = chosen.shape
         share = even_layout(tokens, axis.size)
         x = scatter(hidden.reshape(tokens, -1), axis, share, 0)  # [tokens/tp, hidden]
@@ -42,23 +44,23 @@ class ExpertParallel(Boundary):
         received = _exchange_counts(sent, axis)
         out_splits, in_splits = received.tolist(), sent.tolist()
         rows = all_to_all(x[order // k], axis, out_splits, in_splits)  # [received, hidden]
-        counts = all_to_all(w[order], axis, out_splits, in_splits)  # [received]
         local = torch.where(known, ids - starts[owner], 0)[order]
         local = all_to_all(local, axis, out_splits, in_splits)
-        y = super().forward(rows, local.unsqueeze(-1), counts.unsqueeze(-1)) if rows.shape[0] else self._nothing(rows)
+        y = self._compute(super().forward, rows, local)
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
-        y = torch.zeros_like(x).index_add(0, order // k, back.to(x.dtype))
+        weighted = back * w[order].unsqueeze(-1)  # at home, so that only rows travel
+        y = torch.zeros_like(x).index_add(0, order // k, weighted.to(x.dtype))
         return gather(y, axis, share, 0).view_as(hidden)
 
-    def _nothing(self, rows: torch.Tensor) -> torch.Tensor:
-        """No token for this rank: the output is empty, and the parameters still belong to the graph."""
-        parameters = self._parameters.values()  # type: ignore[attr-defined]
-        return rows + sum(p.sum() for p in parameters if p is not None) * 0
+    def _compute(self, forward: Any, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        if rows.shape[0]:
+            y: torch.Tensor = forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
+            return y
+        # No token for this rank: nothing comes out, and the parameters still belong to the graph.
+        return rows + sum(p.sum() for p in self._parameters.values() if p is not None) * 0  # type: ignore[attr-defined]
 
 
 def _exchange_counts(sent: torch.Tensor, axis: Any) -> torch.Tensor:
     received = torch.empty_like(sent)
-    if sent.is_meta:
-        return received
     dist.all_to_all_single(received, sent, group=axis.group)
     return received

@@ -27,7 +27,7 @@ _GPT2_VARIANTS = {
 
 
 def _codegen(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
-    heads *= 1 if heads % 4 == 0 else 2  # its heads lie in four groups, always
+    heads *= 2  # its heads lie in four groups, always
     return flat("codegen", {"rotary_dim": 4, "n_inner": 37})(heads, kv_heads, vocab, changes)
 
 
@@ -163,6 +163,7 @@ KINDS: dict[str, Kind] = {
             "post-norm": {"do_layer_norm_before": False},
             "no-biases": {"enable_bias": False, "layer_norm_elementwise_affine": False},
         },
+        without={"OPTDecoder": "a part of OPTModel, not a head"},
     ),
     "bloom": Kind(variants={"post-norm-residual": {"apply_residual_connection_post_layernorm": True}}),
     "falcon": Kind(

@@ -169,7 +169,7 @@ KINDS: dict[str, Kind] = {
         inputs=_page,
         variants={"absolute": {"has_relative_attention_bias": False, "has_spatial_attention_bias": False}},
     ),
-    "lilt": Kind(settings={"max_2d_position_embeddings": 16}, inputs=_boxes),
+    "lilt": Kind(settings={"hidden_size": 96, "max_2d_position_embeddings": 16}, inputs=_boxes),
     "luke": Kind(
         settings={"entity_vocab_size": 41, "entity_emb_size": 12},
         inputs=_entities,

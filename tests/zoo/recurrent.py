@@ -22,6 +22,7 @@ _MAMBA2 = {
     "mamba_n_groups": KV_HEADS,
     "mamba_d_state": 5,
     "mamba_chunk_size": 4,
+    "initializer_range": 0.25,
 }
 
 _ONE_GROUP = {"mamba_n_groups": 1}
@@ -29,7 +30,7 @@ _ONE_GROUP = {"mamba_n_groups": 1}
 
 KINDS: dict[str, Kind] = {
     "mamba": Kind(
-        settings={"state_size": 5},
+        settings={"state_size": 5, "initializer_range": 0.25},
         variants={"biases": {"use_bias": True, "use_conv_bias": False}},
     ),
     "mamba2": Kind(
@@ -40,6 +41,7 @@ KINDS: dict[str, Kind] = {
             n_groups=KV_HEADS,
             state_size=5,
             chunk_size=4,
+            initializer_range=0.25,
         ),
         variants={
             "one-group": {"n_groups": 1},
@@ -48,7 +50,13 @@ KINDS: dict[str, Kind] = {
     ),
     "jamba": Kind(
         make=_sized(
-            "jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=5, num_experts=4, num_experts_per_tok=2
+            "jamba",
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            mamba_d_state=5,
+            initializer_range=0.25,
+            num_experts=4,
+            num_experts_per_tok=2,
         ),
         variants={
             "other-layers": {"attn_layer_offset": 0, "mamba_proj_bias": True, "mamba_conv_bias": False},
@@ -91,7 +99,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "falcon_mamba": Kind(
-        settings={"state_size": 5},
+        settings={"state_size": 5, "initializer_range": 0.25},
         variants={"biases": {"use_bias": True, "use_conv_bias": False}},
     ),
     "nemotron_h": Kind(
@@ -103,6 +111,7 @@ KINDS: dict[str, Kind] = {
             n_groups=KV_HEADS,
             ssm_state_size=5,
             chunk_size=4,
+            initializer_range=0.25,
             head_dim=8,
             n_routed_experts=4,
             num_experts_per_tok=2,
@@ -221,6 +230,7 @@ KINDS: dict[str, Kind] = {
             moe_intermediate_size=11,
             num_experts=4,
             router_hidden_size=10,
+            initializer_range=0.3,
             head_dim=8,
             layer_types=["hybrid", "hybrid_sliding"],
             sliding_window=4,
