@@ -88,7 +88,7 @@ class _Row(_Parallel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.autopar.split_input:
-            x = scatter(x, self.tp, self.autopar_layouts["weight"])  # [..., in/tp]
+            x = self.region.open(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
         self.region.leave()
         y = self.region.close(
             reduce_(self._multiply(x, self.weight, None), self.tp)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ __all__ = ["rehearse"]
 def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     """Run the shares of the first and the last tp rank on the meta device; False if the model cannot be rehearsed.
 
+    A task model that looks at values (the end of each sequence) is rehearsed without its head. Models inside the model
+    are rehearsed by themselves too: text alone does not wake an image encoder.
+
     Args:
         model: the Hugging Face model, still whole; only read.
         prefix: its path in the plan's names.
@@ -46,7 +50,18 @@ def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     """
     if plan.tp == 1:
         return False
-    plan = _without_prefix(plan, prefix)
+    done = _rehearse(model, prefix, plan)
+    base = model.base_model
+    if not done and base is not model and isinstance(base, PreTrainedModel):
+        done = _rehearse(base, _join(prefix, model.base_model_prefix), plan)
+    for path, inside in model.named_modules():
+        if isinstance(inside, PreTrainedModel) and inside.config is not model.config and path:
+            _rehearse(inside, _join(prefix, path), plan)
+    return done
+
+
+def _rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
+    plan = _below(plan, prefix)
     try:
         whole = _meta_copy(model)
         inputs = sample_inputs(model)
@@ -215,14 +230,30 @@ def _shapes(out: Any) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape) for leaf in tree_leaves(dict(out)) if isinstance(leaf, torch.Tensor)]
 
 
-def _without_prefix(plan: Plan, prefix: str) -> Plan:
+def _below(plan: Plan, prefix: str) -> Plan:
+    """The part of a plan that concerns the model at ``prefix``, with names from there."""
     if not prefix:
         return plan
-    from dataclasses import replace
+    start = prefix + "."
 
-    cut = len(prefix) + 1
+    def own(path: str) -> bool:
+        return path.startswith(start) or path == prefix
+
+    def cut(path: str) -> str:
+        return path[len(start) :]
+
+    tensors = {}
+    for tensor in plan.tensors.values():
+        for name in (tensor.name, *tensor.aliases):
+            if name.startswith(start):
+                tensors[cut(name)] = replace(tensor, name=cut(name), aliases=())
     return replace(
         plan,
-        modules={path[cut:]: replace(rule, path=path[cut:]) for path, rule in plan.modules.items()},
-        attributes=tuple(replace(a, path=a.path[cut:]) for a in plan.attributes),
+        tensors=tensors,
+        modules={cut(path): replace(rule, path=cut(path)) for path, rule in plan.modules.items() if own(path)},
+        attributes=tuple(replace(a, path=cut(a.path)) for a in plan.attributes if own(a.path)),
     )
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,17 +10,74 @@ from transformers import PreTrainedModel
 
 __all__ = ["sample_inputs"]
 
+_BATCH, _SEQ, _FRAMES = 2, 5, 8
+
 
 def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """The smallest input that exercises the model: two sequences of five tokens, or what transformers proposes."""
-    if model.main_input_name != "input_ids":
-        return {key: value.to("meta") for key, value in model.dummy_inputs.items()}
-    shape = (2, 3, 5) if "MultipleChoice" in type(model).__name__ else (2, 5)
-    ids = torch.zeros(shape, dtype=torch.long, device="meta")
-    inputs: dict[str, Any] = {"input_ids": ids}
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids
-    elif getattr(config, "add_cross_attention", False):
-        inputs["encoder_hidden_states"] = torch.empty(2, 5, config.hidden_size, device="meta", dtype=model.dtype)
+    """Two sequences of five tokens, two images, two stretches of sound: what the model's main input is.
+
+    Raises:
+        ValueError: nothing is known about that input.
+    """
+    taken = inspect.signature(model.forward).parameters
+    main, config = model.main_input_name, model.config
+    if main == "input_ids" or "input_ids" in taken:
+        inputs = _text(model)
+        if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
+            inputs["pixel_values"] = _pixels(config)
+    elif main in ("pixel_values", "pixel_values_videos"):
+        inputs = {main: _pixels(config)}
+    elif main in ("input_features", "input_values"):
+        inputs = {main: _sound(main, config)}
+    elif main == "inputs_embeds" or "inputs_embeds" in taken:
+        inputs = {"inputs_embeds": _empty(_BATCH, _SEQ, config.hidden_size)}
+    else:
+        raise ValueError(f"no sample for the input '{main}'")
+    if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = _ids(_BATCH, _SEQ)
     return inputs
+
+
+def _text(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config
+    shape = (_BATCH, 3, _SEQ) if "MultipleChoice" in type(model).__name__ else (_BATCH, _SEQ)
+    inputs: dict[str, Any] = {"input_ids": _ids(*shape)}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = _ids(*shape)
+    elif getattr(config, "add_cross_attention", False):
+        inputs["encoder_hidden_states"] = _empty(_BATCH, _SEQ, config.hidden_size)
+    vision = getattr(config, "vision_config", None)
+    if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
+        inputs["pixel_values"] = _pixels(vision)  # a pair of towers needs both
+    return inputs
+
+
+def _pixels(config: Any) -> torch.Tensor:
+    config = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    size = getattr(config, "image_size", 32)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    frames = getattr(config, "num_frames", None)
+    return _empty(_BATCH, *([frames] if frames else []), channels, height, width)
+
+
+def _sound(main: str, config: Any) -> torch.Tensor:
+    if main == "input_values" and hasattr(config, "conv_stride"):
+        samples = 1
+        for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+            samples = (samples - 1) * stride + kernel
+        return _empty(_BATCH, samples + 7 * torch.Size(config.conv_stride).numel())
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
+        return _empty(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        return _empty(_BATCH, config.max_length, config.num_mel_bins)
+    width = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
+    return _empty(_BATCH, 4 * _FRAMES, int(width))
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.long, device="meta")
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
