@@ -7,6 +7,7 @@ optimizer step, and the whole weights that come back. No golden files.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,7 @@ def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | N
         tensor = tensor_of(parameter)
         assert tensor is not None, f"{name} has no gradient"
         local[name] = tensor.detach().cpu()
-    everyone: list[Any] = [local] * axis.size
-    if axis.size > 1:
-        dist.all_gather_object(everyone, local, group=axis.group)
+    everyone = _everyones(local, plan, axis)
     result = {}
     for name in local:
         parts = [shards[name] for shards in everyone]
@@ -62,6 +61,32 @@ def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | N
             result[name] = layout.unshard(parts)
             for rank, part in enumerate(parts):  # replicas hold the same
                 close(part, layout.shard(result[name], rank), f"{name}: replicas differ", 1e-6)
+    return result
+
+
+def _everyones(local: dict[str, torch.Tensor], plan: Any, axis: Any) -> list[dict[str, torch.Tensor]]:
+    """``local`` of every tp rank, in one exchange."""
+    shapes = [
+        {name: plan.tensors[plan.canonical(name)].local_shape(rank) for name in local} for rank in range(axis.size)
+    ]
+    if axis.size == 1:
+        return [local]
+    if any(tensor.dtype != torch.float32 for tensor in local.values()):
+        everyone: list[Any] = [local] * axis.size
+        dist.all_gather_object(everyone, local, group=axis.group)
+        return everyone
+    longest = max(sum(math.prod(shape) for shape in listed.values()) for listed in shapes)
+    flat = torch.zeros(longest)
+    flat_local = torch.cat([tensor.reshape(-1) for tensor in local.values()])
+    flat[: flat_local.numel()] = flat_local
+    rows = [torch.empty(longest) for _ in range(axis.size)]
+    dist.all_gather(rows, flat, group=axis.group)
+    result = []
+    for row, listed in zip(rows, shapes, strict=True):
+        pieces = row[: sum(math.prod(shape) for shape in listed.values())].split(
+            [math.prod(s) for s in listed.values()]
+        )
+        result.append({n: piece.view(shape) for (n, shape), piece in zip(listed.items(), pieces, strict=True)})
     return result
 
 

@@ -38,7 +38,7 @@ from tests.zoo import (
 )
 from tests.zoo.form import Draw, Kind
 
-__all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind"]
+__all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind", "of_type"]
 
 VOCAB, SEQ, LABELS = 131, 7, 3
 

@@ -34,10 +34,9 @@ def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterat
         if of_config:
             parent = parent.removesuffix("?").removesuffix("config").removesuffix(".")
         for path, module in walk(scope.root, parent, ratio.where) if parent else [("", scope.root)]:
-            assert isinstance(module, nn.Module)
             optional, own = name.endswith("?"), name.removesuffix("?")
             holder = getattr(module, "config", None) if of_config else module
-            value = getattr(holder, own, None)
+            value = getattr(holder, own, None) if isinstance(module, nn.Module) else None
             shown = join(path, "config" if of_config else "", own)
             if type(value) is not int:
                 if optional and not isinstance(value, int):
@@ -93,7 +92,8 @@ def cut_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
             continue
         parent, _, name = pattern.rpartition(".")
         for path, module in walk(scope.root, parent, entry.where) if parent else [("", scope.root)]:
-            assert isinstance(module, nn.Module)
+            if not isinstance(module, nn.Module):
+                raise PolicyError(f"{path} is no module, it has no forward that takes '{name}'", entry.where)
             known = list(inspect.signature(module.forward).parameters)
             if name not in known:
                 raise PolicyError(
@@ -104,4 +104,4 @@ def cut_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
                 raise PolicyError(f"'{entry.unit}' is inferred: the input {name} needs a count", entry.where)
             shares = scope.table.shares(entry.unit, count, scope.table.size, scope.block)
             layout = Layout.of(entry.dim, [Block(entry.unit, count, 1, shares)])
-            yield join(scope.path, path), InputPlan(name, layout), str(entry.where)
+            yield join(scope.path, path), InputPlan(name, layout, str(entry.where)), str(entry.where)

@@ -75,6 +75,7 @@ class InputPlan:
 
     name: str
     layout: Layout
+    where: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def check_regions(uses: list[Use], modules: Mapping[str, ModulePlan]) -> None:
     scopes: dict[str, list[Use]] = {}
     for use in uses:
         scopes.setdefault(use.scope.name, []).append(use)
+    of_towers = {(id(u.scope.table), u.scope.table.family(x)) for u in uses if _opens(u.rule) for x in u.rule.units}
     for inside in scopes.values():
         table = inside[0].scope.table
         opened = {table.family(u): use for use in inside for u in use.rule.units if _opens(use.rule)}
@@ -43,7 +44,8 @@ def check_regions(uses: list[Use], modules: Mapping[str, ModulePlan]) -> None:
         for use in inside:
             if use.rule.kind in ("replicated", "once") and use.rule.units:
                 family = table.family(use.rule.units[0])
-                if family not in opened and family not in entered:
+                for_blocks = use.scope.name.endswith("/every_stage") and (id(table), family) in of_towers
+                if family not in opened and family not in entered and not for_blocks:
                     raise PolicyError(
                         f"{use.shown} works on activations shared out by '{use.rule.units[0]}', "
                         "but no column opens them",

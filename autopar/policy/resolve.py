@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -57,7 +57,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
                 continue  # a module that several blocks share
             modules[known.path] = replace(known, inputs=(*known.inputs, cut_input))
     _watch_parents(modules)
-    _check_ties(root, layouts, modules)
+    _check_ties(root, layouts, modules, {use.path for use in uses if not isinstance(use.module, nn.Module)})
     _check_coverage(model, prefix, layouts, policy)
     experts = {attribute.path for attribute in expert_attributes}
     attributes = [attribute for attribute in attributes if attribute.path not in experts]
@@ -183,12 +183,12 @@ def _once_each(attributes: list[AttributePlan]) -> list[AttributePlan]:
     return list(found.values())
 
 
-def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan]) -> None:
+def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
     """Each module that holds a cut parameter knows it: a tied one without a rule would go on as if it were whole."""
     by_id = layouts.by_id()
     for path, module in root.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or by_id.get(id(parameter)) is None:
+            if parameter is None or by_id.get(id(parameter)) is None or join(path, name) in bare:
                 continue
             plan = modules.get(path)
             if plan is None or name not in plan.layouts:

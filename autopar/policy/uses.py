@@ -121,7 +121,7 @@ def _rows(policy: Policy) -> frozenset[str]:
 def _blocks(tower: Tower, base_path: str, base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if tower.blocks_where is None:
         return
-    for list_path, listed in walk(base, tower.blocks_path, tower.blocks_where, lists=True):
+    for list_path, listed in walk(base, tower.blocks_path, tower.blocks_where):
         if not isinstance(listed, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             raise PolicyError(
                 f"blocks.path '{tower.blocks_path}' is no ModuleList of {type(base).__name__}", tower.blocks_where
@@ -137,9 +137,7 @@ def uses_of(scope: Scope) -> Iterator[Use]:
             yield Use(join(scope.path, path), module, rule, scope, path)
 
 
-def walk(
-    root: nn.Module, pattern: str, where: Where, *, lists: bool = False
-) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """Each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
 
     ``*`` stands for every member of a list of modules.
@@ -157,8 +155,6 @@ def walk(
             if not children and not optional and not (name == "*" and isinstance(module, nn.ModuleList)):
                 known = [known for known, _ in root.named_modules() if known]
                 wanted = pattern.replace("?", "")
-                if lists:
-                    raise PolicyError(f"blocks.path '{pattern}' is no ModuleList of {type(root).__name__}", where)
                 raise PolicyError(f"{type(root).__name__} has no module '{wanted}'.{nearest(wanted, known)}", where)
             below += [(join(path, child_name), child) for child_name, child in children]
         found = below
@@ -177,6 +173,9 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+_OWN_PARAMETERS = ("region", "column", "row", "embedding")  # rules that say nothing of the modules inside theirs
+
+
 def check_overlap(uses: list[Use]) -> None:
     by_path: dict[str, Use] = {}
     for use in uses:
@@ -187,7 +186,7 @@ def check_overlap(uses: list[Use]) -> None:
         parts = path.split(".")
         for end in range(1, len(parts)):
             outer = by_path.get(".".join(parts[:end]))
-            if outer is not None and outer.rule.kind != "region":
+            if outer is not None and outer.rule.kind not in _OWN_PARAMETERS:
                 raise PolicyError(
                     f"{path} is covered here and, with {outer.path}, by {outer.rule.where}", use.rule.where
                 )

@@ -111,6 +111,8 @@ def _argument_names(kind: type[nn.Module]) -> list[str]:
 
 def _read_in_forward(name: str) -> property:
     def read(self: Any) -> Any:
+        if name in self._buffers:
+            return self._buffers[name]  # has no gradient
         parameter = self._parameters[name]
         if not self.region.depth or parameter is None:
             return parameter

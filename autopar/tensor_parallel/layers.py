@@ -148,14 +148,14 @@ class VocabParallelEmbedding(_Parallel, nn.Embedding):
         _check_ids(input, layout.size)
         if start == stop:  # no rows here: zeros that still belong to the graph
             y: torch.Tensor = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
-            return reduce_(y, self.tp)
+            return self.region.close(reduce_(y, self.tp))
         local = input - start
         outside = (local < 0) | (local >= stop - start)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
         y = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
-        return reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp)
+        return self.region.close(reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp))
 
 
 class HiddenParallelEmbedding(_Parallel, nn.Embedding):
@@ -163,7 +163,7 @@ class HiddenParallelEmbedding(_Parallel, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = F.embedding(input, self.weight, self.padding_idx)
-        return gather(y, self.tp, self.autopar_layouts["weight"])  # [..., hidden/tp] -> [..., hidden]
+        return self.region.close(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., hidden]
 
 
 def _check_ids(ids: torch.Tensor, size: int) -> None:

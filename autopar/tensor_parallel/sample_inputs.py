@@ -71,8 +71,8 @@ def _sound(main: str, config: Any) -> torch.Tensor:
         return _empty(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
         return _empty(_BATCH, config.max_length, config.num_mel_bins)
-    width = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
-    return _empty(_BATCH, 4 * _FRAMES, int(width))
+    width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
+    return _empty(_BATCH, 4 * _FRAMES, width)
 
 
 def _ids(*shape: int) -> torch.Tensor:

@@ -34,11 +34,11 @@ def test_a_policy_as_path_text_and_dict_is_the_same(tmp_path: Path) -> None:
     found = [read_user_policy(source) for source in (path, str(path), MATCH + BLOCKS, plain)]
     for policy in found:
         assert policy.model_types == ("mine",)
-        assert {path: (rule.kind, rule.units) for path, rule in policy.blocks.items()} == {
+        assert {path: (rule.kind, rule.units) for path, rule in policy.towers[0].blocks.items()} == {
             "fc": ("column", ("ffn",)),
             "out": ("row", ("ffn",)),
         }
-    assert [str(policy.blocks["out"].where) for policy in found] == [
+    assert [str(policy.towers[0].blocks["out"].where) for policy in found] == [
         f"{path}:3",
         f"{path}:3",
         "policy text:3",
@@ -57,12 +57,12 @@ def test_fragments_merge_and_rules_of_the_file_replace_theirs(tmp_path: Path) ->
         "blocks:\n  path: h\n  modules:\n    fc: {column: ffn}\n    ln: replicated\n",
         fragments__b="units: {ffn: inferred}\nblocks:\n  modules:\n    out: {row: ffn}\n  attributes: {width: ffn}\n",
     )
-    policy = load_policy(path)
-    assert list(policy.blocks) == ["fc", "out"]
-    assert policy.blocks["fc"].units == ("ffn", "ffn")  # a rule is replaced as a whole
-    assert str(policy.blocks["fc"].where) == f"{path}:5"
-    assert str(policy.blocks["out"].where) == f"{tmp_path}/fragments/b.yaml:4"
-    assert list(policy.block_attributes) == ["width"]
+    (tower,) = load_policy(path).towers
+    assert list(tower.blocks) == ["fc", "out"]
+    assert tower.blocks["fc"].units == ("ffn", "ffn")  # a rule is replaced as a whole
+    assert str(tower.blocks["fc"].where) == f"{path}:5"
+    assert str(tower.blocks["out"].where) == f"{tmp_path}/fragments/b.yaml:4"
+    assert list(tower.block_attributes) == ["width"]
 
 
 def test_a_policy_of_the_users_extends_what_comes_with_autopar(tmp_path: Path) -> None:
@@ -70,8 +70,9 @@ def test_a_policy_of_the_users_extends_what_comes_with_autopar(tmp_path: Path) -
     for source in (text, write(tmp_path, mine=text)):
         policy = read_user_policy(source)
         assert policy.model_types == ("mine",) and policy.transformers == ">=5.23,<6"
-        assert "post_attention_layernorm" not in policy.blocks and "input_layernorm" in policy.blocks
-        assert str(policy.blocks["mlp.down_proj"].where).startswith("policies/fragments/mlp_gated.yaml:")
+        blocks = policy.towers[0].blocks
+        assert "post_attention_layernorm" not in blocks and "input_layernorm" in blocks
+        assert str(blocks["mlp.down_proj"].where).startswith("policies/fragments/mlp_gated.yaml:")
         assert str(policy.units["kv_heads"].where).startswith("policies/fragments/heads_grouped.yaml:")
 
 
@@ -82,7 +83,7 @@ def test_fragments_of_fragments_and_a_file_beside_come_first(tmp_path: Path) -> 
         fragments__outer="extends: fragments/mlp_gated\nblocks: {path: h}\n",
         fragments__mlp_gated="units: {ffn: inferred}\nblocks: {modules: {only: {column: ffn}}}\n",
     )
-    assert list(load_policy(path).blocks) == ["only"]  # not the mlp_gated of autopar
+    assert list(load_policy(path).towers[0].blocks) == ["only"]  # not the mlp_gated of autopar
 
 
 CONTRADICTIONS = [
@@ -106,11 +107,12 @@ def test_two_fragments_that_contradict_each_other(tmp_path: Path, one: str, othe
             load_policy(path)
         assert str(info.value) == f"{left}: 'blocks.modules.fc' contradicts {right}; say here which holds"
     for word in ("fc: {row: ffn}", "fc: ~"):
+        expected = ["row"] if "row" in word else []
         path = write(
             tmp_path,
             **{f"said{len(word)}": f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: {{modules: {{{word}}}}}\n"},
         )
-        assert [rule.kind for rule in load_policy(path).blocks.values()] == (["row"] if "row" in word else [])
+        assert [rule.kind for rule in load_policy(path).towers[0].blocks.values()] == expected
     path = write(tmp_path, gone=f"extends: [fragments/a, fragments/b]\n{MATCH}blocks: ~\n")
     with pytest.raises(PolicyError, match="policy 'gone' has no section 'blocks'"):
         load_policy(path)
@@ -164,8 +166,11 @@ def test_every_policy_of_autopar_loads_and_every_fragment_is_used() -> None:
     places = set()
     for path in policy_files():
         policy = load_policy(path)
-        for section in (policy.prefix, policy.every_stage, policy.blocks, policy.suffix, policy.head, policy.units):
-            places |= {entry.where.file for entry in section.values()}
+        sections = [policy.head, policy.head_attributes]
+        for tower in policy.towers:
+            sections += [tower.prefix, tower.every_stage, tower.blocks, tower.suffix, tower.units]
+            sections += [tower.attributes, tower.block_attributes, tower.inputs, tower.block_inputs]
+        places |= {entry.where.file for section in sections for entry in section.values()}
     fragments = {f"policies/fragments/{path.name}" for path in (policy_folder() / "fragments").glob("*.yaml")}
     only_names_others = {"policies/fragments/bert_layer.yaml"}
     assert fragments - places == only_names_others

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy import match
-from autopar.policy.load import policy_files
+from autopar.policy.load import load_policy, policy_files
 from autopar.policy.match import find_policy, supported_model_types
 from tests.small import gpt2, llama
 
@@ -34,42 +34,45 @@ def test_the_file_that_lists_the_model_type() -> None:
 
 
 def test_no_model_type_is_listed_twice() -> None:
-    from autopar.policy.load import load_policy
-
-    listed = [
-        (kind, str(load_policy(path).config)) for path in policy_files() for kind in load_policy(path).model_types
-    ]
+    policies = [load_policy(path) for path in policy_files()]
+    listed = [(kind, str(policy.config), policy.classes) for policy in policies for kind in policy.model_types]
     assert len(set(listed)) == len(listed)
 
 
 def test_a_model_type_that_no_file_lists() -> None:
     with pytest.raises(UnsupportedModelError) as info:
-        find_policy(of_type("gpt_bigcode"))
+        find_policy(of_type("nobodys_model"))
     lines = str(info.value).splitlines()
-    assert lines[0].startswith("no policy lists model_type 'gpt_bigcode' of GPT2LMHeadModel.")
-    assert "  Listed: apertus, arcee, bert, " in lines[1]
+    assert lines[0].startswith("no policy lists model_type 'nobodys_model' of GPT2LMHeadModel.")
+    assert lines[1].startswith("  Listed: ") and {"bert", "llama"} <= {*lines[1].removeprefix("  Listed: ").split(", ")}
     assert "policies/README.md" in lines[2]
     with pytest.raises(UnsupportedModelError, match=r"Did you mean 'mistral'\?"):
         find_policy(of_type("mistrall"))
 
 
-def test_a_config_that_the_policies_of_a_model_type_leave_out() -> None:
-    with torch.device("meta"):
-        small = {
-            "hidden_size": 16,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "vocab_size": 11,
-        }
-        plain = CohereForCausalLM(CohereConfig(**small))
-        normed = CohereForCausalLM(CohereConfig(**small, use_qk_norm=True))
-    assert find_policy(plain).name == "cohere"
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"no policy fits this config of model_type 'cohere': cohere wants {'use_qk_norm': False}",
-    ):
-        find_policy(normed)
+def test_a_config_that_the_policies_of_a_model_type_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scaled.yaml").write_text(TEXT % ", config: {scale_attn_weights: true, n_inner: 5}")
+    (tmp_path / "plain.yaml").write_text(TEXT % ", config: {scale_attn_weights: false}, class: [GPT2Model, GPT2Pair]")
+    monkeypatch.setattr(match, "policy_files", lambda: (tmp_path / "plain.yaml", tmp_path / "scaled.yaml"))
+    assert find_policy(gpt2(n_inner=5)).name == "scaled"
+    with pytest.raises(UnsupportedModelError) as info:
+        find_policy(gpt2(scale_attn_weights=False))
+    assert (
+        str(info.value)
+        .splitlines()[0]
+        .startswith(
+            "no policy fits this config of model_type 'gpt2': plain wants {'scale_attn_weights': False} and "
+            "class GPT2Model or GPT2Pair; scaled wants {'scale_attn_weights': True, 'n_inner': 5}."
+        )
+    )
+
+
+def test_models_of_one_type_whose_classes_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kinds in (("heads", "GPT2LMHeadModel"), ("bare", "GPT2Model")):
+        (tmp_path / f"{name}.yaml").write_text(TEXT % f", class: {kinds}")
+    monkeypatch.setattr(match, "policy_files", lambda: (tmp_path / "heads.yaml", tmp_path / "bare.yaml"))
+    assert find_policy(gpt2()).name == "heads"
+    assert find_policy(gpt2().transformer).name == "bare"
 
 
 def test_a_users_policy() -> None:

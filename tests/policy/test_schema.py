@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import PolicyError
 from autopar.policy.load import read_user_policy
-from autopar.policy.schema import Ratio, Where
+from autopar.policy.schema import KINDS, Part, Ratio, Where
 
 RIGHT = """\
 match:
@@ -37,14 +37,20 @@ def test_a_right_policy() -> None:
     assert policy.config == {"tie_word_embeddings": False, "sizes": [1, 2]}
     assert policy.units["kv"].replicate and policy.units["heads"].follows == "kv"
     assert policy.units["ffn"].count == "inferred"
-    assert policy.blocks["q_proj"].units == ("heads", "kv")
-    assert policy.blocks["o_proj"].split_input and not policy.blocks["o_proj"].gather_output
-    assert policy.blocks["lm_head?"].gather_output
-    assert (policy.blocks["ln"].kind, policy.blocks["ln"].units) == ("replicated", ())
-    assert policy.blocks["norm"].units == ("heads",)
-    assert policy.block_attributes["attn.groups"] == Ratio("heads", "kv", Where("policy text", 18))
-    assert str(policy.blocks["q_proj"].where) == "policy text:12"
+    (tower,) = policy.towers
+    blocks = tower.blocks
+    assert (tower.name, tower.blocks_path, str(tower.blocks_where)) == ("", "layers", "policy text:9")
+    assert blocks["q_proj"].units == ("heads", "kv")
+    assert blocks["o_proj"].split_input and not blocks["o_proj"].gather_output
+    assert blocks["lm_head?"].gather_output
+    assert (blocks["ln"].kind, blocks["ln"].units) == ("replicated", ())
+    assert blocks["norm"].units == ("heads",)
+    assert tower.block_attributes["attn.groups"] == Ratio((Part("heads"),), "kv", Where("policy text", 18))
+    assert tower.block_attributes["attn.heads"] == Ratio((Part("heads"),), None, Where("policy text", 19))
+    assert str(blocks["q_proj"].where) == "policy text:12"
 
+
+EXACTLY_ONE = f"the rule of norm must name exactly one of {', '.join(KINDS)}"
 
 # what stands in RIGHT, what stands there instead, line, message
 WRONG = [
@@ -70,14 +76,14 @@ WRONG = [
     ("ln: replicated", "ln: column", 16, "unknown rule 'column' for ln. Write {column: UNIT}."),
     ("ln: replicated", "ln: 3", 16, "the rule of ln must hold keys, not 3"),
     ("ln: replicated", "ln: {colum: ffn}", 16, "unknown key 'colum' in the rule of ln. Did you mean 'column'?"),
-    ("{replicated: heads}", "{replicated: heads, row: ffn}", 15, "must name exactly one of column, row, embedding,"),
-    ("{replicated: heads}", "{gather_output: true}", 15, "must name exactly one of column, row, embedding,"),
+    ("{replicated: heads}", "{replicated: heads, row: ffn}", 15, EXACTLY_ONE),
+    ("{replicated: heads}", "{gather_output: true}", 15, EXACTLY_ONE),
     ("{replicated: heads}", "{replicated: [heads, kv]}", 15, "'replicated' of norm takes one unit, not 2"),
     ("[heads, kv]", "[heads, head]", 12, "unit 'head' is not defined under 'units'. Did you mean 'heads'?"),
     ("split_input", "gather_output", 13, "'gather_output' belongs to 'column', not to 'row' (o_proj)"),
     ("gather_output: true", "gather_output: 1", 14, "'gather_output' must be true or false, not 1"),
     ("heads / kv", "heads / kv / ffn", 18, "attn.groups must be a unit or the quotient of two, not 'heads / kv / ffn'"),
-    ("heads / kv", "heads * kv", 18, "unit 'heads * kv' is not defined"),
+    ("heads / kv", "heads *", 18, "'heads *' has no width after '*'"),
     ("attn.heads: heads", "attn.heads: 4", 19, "'attn.heads' must be text, not 4"),
 ]
 
@@ -96,5 +102,6 @@ def test_a_wrong_policy_says_what_and_in_which_line(old: str, new: str, line: in
 def test_a_section_that_must_be_there(section: str) -> None:
     kept = {"match": {"model_type": "x"}, "units": {}, "blocks": {"path": "h", "modules": {}}}
     del kept[section]
-    with pytest.raises(PolicyError, match=f"^policy dict:top: policy 'user' has no section '{section}'$"):
+    more = r" \(nor 'towers', nor 'models'\)" if section == "blocks" else ""
+    with pytest.raises(PolicyError, match=f"^policy dict:top: policy 'user' has no section '{section}'{more}$"):
         read_user_policy(kept)

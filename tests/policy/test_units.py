@@ -6,13 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
-from autopar.policy.schema import UnitSpec, Where
+from autopar.layout import Layout
+from autopar.policy.schema import Part, UnitSpec, Where
 from autopar.policy.units import UnitTable
 
+NONE: frozenset[str] = frozenset()
 
-def table(may_be_empty: frozenset[str] = frozenset(), **config: Any) -> UnitTable:
+
+def table(size: int, may_be_empty: frozenset[str] = NONE, **config: Any) -> UnitTable:
     specs = {
         "kv": UnitSpec("kv", "kv_heads", Where("p", 1), replicate=True),
         "heads": UnitSpec("heads", "n_heads", Where("p", 2), follows="kv"),
@@ -22,23 +26,45 @@ def table(may_be_empty: frozenset[str] = frozenset(), **config: Any) -> UnitTabl
         "after": UnitSpec("after", "n_heads", Where("p", 6), follows="ffn"),
     }
     sizes = {"kv_heads": 3, "n_heads": 9, "vocab_size": 17, **config}
-    return UnitTable(specs, SimpleNamespace(**sizes), "Model", may_be_empty)
+    return UnitTable(specs, SimpleNamespace(**sizes), "Model", size, may_be_empty)
 
 
-def layout(units: list[str], elements: int, size: int, config: UnitTable | None = None) -> Any:
-    return (config or table()).layout(units, 0, elements, size, "proj", Where("p", 9))
+def one(size: int, count: str, block: nn.Module | None = None, config: Any = None, **changes: Any) -> UnitTable:
+    """A table with the one unit ``u``."""
+    return UnitTable({"u": UnitSpec("u", count, Where("p", 1), **changes)}, config, "Model", size, NONE)
+
+
+def layout(units: UnitTable, parts: list[str], elements: int, block: nn.Module | None = None) -> Layout:
+    """``parts`` as a policy writes them: ``heads`` or ``heads * 4``."""
+    split = [part.partition(" * ") for part in parts]
+    return units.layout([Part(u, w or None) for u, _, w in split], 0, elements, "proj", Where("p", 9), block)
 
 
 def test_the_width_of_a_unit_is_inferred() -> None:
-    found = layout(["heads", "kv", "kv"], 15 * 4, 2)
+    found = layout(table(2), ["heads", "kv", "kv"], 15 * 4)
     assert [(block.unit, block.count, block.width) for block in found.blocks] == [
         ("heads", 9, 4),
         ("kv", 3, 4),
         ("kv", 3, 4),
     ]
     assert [block.shares for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
-    found = layout(["ffn", "ffn"], 74, 2)
+    found = layout(table(2), ["ffn", "ffn"], 74)
     assert [(block.count, block.width) for block in found.blocks] == [(37, 1), (37, 1)]
+
+
+def test_widths_that_are_written_stand_and_the_others_share_what_is_left() -> None:
+    parts = ["heads * 5", "kv * d", "kv * 2 * d", "plain"]
+    found = layout(table(2, d=4), parts, 9 * 5 + 3 * 4 + 3 * 8 + 9 * 7)
+    assert [(block.unit, block.width) for block in found.blocks] == [
+        ("heads", 5),
+        ("kv", 4),
+        ("kv", 8),
+        ("plain", 7),
+    ]
+    assert found.ranges(0) == ((0, 30), (45, 53), (57, 73), (81, 116))
+    assert found.ranges(1) == ((30, 45), (53, 57), (73, 81), (116, 144))
+    found = layout(table(2), ["heads * 5", "ffn", "ffn"], 45 + 14)  # inferred units count what is left
+    assert [(block.count, block.width) for block in found.blocks] == [(9, 5), (7, 1), (7, 1)]
 
 
 @pytest.mark.parametrize(
@@ -51,42 +77,121 @@ def test_the_width_of_a_unit_is_inferred() -> None:
     ],
 )
 def test_query_heads_stay_with_their_kv_head(kv: int, heads: int, size: int, kv_shares: Any, head_shares: Any) -> None:
-    units = table(kv_heads=kv, n_heads=heads)
+    units = table(size, kv_heads=kv, n_heads=heads)
     assert units.shares("kv", kv, size) == kv_shares
     assert units.shares("heads", heads, size) == head_shares
     assert units.family("heads") == units.family("kv") == "kv"
 
 
 def test_only_what_may_be_empty_may_be() -> None:
-    assert layout(["vocab"], 17, 4, table(frozenset({"vocab"}))).ranges(3) == ((13, 17),)
-    assert layout(["vocab"], 3, 4, table(frozenset({"vocab"}), vocab_size=3)).ranges(3) == ()
+    assert layout(table(4, frozenset({"vocab"})), ["vocab"], 17).ranges(3) == ((13, 17),)
+    assert layout(table(4, frozenset({"vocab"}), vocab_size=3), ["vocab"], 3).ranges(3) == ()
     with pytest.raises(ConfigError, match="3 vocab cannot be shared out over 4 ranks"):
-        layout(["vocab"], 3, 4, table(vocab_size=3))
-    assert layout(["hidden"], 3, 4).ranges(3) == ()
+        layout(table(4, vocab_size=3), ["vocab"], 3)
+    assert layout(table(4), ["hidden"], 3).ranges(3) == ()
 
 
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError) as info:
-        layout(["heads"], 36, 10)
+        layout(table(10), ["heads"], 36)
     assert str(info.value) == (
         "tensor_parallel_size=10 does not fit Model: 9 heads cannot be shared out over 10 ranks.\n"
         "  'heads' is n_heads=9 (p:2), cut by proj (p:9).\n"
         "  Largest size that fits this model: 9."
     )
     with pytest.raises(ConfigError, match=r"5 ffn cannot.*\n  'ffn' is counted on the parameter \(p:3\), cut by proj"):
-        layout(["ffn"], 5, 6)
-    units = table(kv_heads=9)
-    layout(["heads"], 36, 2, units)  # heads are cut too, so they bound what fits
+        layout(table(6), ["ffn"], 5)
+    units = table(21, kv_heads=9)
+    units.used[("heads", 9, 9)] = ("q", Where("p", 8))  # heads are cut too, so they bound what fits
     with pytest.raises(ConfigError, match="Largest size that fits this model: 9"):
-        layout(["ffn"], 20, 21, units)
+        layout(units, ["ffn"], 20)
 
 
-# units, elements, changes of the config, message
+def test_a_count_is_a_product_or_quotient_from_left_to_right() -> None:
+    config = SimpleNamespace(width=12, heads=4, expand=2, inner=SimpleNamespace(size=6))
+    for expression, expected in [
+        ("7", 7),
+        ("width", 12),
+        ("width * expand", 24),
+        ("width / heads", 3),
+        ("width*expand/heads * 5", 30),
+        ("inner.size * 2", 12),
+        ("3 * width / 9", 4),
+    ]:
+        assert one(1, expression, config=config).count("u") == expected
+    for expression, message in [
+        ("width / 5", "p:1: 'u' is width / 5: 12 / 5 is not whole"),
+        ("width / heads / expand", "p:1: 'u' is width / heads / expand: 3 / 2 is not whole"),
+        ("width / 0", "p:1: 'u' is width / 0: 12 / 0 is not whole"),
+        ("width * wide", "p:1: 'u' is wide, which SimpleNamespace lacks. Did you mean 'width'?"),
+        ("inner.sise", "p:1: 'u' is inner.sise, which SimpleNamespace lacks. Did you mean 'size'?"),
+        ("inner", "p:1: 'u' is inner=namespace(size=6) in the config, which is no count"),
+        ("0 * width", "p:1: 'u' is 0 * width=0 in the config, which is no count"),
+        *(
+            (wrong, f"p:1: 'u' is '{wrong}', which is no product or quotient of names")
+            for wrong in ("width +2", "width *", "* width", "width heads", "(width)", "width - heads", "")
+        ),
+    ]:
+        with pytest.raises(PolicyError) as info:
+            one(1, expression, config=config).count("u")
+        assert str(info.value) == message
+
+
+def test_a_count_that_a_block_holds_differs_from_block_to_block() -> None:
+    blocks = [nn.Module(), nn.Module()]
+    for number, block in enumerate(blocks):
+        block.attn = nn.Module()
+        block.attn.num_heads = 4 + 4 * number
+    units = one(4, "block.attn.num_heads * 2")
+    assert [units.count("u", block) for block in blocks] == [8, 16]
+    assert [layout(units, ["u"], 32, block).blocks[0].width for block in blocks] == [4, 2]
+    with pytest.raises(PolicyError, match=r"^p:1: 'u' is block.attn.heads, which Module lacks. Did you mean 'num_hea"):
+        one(2, "block.attn.heads").count("u", blocks[0])
+    with pytest.raises(PolicyError, match=r"^p:1: 'u' is block.attn.num_heads, which NoneType lacks.$"):
+        one(2, "block.attn.num_heads").count("u")
+
+
+def test_a_unit_in_multiples_goes_to_ranks_in_runs_of_that_many() -> None:
+    assert one(2, "12", multiple=4).shares("u", 12, 2) == ((0, 8), (8, 12))
+    with pytest.raises(ConfigError) as info:
+        layout(one(4, "12", multiple=4), ["u"], 12)
+    assert str(info.value) == (
+        "tensor_parallel_size=4 does not fit Model: 12 u cannot be shared out over 4 ranks in multiples of 4.\n"
+        "  'u' is 12=12 (p:1), cut by proj (p:9).\n"
+        "  Largest size that fits this model: 3."
+    )
+    with pytest.raises(ConfigError, match=r"10 u cannot be shared out in multiples of 4\.\n.*\n.*fits this model: 1\."):
+        layout(one(2, "10", multiple=4), ["u"], 10)
+
+
+def test_what_is_made_of_too_few_units_stays_whole_where_the_unit_says_so() -> None:
+    assert not one(2, "2", or_whole=True).stays_whole("u")
+    assert one(3, "2", or_whole=True).stays_whole("u")
+    assert not one(3, "2").stays_whole("u")
+    assert one(2, "10", or_whole=True, multiple=4).stays_whole("u")
+    specs = {
+        "kv": UnitSpec("kv", "2", Where("p", 1), or_whole=True),
+        "heads": UnitSpec("heads", "8", Where("p", 2), follows="kv"),
+        "ffn": UnitSpec("ffn", "inferred", Where("p", 3), or_whole=True),
+    }
+    for size, whole in ((2, False), (4, True)):
+        units = UnitTable(specs, None, "Model", size, NONE)
+        assert units.stays_whole("kv") == units.stays_whole("heads") == whole  # followers stay with their leader
+        assert not units.stays_whole("ffn")  # nobody counted it yet
+
+
+# parts, elements, changes of the config, message
 WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
     (["plain"], 40, {}, r"p:9: proj has 40 features, \[plain\] describes 9 equal parts: 40 / 9 is not whole"),
     (["plain", "plain"], 45, {}, r"p:9: .*\[plain, plain\] describes 18 equal parts: 45 / 18 is not whole"),
     (["ffn", "ffn"], 75, {}, "p:9: .*describes 2 equal parts: 75 / 2 is not whole"),
     (["ffn", "heads"], 75, {}, r"p:9: \[ffn, heads\] of proj mixes an inferred unit with others"),
+    (["ffn * 2", "ffn"], 75, {}, r"p:9: \[ffn \* 2, ffn\] of proj mixes an inferred unit with others"),
+    (["heads * 4", "kv * 2"], 45, {}, r"p:9: proj has 45 features, \[heads \* 4, kv \* 2\] describes 42$"),
+    (["heads * 4", "kv * 2"], 40, {}, r"p:9: proj has 40 features, \[heads \* 4, kv \* 2\] describes 42$"),
+    (["heads * 4", "kv"], 40, {}, r"p:9: proj has 40 features, \[heads \* 4, kv\] describes 36$"),
+    (["heads * n_head"], 36, {}, r"p:9: 'proj' is n_head, which SimpleNamespace lacks. Did you mean 'n_heads'\?"),
+    (["heads * 1 +1"], 36, {}, r"p:9: 'proj' is '1 \+1', which is no product or quotient of names"),
     (["plain"], 36, {"n_heads": None}, "p:5: 'plain' is n_heads=None in the config, which is no count"),
     (["plain"], 36, {"n_heads": 0}, "p:5: 'plain' is n_heads=0 in the config, which is no count"),
     (["plain"], 36, {"n_heads": True}, "p:5: 'plain' is n_heads=True in the config, which is no count"),
@@ -94,20 +199,20 @@ WRONG: list[tuple[list[str], int, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("units", "elements", "config", "message"), WRONG)
-def test_units_that_do_not_describe_the_dim(units: list[str], elements: int, config: Any, message: str) -> None:
+@pytest.mark.parametrize(("parts", "elements", "config", "message"), WRONG)
+def test_units_that_do_not_describe_the_dim(parts: list[str], elements: int, config: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=f"^{message}"):
-        layout(units, elements, 2, table(**config))
+        layout(table(2, **config), parts, elements)
 
 
 def test_a_count_that_the_config_lacks_names_the_nearest() -> None:
-    units = UnitTable({"u": UnitSpec("u", "n_head", Where("p", 1))}, SimpleNamespace(n_heads=2), "Model", frozenset())
+    units = one(2, "n_head", config=SimpleNamespace(n_heads=2))
     with pytest.raises(
         PolicyError, match=r"^p:1: 'u' is n_head, which SimpleNamespace lacks. Did you mean 'n_heads'\?"
     ):
-        units.layout(["u"], 0, 4, 2, "proj", Where("p", 9))
+        layout(units, ["u"], 4)
 
 
 def test_heads_that_do_not_divide_by_their_kv_heads() -> None:
     with pytest.raises(ConfigError, match="8 units cannot follow 3: 8 / 3 is not whole"):
-        layout(["heads"], 32, 2, table(n_heads=8))
+        layout(table(2, n_heads=8), ["heads"], 32)

@@ -145,36 +145,65 @@ def _phi4_inputs(head: str, config: PretrainedConfig, batch: dict[str, Any], dra
     return result
 
 
-def _llama4(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
+def _llama4_vision(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
     vision = {"hidden_size": 8 * heads, "intermediate_size": 32 * heads, "num_attention_heads": heads}
     vision |= {"num_hidden_layers": 2, "image_size": 8, "patch_size": 2, "initializer_range": 0.1}
     vision |= {"projector_input_dim": 28, "projector_output_dim": 28, "vision_output_dim": 28}
+    return CONFIG_MAPPING["llama4_vision_model"](**{**vision, **changes})
+
+
+def _llama4(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
     text = flat("llama4_text", LLAMA4)(heads, kv_heads, vocab, {})
+    vision = _llama4_vision(heads, kv_heads, vocab, {})
     tokens = {"image_token_index": _IMAGE, "boi_token_index": 4, "eoi_token_index": 5}
     return CONFIG_MAPPING["llama4"](text_config=text, vision_config=vision, **tokens, **changes)
+
+
+def _llama4_pixels(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    return {"pixel_values": draw.normal(2, 3, 8, 8)}
 
 
 def _llama4_inputs(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
     return {**_stand_in(batch, _IMAGE, 4), "pixel_values": draw.normal(2, 3, 8, 8)}
 
 
-def _dots3(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
+def _dots3_tower(heads: int) -> dict[str, Any]:
     width = 8 * heads
     tower = {"hidden_size": width, "intermediate_size": 37, "num_attention_heads": heads, "num_hidden_layers": 2}
-    tower |= {"adapter_out_dim": width, "initializer_range": 0.1}
-    vision = {**tower, "patch_size": 2, "moe_intermediate_size": 21, "adapter_in_dim": width}
-    vision |= {"pyramid_num_routed": [-1, 4]}
-    audio = {**tower, "feature_size": 16, "hop_length": 2, "downsample_hidden_size": 9, "adapter_input_size": width}
+    return tower | {"adapter_out_dim": width, "initializer_range": 0.1}
+
+
+def _dots3_vision(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
+    vision = {**_dots3_tower(heads), "patch_size": 2, "moe_intermediate_size": 21, "adapter_in_dim": 8 * heads}
+    vision |= {"pyramid_num_routed": [-1, 4], "experts_implementation": "eager"}
+    return CONFIG_MAPPING["dots3_note_vision_encoder"](**{**vision, **changes})
+
+
+def _dots3_audio(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
+    audio = {**_dots3_tower(heads), "feature_size": 16, "hop_length": 2, "downsample_hidden_size": 9}
+    audio |= {"adapter_input_size": 8 * heads}
+    return CONFIG_MAPPING["dots3_note_audio_encoder"](**{**audio, **changes})
+
+
+def _dots3(heads: int, kv_heads: int, vocab: int, changes: Changes) -> PretrainedConfig:
     return CONFIG_MAPPING["dots3_note"](
         experts_implementation="eager",
         text_config=dots3_text(heads, kv_heads, vocab, {}),
-        vision_config=CONFIG_MAPPING["dots3_note_vision_encoder"](**vision),
-        audio_config=CONFIG_MAPPING["dots3_note_audio_encoder"](**audio),
+        vision_config=_dots3_vision(heads, kv_heads, vocab, {}),
+        audio_config=_dots3_audio(heads, kv_heads, vocab, {}),
         image_token_id=_IMAGE,
         video_token_id=4,
         audio_token_id=_SOUND,
         **changes,
     )
+
+
+def _dots3_pixels(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    return {"pixel_values": draw.normal(16, 12), "grid_thw": torch.tensor([[1, 2, 4], [1, 2, 4]])}
+
+
+def _dots3_sounds(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    return {"input_features": draw.normal(2, 16, 16), "chunk_sample_lengths": torch.tensor([30, 27])}
 
 
 def _dots3_inputs(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
@@ -199,6 +228,9 @@ KINDS: dict[str, Kind] = {
             "Llama4VisionModel": "takes the config of the vision model alone",
         },
     ),
+    "llama4_vision_model": Kind(make=_llama4_vision, inputs=_llama4_pixels),
+    "dots3_note_vision_encoder": Kind(make=_dots3_vision, inputs=_dots3_pixels),
+    "dots3_note_audio_encoder": Kind(make=_dots3_audio, inputs=_dots3_sounds),
     "dots3_note": Kind(make=_dots3, inputs=_dots3_inputs, without={"Dots3NoteForCausalLM": _OF_TEXT}),
     "phi4_multimodal": Kind(make=_phi4, inputs=_phi4_inputs),
 }

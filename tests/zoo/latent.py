@@ -7,13 +7,29 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tests.zoo.flat import BIASES, EXPERTS, GROUPED, GROUPS, HEADS, KV_HEADS, MIXED, TOKENS, UNPADDED, made_flat
+from tests.zoo.flat import BIASES, EXPERTS, GROUPED, GROUPS, HEADS, KV_HEADS, MIXED, TOKENS, UNPADDED, flat, made_flat
 from tests.zoo.form import Draw, Kind
 
 _LATENT = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
 _INDEXED = {"index_topk": 3, "index_head_dim": 6}
 _PER_HEAD = {"num_key_value_heads": HEADS}
 _INDEXER = {**_INDEXED, **_PER_HEAD, "index_n_heads": HEADS}
+_V4 = {
+    **EXPERTS,
+    "num_hidden_layers": 3,
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "compress_rates": {"heavily_compressed_attention": 3, "compressed_sparse_attention": 2},
+    "num_key_value_heads": 1,
+    "q_lora_rank": 20,
+    "o_lora_rank": 5,
+    "index_n_heads": HEADS,
+    "index_head_dim": 6,
+    "index_topk": 2,
+    "partial_rotary_factor": 0.5,
+    "sliding_window": 4,
+    "hc_mult": 2,
+}
 
 
 def _unpadded(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
@@ -52,6 +68,11 @@ def dots3_text(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]
     )
 
 
+def _deepseek_v4(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
+    """The output projection has a group for every two heads, so that every rank of the tests holds one."""
+    return flat("deepseek_v4", {**_V4, "o_groups": heads // 2})(heads, kv_heads, vocab, changes)
+
+
 _FLAT: dict[str, Kind] = {
     "deepseek_v2": Kind(
         settings={
@@ -80,25 +101,6 @@ _FLAT: dict[str, Kind] = {
             **_INDEXER,
         },
         variants=BIASES,
-    ),
-    "deepseek_v4": Kind(
-        settings={
-            **EXPERTS,
-            "num_hidden_layers": 3,
-            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
-            "mlp_layer_types": ["hash_moe", "moe", "moe"],
-            "compress_rates": {"heavily_compressed_attention": 3, "compressed_sparse_attention": 2},
-            "num_key_value_heads": 1,
-            "q_lora_rank": 20,
-            "o_groups": 2,
-            "o_lora_rank": 5,
-            "index_n_heads": HEADS,
-            "index_head_dim": 6,
-            "index_topk": 2,
-            "partial_rotary_factor": 0.5,
-            "sliding_window": 4,
-            "hc_mult": 2,
-        },
     ),
     "axk1": Kind(
         settings={**EXPERTS, **MIXED, **_LATENT, **GROUPS, "num_key_value_heads": HEADS},
@@ -220,5 +222,6 @@ _FLAT: dict[str, Kind] = {
 
 KINDS: dict[str, Kind] = {
     **made_flat(_FLAT, tied={"minicpm3", "youtu"}),
+    "deepseek_v4": Kind(make=_deepseek_v4, variants={"tied": {"tie_word_embeddings": True}}),
     "dots3_note_text": Kind(make=dots3_text, variants={**BIASES, "tied": {"tie_word_embeddings": True}}),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tests.zoo.flat import BIASES, EXPERTS, GRANITE, GROUPED, GROUPS, HEADS, KV_HEADS, MIXED, SLIDING, made_flat
+from tests.zoo.flat import BIASES, EXPERTS, GRANITE, GROUPED, GROUPS, HEADS, MIXED, SLIDING, made_flat
 from tests.zoo.form import Draw, Kind
 
 _MINIMAX = {
@@ -124,7 +124,7 @@ _FLAT: dict[str, Kind] = {
         variants={
             **BIASES,
             "gated-elements": {"gating": "per-element"},
-            "heads-per-layer": {"num_attention_heads_per_layer": [HEADS, KV_HEADS]},
+            "heads-per-layer": {"num_attention_heads_per_layer": [HEADS, 12]},
         },
     ),
     "mellum": Kind(settings={**EXPERTS, **MIXED, **SLIDING}, variants=BIASES),

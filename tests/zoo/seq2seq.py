@@ -177,7 +177,8 @@ def _t5gemma2(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any])
 
 
 _UNTIED = {"tie_word_embeddings": False}
-_SWITCH = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "router_jitter_noise": 0.0}
+_SWITCH: dict[str, Any] = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+_SWITCH |= {"router_jitter_noise": 0.0, "initializer_factor": 0.5}  # at 1 the gradients are too large for 1e-5
 _UDOP = {"image_size": 16, "patch_size": 8, "max_2d_position_embeddings": 64}
 _T5_VARIANTS = {"gated": {"feed_forward_proj": "gated-gelu"}, "untied": _UNTIED}
 
