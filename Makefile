@@ -26,7 +26,7 @@ GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv real-models demo test test-fast lint bench clean
+.PHONY: help venv real-models demo test test-fast test-all test-oldest lint bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -65,8 +65,11 @@ $(GGUF_TOOLS): $(VENV) Makefile
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
 
-test: $(VENV) real-models ## run all tests
+test: $(VENV) real-models ## run the tests, with a third of those of every policy (the commit picks which)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+
+test-all: $(VENV) ## run the tests of every policy: all model types, all heads
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --every -m every
 
 test-fast: $(VENV) ## run the tests that need no real model
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m 'not slow'

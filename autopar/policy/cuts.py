@@ -125,8 +125,8 @@ def _own_parameters(use: Use) -> Iterator[Cut]:
         own = [(name, parameter) for name, parameter in holder._parameters.items() if parameter is not None]
         layouts: dict[str, Layout] = {}
         for name, parameter in own:
-            dim = 0 if rule.dim is None or parameter.ndim == 1 else rule.dim % parameter.ndim
             shown = join(use.shown, inside, name)
+            dim = 0 if parameter.ndim == 1 else _dim(parameter, shown, use)
             _check_plain(shown, parameter, use)
             layouts[name] = table.layout(rule.parts, dim, parameter.shape[dim], shown, rule.where, use.scope.block)
         if own or (rule.kind == "norm_over" and not inside):
@@ -158,10 +158,7 @@ def _bare(use: Use) -> Cut:
     holder, _, name = use.path.rpartition(".")
     where = str(rule.where)
     if rule.kind == "cut":
-        dim = 0 if rule.dim is None else rule.dim
-        if not -tensor.ndim <= dim < tensor.ndim:
-            raise PolicyError(f"{use.shown} has {tensor.ndim} dims, the rule cuts dim {dim}", rule.where)
-        dim %= tensor.ndim
+        dim = _dim(tensor, use.shown, use)
         _check_plain(use.shown, tensor, use)
         layout = use.scope.table.layout(rule.parts, dim, tensor.shape[dim], use.shown, rule.where, use.scope.block)
         return Cut(ModulePlan(holder, "", where, layouts={name: layout}), [("", tensor, layout)])
@@ -175,6 +172,14 @@ def _bare(use: Use) -> Cut:
             f"{use.shown} is a bare parameter, which can only be 'replicated', 'cut' or 'once'", rule.where
         )
     return Cut(None, [("", tensor, None)])
+
+
+def _dim(tensor: torch.Tensor, shown: str, use: Use) -> int:
+    """The dim that the rule cuts, counted from the front."""
+    dim = 0 if use.rule.dim is None else use.rule.dim
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise PolicyError(f"{shown} has {tensor.ndim} dims, the rule cuts dim {dim}", use.rule.where)
+    return dim % tensor.ndim
 
 
 def _check_plain(shown: str, tensor: torch.Tensor, use: Use) -> None:

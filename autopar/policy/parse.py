@@ -127,6 +127,8 @@ def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dic
                 or_whole=_flag(spec["or_whole"], "or_whole") if "or_whole" in spec else False,
                 multiple=_number(spec["multiple"], "multiple") if "multiple" in spec else 1,
             )
+            if units[name].multiple < 1:
+                raise PolicyError(f"'multiple' must be at least 1, not {units[name].multiple}", spec["multiple"].where)
         else:
             units[name] = UnitSpec(name, _text(entry, name), entry.where)
     known = {**(outer or {}), **units}
@@ -178,7 +180,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
         if key in content:
             if kind != owner:
                 raise PolicyError(f"'{key}' belongs to '{owner}', not to '{kind}' ({path})", content[key].where)
-            flags[key] = _parse_parts(content[key], key, units)[0].unit
+            flags[key] = _parse_unit(content[key], key, units)
     return Rule(kind, node.where, parts, **flags)
 
 
@@ -191,7 +193,16 @@ def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[
         if star and not width:
             raise PolicyError(f"'{entry.value}' has no width after '*'", entry.where)
         parts.append(Part(unit, width or None))
+    if not parts:
+        raise PolicyError(f"'{what}' lists no unit", node.where)
     return tuple(parts)
+
+
+def _parse_unit(node: Node, what: str, units: Mapping[str, UnitSpec]) -> str:
+    parts = _parse_parts(node, what, units)
+    if len(parts) != 1 or parts[0].width is not None:
+        raise PolicyError(f"'{what}' takes the name of one unit, not {_plain(node)!r}", node.where)
+    return parts[0].unit
 
 
 def _parse_attributes(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Ratio]:
@@ -218,8 +229,7 @@ def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]
         content = _mapping(entry, ("cut", "dim"), f"the input {path}")
         if set(content) != {"cut", "dim"}:
             raise PolicyError(f"the input {path} needs 'cut' and 'dim'", entry.where)
-        (part,) = _parse_parts(content["cut"], "cut", units)
-        inputs[path] = Input(part.unit, _number(content["dim"], "dim"), entry.where)
+        inputs[path] = Input(_parse_unit(content["cut"], "cut", units), _number(content["dim"], "dim"), entry.where)
     return inputs
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -35,10 +34,11 @@ def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, check: 
     Args:
         check: compare the inputs of the first forward over tp.
     """
+    layouts = _head_layouts(plan) if plan.tp > 1 else []
     for module in _hugging_face_modules(model):
         outermost = module is model
         module.register_forward_pre_hook(BeforeForward(mpu, region, check and outermost), with_kwargs=True)
-        module.register_forward_hook(AfterForward(mpu, region, outermost), always_call=True)
+        module.register_forward_hook(AfterForward(mpu, region, outermost, layouts), always_call=True)
         methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
         if plan.tp > 1:
             methods["save_pretrained"] = _refuse_save
@@ -91,27 +91,33 @@ class BeforeForward:
 class AfterForward:
     """Forward hook, called after an error too: random streams back, attention maps whole."""
 
-    def __init__(self, mpu: MPU, region: Region, outermost: bool) -> None:
-        self.mpu, self.region, self.outermost = mpu, region, outermost
+    def __init__(self, mpu: MPU, region: Region, outermost: bool, layouts: list[Layout]) -> None:
+        self.mpu, self.region, self.outermost, self.layouts = mpu, region, outermost, layouts
 
     def __call__(self, model: Any, args: Any, output: Any) -> None:
-        self.region.leave()
-        self.region.forget()
+        self.region.finish()
         if self.outermost and isinstance(output, dict) and self.mpu.tp.size > 1:
             for name in [name for name in output if "attentions" in name and output[name]]:
-                output[name] = tuple(_whole_attentions(maps, self.mpu, model.config) for maps in output[name])
+                output[name] = tuple(_whole_attentions(maps, self.mpu, self.layouts) for maps in output[name])
 
 
-def _whole_attentions(maps: torch.Tensor, mpu: MPU, config: Any) -> torch.Tensor:
+def _head_layouts(plan: Plan) -> list[Layout]:
+    """How heads are shared out in this model, one layout for each different way; one element is one head."""
+    found: dict[Any, Layout] = {}
+    for module in plan.modules.values():
+        for block in module.layout.blocks if module.layout is not None else ():
+            if "heads" in block.unit:
+                found[block.count, block.shares] = Layout.of(1, [Block(block.unit, block.count, 1, block.shares)])
+    return [layout for layout in found.values() if not layout.replicated]
+
+
+def _whole_attentions(maps: Any, mpu: MPU, layouts: list[Layout]) -> Any:
     """Attention maps of this rank's heads -> of all heads, ``[batch, heads, query, key]``; whole ones are kept."""
-    whole = getattr(config, "num_attention_heads", None)
-    if not isinstance(maps, torch.Tensor) or maps.ndim != 4 or maps.shape[1] == whole:
-        return maps
-    sizes: list[int] = [0] * mpu.tp.size
-    dist.all_gather_object(sizes, maps.shape[1], group=mpu.tp.group)
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
-    shares = tuple((starts[rank], starts[rank + 1]) for rank in range(len(sizes)))
-    return gather(maps, mpu.tp, Layout.of(1, [Block("heads", sum(sizes), 1, shares)]), dim=1)
+    if isinstance(maps, torch.Tensor) and maps.ndim == 4:
+        for layout in layouts:
+            if layout.local_size(mpu.tp.rank) == maps.shape[1]:
+                return gather(maps, mpu.tp, layout, dim=1)
+    return maps
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -103,12 +103,6 @@ WRONG = [
         "self_attn.q_proj has 24 features, [heads, kv] describes 9 equal parts: 24 / 9 is not whole",
     ),
     (
-        "k_proj: {column: kv}",
-        "k_proj: {column: heads}",
-        13,
-        "6 'heads' are 2 wide in self_attn.k_proj, but 6 are 4 wide in self_attn.q_proj (policy text:12)",
-    ),
-    (
         "  norm: replicated",
         "  norm: {embedding: vocab}",
         24,

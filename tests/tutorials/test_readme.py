@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import autopar
 from autopar.config import _SECTIONS
 from autopar.policy.load import load_policy, policy_files
+from tests.random_models import cases
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
 
@@ -32,10 +33,42 @@ def blocks(language: str, page: Path = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+HEADS = {  # ending of a class -> its task
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "generation",
+    "ForPreTraining": "pretraining",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+    "ForQuestionAnswering": "question answering",
+    "ForMultipleChoice": "choice",
+    "ForImageClassification": "image",
+    "ForAudioClassification": "audio",
+    "ForCTC": "CTC",
+    "Model": "base",
+}
+
+
 def policy_table() -> str:
-    """The table between the markers."""
-    rows = [f"| {path.name} | {', '.join(load_policy(path).model_types)} |" for path in policy_files()]
-    return "\n".join(["| policy file | model types |", "|---|---|", *rows])
+    """The table between the markers: one row a policy."""
+    rows = []
+    for path in policy_files():
+        policy = load_policy(path)
+        tested = [case.head for kind in policy.model_types for case in cases(kind) if not case.variant]
+        named = [next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in tested]
+        heads = [word for word in (*HEADS.values(), "others") if word in named]
+        rules = [rule for tower in policy.towers for rule in tower.blocks.values()]
+        units = [unit for tower in policy.towers for unit in tower.units.values()]
+        fewer = "yes" if any(unit.replicate for unit in units) else ""
+        by_expert = "yes" if any(rule.by_expert for rule in rules) else ""
+        types = ", ".join(policy.model_types)
+        rows.append(
+            f"| {types} | {', '.join(dict.fromkeys(heads))} | {fewer} | {by_expert} | {policy.transformers} "
+            f"| [{path.name}](policies/{path.name}) |"
+        )
+    head = "| model types | heads | fewer KV heads | by expert | transformers | policy |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *sorted(rows)])
 
 
 def test_the_table_of_policies_is_complete() -> None:

@@ -146,6 +146,7 @@ KINDS: dict[str, Kind] = {
                 "reduce_dim": 4 * heads,
                 "decoder_num_attention_heads": heads,
                 "decoder_intermediate_size": 23,
+                "initializer_range": 0.1,  # the decoder's; it would be 1
             },
         ),
         inputs=_clipseg,

@@ -69,6 +69,8 @@ _QWEN4 = {
     "indexer_compress_ratio": 2,
 }
 
+_SHARED_EXPERT = {"shared_expert_intermediate_size": 13}
+
 _QWEN_MOE_TEXT = {
     **_DELTA,
     **_MOE,
@@ -82,6 +84,13 @@ _OF_TEXT = {
 }
 
 IMAGE, VIDEO, VISION_START, VISION_END = 3, 4, 5, 6
+
+
+def _qwen3_next(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
+    """Its delta nets are stored per key head: every rank needs one of its own."""
+    key_heads = {"linear_num_key_heads": heads // 2}
+    sized = _sized("qwen3_next", **{**_DELTA, **key_heads}, **_MOE, **_SHARED_EXPERT, mlp_only_layers=[0])
+    return sized(heads, kv_heads, vocab, changes)
 
 
 def _with_vision(model_type: str, **text: Any) -> Make:
@@ -135,7 +144,7 @@ def _images(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Dr
 
 KINDS: dict[str, Kind] = {
     "qwen3_next": Kind(
-        make=_sized("qwen3_next", **_DELTA, **_MOE, shared_expert_intermediate_size=13, mlp_only_layers=[0]),
+        make=_qwen3_next,
         variants={
             "biases": {"attention_bias": True, "mlp_only_layers": [], "tie_word_embeddings": True},
             "router-loss": {"output_router_logits": True},

@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
             attn_layer_period=2,
             attn_layer_offset=1,
             mamba_d_state=5,
-            initializer_range=0.25,
+            initializer_range=0.15,
             num_experts=4,
             num_experts_per_tok=2,
         ),
