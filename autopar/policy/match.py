@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,41 @@ def find_policy(model: PreTrainedModel, policy: str | Path | Mapping[str, Any] |
         kinds = supported_model_types()
         hint = nearest(config.model_type, kinds)
         raise UnsupportedModelError(
-            f"{reason}{hint}\n  Listed: {', '.join(sorted(kinds))}.\n"
+            f"{reason}{hint}\n{_closest(model)}"
             "  A policy of your own fits in too: autopar.initialize(model, config, policy='my.yaml'); "
-            "its form is in policies/README.md."
+            "its form is in policies/README.md.\n"
+            f"  Listed: {', '.join(sorted(kinds))}."
         )
     _check_version(found[0], config)
     return found[0]
+
+
+def _closest(model: PreTrainedModel) -> str:
+    """The policy whose module names are most like the model's, and how to try it; empty if none is like it."""
+    base = f"{model.base_model_prefix}."
+    own = {_end(path.removeprefix(base)) for path, module in model.named_modules() if path and module._parameters}
+    scores: list[tuple[int, float, int, str]] = []
+    for file in policy_files():
+        policy = load_policy(file)
+        sections = [policy.head, *(s for tower in policy.towers for s in (tower.prefix, tower.blocks, tower.suffix))]
+        named = {_end(path): path for section in sections for path in section}
+        same = len(own & set(named))
+        missing = sum(name not in own and "?" not in path for name, path in named.items())
+        alike = difflib.SequenceMatcher(None, policy.name, str(model.config.model_type)).ratio()
+        scores.append((same - missing, alike, same, policy.name))
+    _, _, same, name = max(scores)
+    if 2 * same < len(own):
+        return ""
+    return (
+        f"  Closest in structure is {name} ({same} of {len(own)} kinds of modules). If the model is stored like that: "
+        f"policy={{'extends': '{name}', 'match': {{'model_type': '{model.config.model_type}'}}}}\n"
+    )
+
+
+def _end(path: str) -> str:
+    """The last two names of a path, without numbers and marks."""
+    names = [name.removesuffix("?") for name in path.split(".")]
+    return ".".join([name for name in names if not name.isdigit() and name != "*"][-2:])
 
 
 def _fits(policy: Policy, model: PreTrainedModel) -> bool:

@@ -36,7 +36,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     prefix, model = hugging_face_model(root)
     scopes = list(all_scopes(policy, prefix, model, tp))
     names = _Names(root)
-    uses = names.each_once([_whole_if_too_few(use) for scope in scopes for use in uses_of(scope)])
+    uses = names.each_once([use for scope in scopes for met in uses_of(scope) for use in _whole_if_too_few(met)])
     check_overlap(uses)
     modules: dict[str, ModulePlan] = {}
     layouts = _Layouts()
@@ -71,12 +71,15 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     )
 
 
-def _whole_if_too_few(use: Use) -> Use:
+def _whole_if_too_few(use: Use) -> list[Use]:
+    """``use``, as ``replicated`` where ``or_whole`` says so; a buffer needs no rule for that."""
     units = use.rule.units
-    if units and any(use.scope.table.stays_whole(unit, use.scope.block) for unit in units):
-        return replace(use, rule=replace(use.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
-                                         enter_output=False, inside=False, dim=None, by_expert=None))  # fmt: skip
-    return use
+    if not any(use.scope.table.stays_whole(unit, use.scope.block) for unit in units):
+        return [use]
+    if isinstance(use.module, torch.Tensor) and not isinstance(use.module, nn.Parameter):
+        return []
+    return [replace(use, rule=replace(use.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
+                                      enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
 
 
 class _Names:

@@ -154,6 +154,7 @@ def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.
                 children = [] if child is None else [(name, child)]
             if not children and not optional and not (name == "*" and isinstance(module, nn.ModuleList)):
                 known = [known for known, _ in root.named_modules() if known]
+                known += [known for known, _ in (*root.named_parameters(), *root.named_buffers())]
                 wanted = pattern.replace("?", "")
                 raise PolicyError(f"{type(root).__name__} has no module '{wanted}'.{nearest(wanted, known)}", where)
             below += [(join(path, child_name), child) for child_name, child in children]

@@ -38,6 +38,7 @@ _DELTA = {
     "linear_value_head_dim": 6,
     "layer_types": LINEAR_THEN_FULL,
     "head_dim": 8,
+    "initializer_range": 0.05,
 }
 
 _M_ROPE = {
@@ -84,6 +85,14 @@ _OF_TEXT = {
 }
 
 IMAGE, VIDEO, VISION_START, VISION_END = 3, 4, 5, 6
+
+
+_ROUTER_LOSS = {"router-loss": {"router_aux_loss_coef": 0.5}}  # more than any has by itself
+
+
+def _router_loss(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    """Asks for it with the batch: a config that asks for it cannot generate."""
+    return {**batch, "output_router_logits": True} if config.router_aux_loss_coef == 0.5 else batch
 
 
 def _qwen3_next(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
@@ -145,9 +154,10 @@ def _images(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Dr
 KINDS: dict[str, Kind] = {
     "qwen3_next": Kind(
         make=_qwen3_next,
+        inputs=_router_loss,
         variants={
             "biases": {"attention_bias": True, "mlp_only_layers": [], "tie_word_embeddings": True},
-            "router-loss": {"output_router_logits": True},
+            **_ROUTER_LOSS,
         },
     ),
     "olmo_hybrid": Kind(
@@ -170,9 +180,10 @@ KINDS: dict[str, Kind] = {
     ),
     "qwen3_5_moe_text": Kind(
         make=_sized("qwen3_5_moe_text", **_QWEN_MOE_TEXT),
+        inputs=_router_loss,
         variants={
             "biases": {"attention_bias": True, "tie_word_embeddings": True},
-            "router-loss": {"output_router_logits": True},
+            **_ROUTER_LOSS,
         },
     ),
     "qwen3_5": Kind(

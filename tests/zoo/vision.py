@@ -336,4 +336,44 @@ KINDS: dict[str, Kind] = {
         inputs=_images(),
         variants={"no-positions": {"use_mid_position_embeddings": False, **_NO_BIAS["no-bias"]}},
     ),
+    # Towers of composite models, by themselves.
+    **{
+        name: Kind(settings={**_SMALL, "projection_dim": 20}, inputs=_images())
+        for name in (
+            *("altclip_vision_model", "chinese_clip_vision_model", "clipseg_vision_model", "metaclip_2_vision_model"),
+            *("blip_vision_model", "blip_2_vision_model", "instructblip_vision_model"),
+            *("idefics2_vision", "idefics3_vision", "smolvlm_vision"),
+        )
+    },
+    "instructblipvideo_vision_model": Kind(settings=_SMALL, inputs=_images()),
+    "internvl_vision": Kind(
+        settings={"image_size": [12, 12], "patch_size": [4, 4], "use_qk_norm": True, "attention_bias": True},
+        inputs=_images(),
+        variants={"plain-attention": {"use_qk_norm": False, "use_mean_pooling": False}},
+    ),
+    "janus_vision_model": Kind(settings={**_SMALL, "mlp_ratio": 1.3, "attention_bias": False}, inputs=_images()),
+    "pixtral": Kind(settings=_SMALL, inputs=_images()),
+    "siglip2_vision_model": Kind(
+        settings={"num_patches": 9, "patch_size": 4},
+        inputs=lambda head, config, words, draw: {
+            "pixel_values": draw.normal(2, 9, 48),
+            "pixel_attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3]),
+            "spatial_shapes": torch.tensor([[3, 3], [3, 2]]),
+        },
+        variants={"no-head": {"vision_use_head": False}},
+    ),
+    **{
+        name: Kind(
+            settings={"encoder_hidden_size": 28, "use_qformer_text_input": True},
+            inputs=lambda head, config, words, draw: {
+                ("input_ids" if "Instruct" in head else "query_embeds"): (
+                    words["input_ids"] if "Instruct" in head else draw.normal(2, 7, config.hidden_size)
+                ),
+                **({"query_embeds": draw.normal(2, 3, config.hidden_size)} if "Instruct" in head else {}),
+                **({} if "Instruct" in head else {"query_length": 3}),
+                "encoder_hidden_states": draw.normal(2, 5, 28),
+            },
+        )
+        for name in ("blip_2_qformer", "instructblip_qformer", "instructblipvideo_qformer")
+    },
 }
