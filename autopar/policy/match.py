@@ -94,9 +94,10 @@ def _closest(model: PreTrainedModel) -> str:
 
 
 def _end(path: str) -> str:
-    """The last two names of a path, without numbers and marks."""
+    """The last two names of a path behind its last number, without marks."""
     names = [name.removesuffix("?") for name in path.split(".")]
-    return ".".join([name for name in names if not name.isdigit() and name != "*"][-2:])
+    behind = max((place + 1 for place, name in enumerate(names) if name.isdigit() or name == "*"), default=0)
+    return ".".join(names[behind:][-2:])
 
 
 def _fits(policy: Policy, model: PreTrainedModel) -> bool:

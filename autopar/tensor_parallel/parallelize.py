@@ -80,10 +80,17 @@ def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
         return
     size = weight.size if rank is None else weight.local_size(rank)
     if isinstance(module, nn.modules.conv._ConvNd | nn.GroupNorm):  # depthwise filters; groups of channels
-        of = module.out_channels if isinstance(module, nn.modules.conv._ConvNd) else module.num_channels
-        for name in ("in_channels", "out_channels", "groups", "num_channels", "num_groups"):
-            if name in vars(module):
-                setattr(module, name, vars(module)[name] * size // of)
+        names = ("in_channels", "out_channels", "groups", "num_channels", "num_groups")
+        whole = vars(module).setdefault("_autopar_sizes", {n: vars(module)[n] for n in names if n in vars(module)})
+        of = whole["out_channels"] if "out_channels" in whole else whole["num_channels"]
+        plain = "out_channels" if (weight.dim == 0) is not getattr(module, "transposed", False) else "in_channels"
+        for name, value in whole.items():
+            if whole.get("groups") != 1:
+                setattr(module, name, value * size // of)
+            elif name == plain:  # a plain convolution: all filters read all channels
+                setattr(module, name, size)
+        if rank is None:
+            del module._autopar_sizes
     elif isinstance(module, nn.Embedding):
         setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
     elif isinstance(module, nn.Linear):

@@ -198,6 +198,8 @@ def _where(plan: Plan, path: str) -> str:
         for other, rule in plan.modules.items():
             if other == path or not path or other.startswith(path + "."):
                 return rule.where
+        if not path:
+            return plan.policy  # nothing is shared out
         path = path.rpartition(".")[0]
 
 

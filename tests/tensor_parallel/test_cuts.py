@@ -1,4 +1,4 @@
-"""Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; what a cut module tells of itself."""
+"""Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; and the sizes that modules tell."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_parts_that_do_not_add_up_give_both_numbers(parts: list[str], message: s
 
 
 class Attention(nn.Module):
-    """Scores with a bias per head and distance, sinks and a scale per head, a table of slopes that no checkpoint has."""
+    """A bias per head and distance, sinks and a scale per head, a table of slopes that no checkpoint has."""
 
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
@@ -214,7 +214,8 @@ class Nested(nn.Module):
 def test_a_star_stands_for_every_member_of_a_list() -> None:
     rules = {f"branches.*.{name}.{path}": rule for name in ("a", "b?") for path, rule in MLP_RULES.items()}
     check(lambda: toy(Nested), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
-    check(lambda: toy(Nested), batches(), 2, policy=toy_policy({"ffn": "ffn"}, {f"branches.*.*.{p}": r for p, r in MLP_RULES.items()}))  # fmt: skip
+    rules = {f"branches.*.*.{path}": rule for path, rule in MLP_RULES.items()}
+    check(lambda: toy(Nested), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
 
 
 def test_a_star_where_no_list_is_and_a_missing_member() -> None:

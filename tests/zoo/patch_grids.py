@@ -34,6 +34,22 @@ _QWEN = with_images(4, grid(), "mm_token_type_ids")
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 
+def _vision(heads: int) -> dict[str, Any]:
+    return {
+        "depth": 2,
+        "num_hidden_layers": 2,
+        "hidden_size": 8 * heads,
+        "out_hidden_size": 8 * heads,
+        "num_heads": heads,
+        "num_attention_heads": heads,
+        "intermediate_size": 29,
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "initializer_range": 0.1,
+    }
+
+
 def vlm(
     model_type: str,
     language: Mapping[str, Any] | None = None,
@@ -50,22 +66,9 @@ def vlm(
             return {name: value(heads) if callable(value) else value for name, value in values.items()}
 
         words = {**text(heads, kv_heads, vocab), "head_dim": 8, **({"rope_parameters": dict(rope)} if rope else {})}
-        vision = {
-            "depth": 2,
-            "num_hidden_layers": 2,
-            "hidden_size": 8 * heads,
-            "out_hidden_size": 8 * heads,
-            "num_heads": heads,
-            "num_attention_heads": heads,
-            "intermediate_size": 29,
-            "patch_size": 4,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
-            "initializer_range": 0.1,
-        }
         return {
             "text_config": merge(words, sized(language)),
-            "vision_config": merge(vision, sized(tower)),
+            "vision_config": merge(_vision(heads), sized(tower)),
             **{name: vocab - 1 - place for place, name in enumerate(_IDS)},
             **sized(more),
         }
@@ -75,6 +78,21 @@ def vlm(
 
 def width(heads: int) -> int:
     return 8 * heads
+
+
+def _tower(model_type: str, **more: Any) -> Make:
+    """The vision config of a composite."""
+
+    def fields(heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+        sized = {name: value(heads) if callable(value) else value for name, value in more.items()}
+        return {**_vision(heads), **sized}
+
+    return composite(model_type, fields)
+
+
+def _tower_inputs(head: str, config: PretrainedConfig, words: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    sizes = torch.tensor([[1, 4, 4], [1, 8, 4]])
+    return {"hidden_states": draw.normal(48, 96), "grid_thw": sizes}
 
 
 _QWEN3_TOWER = {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -192,4 +210,16 @@ KINDS: dict[str, Kind] = {
         ),
         inputs=with_images(8, grid(8)),
     ),
+    # Towers by themselves.
+    **{
+        name: Kind(make=_tower(name, **settings), inputs=_tower_inputs)
+        for name, settings in {
+            "qwen2_vl_vision": {"embed_dim": width, "mlp_ratio": 2, "hidden_size": 20},
+            "qwen2_5_vl_vision": _WINDOWS,
+            "qwen3_vl_vision": _QWEN3_TOWER,
+            "qwen3_vl_moe_vision": _QWEN3_TOWER,
+            "qwen3_5_vision": {"num_position_embeddings": 16},
+            "qwen3_5_moe_vision": {"num_position_embeddings": 16},
+        }.items()
+    },
 }

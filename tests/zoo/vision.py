@@ -197,6 +197,7 @@ KINDS: dict[str, Kind] = {
     "mobilevit": Kind(
         make=_sized(
             "mobilevit",
+            initializer_range=0.05,
             image_size=64,
             hidden_sizes=lambda heads: (4 * heads, 4 * heads, 8 * heads),
             mlp_ratio=1.3,
@@ -237,6 +238,7 @@ KINDS: dict[str, Kind] = {
     "swin2sr": Kind(
         make=_sized(
             "swin2sr",
+            initializer_range=0.04,
             image_size=8,
             patch_size=1,
             embed_dim=lambda heads: 8 * heads,
