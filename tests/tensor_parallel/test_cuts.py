@@ -1,4 +1,4 @@
-"""Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; and the sizes that modules tell."""
+"""Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; sizes that modules tell."""
 
 from __future__ import annotations
 

@@ -167,6 +167,7 @@ KINDS: dict[str, Kind] = {
             linear_num_key_heads=KV_HEADS,
             linear_key_head_dim=4,
             linear_value_head_dim=6,
+            initializer_range=0.05,
         ),
         variants={
             "biases": {"attention_bias": True, "linear_allow_neg_eigval": False},

@@ -154,7 +154,7 @@ KINDS: dict[str, Kind] = {
             head_dim=16,
             num_key_value_heads=KV_HEADS,
             mamba_d_state=5,
-            initializer_range=0.25,
+            initializer_range=0.15,
         ),
         variants={
             "two-mamba-heads": {"n_mamba_heads": 2, "mamba_proj_bias": True, "mamba_conv_bias": False},
@@ -170,7 +170,7 @@ KINDS: dict[str, Kind] = {
             head_dim=16,
             mamba_ngroups=KV_HEADS,
             mamba_d_state=5,
-            initializer_range=0.25,
+            initializer_range=0.1,
             chunk_size=4,
             num_key_value_heads=HEADS,
             num_mem_blocks=2,
@@ -210,6 +210,7 @@ KINDS: dict[str, Kind] = {
             "num_hidden_layers": 3,
             "layer_types": ["conv", "sliding_attention", "full_attention"],
             "sliding_window": 4,
+            "initializer_range": 0.05,
         },
         variants={
             "biases": {"conv_bias": True, "attention_bias": True},

@@ -197,7 +197,7 @@ KINDS: dict[str, Kind] = {
     "mobilevit": Kind(
         make=_sized(
             "mobilevit",
-            initializer_range=0.05,
+            initializer_range=0.08,
             image_size=64,
             hidden_sizes=lambda heads: (4 * heads, 4 * heads, 8 * heads),
             mlp_ratio=1.3,
