@@ -51,7 +51,7 @@ def cuts_of(use: Use) -> Iterator[Cut]:
 
 
 def _whole(use: Use) -> Iterator[Cut]:
-    """``replicated`` (perhaps inside a region), ``enter_output`` and ``gathered``: every parameter stays whole."""
+    """Kinds that keep every parameter whole: ``replicated``, ``enter_output``, ``gathered``, ``once``."""
     module, rule = use.module, use.rule
     assert isinstance(module, nn.Module)
     whole: list[tuple[str, torch.Tensor, Layout | None]] = [(n, p, None) for n, p in module.named_parameters()]
@@ -74,7 +74,7 @@ def _whole(use: Use) -> Iterator[Cut]:
         _refuse_replicas(use, layout, "gathered needs")
         yield Cut(ModulePlan(use.path, "gathered", where, layout), whole)
     else:
-        raise PolicyError(f"'{rule.kind}' is for a bare parameter; {use.shown} is a module", rule.where)
+        yield Cut(ModulePlan(use.path, "once", where), whole)
 
 
 def _layer(use: Use) -> Cut:
@@ -160,7 +160,10 @@ def _bare(use: Use) -> Cut:
     if rule.kind == "cut":
         dim = _dim(tensor, use.shown, use)
         _check_plain(use.shown, tensor, use)
-        layout = use.scope.table.layout(rule.parts, dim, tensor.shape[dim], use.shown, rule.where, use.scope.block)
+        table, parts = use.scope.table, rule.parts
+        if rule.repeat is not None:
+            parts *= table.number(rule.repeat, use.scope.block, use.shown, rule.where)
+        layout = table.layout(parts, dim, tensor.shape[dim], use.shown, rule.where, use.scope.block)
         return Cut(ModulePlan(holder, "", where, layouts={name: layout}), [("", tensor, layout)])
     if not isinstance(tensor, nn.Parameter):
         raise PolicyError(f"{use.shown} is a buffer, which can only be 'cut'", rule.where)

@@ -156,7 +156,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
             hint = f" Write {{{node.value}: UNIT}}." if node.value in KINDS else nearest(node.value, KINDS)
             raise PolicyError(f"unknown rule '{node.value}' for {path}.{hint}", node.where)
         return Rule("replicated", node.where)
-    content = _mapping(node, (*KINDS, *_FLAGS, "dim", *_BELONGS), f"the rule of {path}")
+    content = _mapping(node, (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
     kinds = [kind for kind in KINDS if kind in content]
     if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
         kinds = ["row"]
@@ -176,6 +176,10 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
         if kind not in ("cut", "gathered"):
             raise PolicyError(f"'dim' belongs to 'cut' and 'gathered', not to '{kind}' ({path})", content["dim"].where)
         flags["dim"] = _number(content["dim"], "dim")
+    if "repeat" in content:
+        if kind != "cut":
+            raise PolicyError(f"'repeat' belongs to 'cut', not to '{kind}' ({path})", content["repeat"].where)
+        flags["repeat"] = str(content["repeat"].value)
     for key, owner in _BELONGS.items():
         if key in content:
             if kind != owner:

@@ -101,6 +101,7 @@ class Rule:
     inside: bool = False
     by_expert: str | None = None
     within: str | None = None
+    repeat: str | None = None
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ A module becomes one by a change of class, like the layers. Around its own forwa
 * ``inputs``: an argument is cut to this rank's units (ALiBi, a bias per head),
 * ``region``: every floating-point argument enters the region, every output is summed (experts as bare parameters),
 * ``enter_output``: the output enters the region (the part of a key that all heads share),
+* ``once``: its output, the same on all ranks inside a region, counts on the first one only,
 * ``gathered``: its first argument is gathered, its output is cut again (what works on all heads at once).
 
 While one of them runs, parameters that work on shared-out activations are read with their incoming gradient summed, by
@@ -58,6 +59,8 @@ class Boundary:
             return tree_map(self._sum, y)
         if plan.rule == "gathered":
             return self.region.open(scatter(y, self.tp, self._features(y.shape[self._dim], whole=True), self._dim))
+        if plan.rule == "once":
+            return tree_map(self._first_only, y)
         return tree_map(self._enter, y) if plan.enter_output else y
 
     def _enter(self, x: Any) -> Any:
@@ -67,6 +70,9 @@ class Boundary:
 
     def _sum(self, y: Any) -> Any:
         return self.region.close(reduce(y, self.tp)) if isinstance(y, torch.Tensor) and y.is_floating_point() else y
+
+    def _first_only(self, y: Any) -> Any:
+        return y * float(self.tp.rank == 0) if isinstance(y, torch.Tensor) and y.is_floating_point() else y
 
     @property
     def _dim(self) -> int:

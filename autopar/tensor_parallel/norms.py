@@ -27,16 +27,18 @@ class SharedNorm(Boundary):
     """A norm over shared-out features. ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _SharedMeans(self.autopar, self.tp):
+        dims = max((x.ndim for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), default=0)
+        with _SharedMeans(self.autopar, self.tp, dims):
             return super().forward(*args, **kwargs)
 
 
 class _SharedMeans(TorchFunctionMode):
     """Means over the last dim become means over the features of all ranks."""
 
-    def __init__(self, plan: ModulePlan, axis: Axis) -> None:
+    def __init__(self, plan: ModulePlan, axis: Axis, dims: int) -> None:
         super().__init__()
         assert plan.layout is not None
+        self.dims = dims  # of the norm's input
         self.layout, self.groups, self.axis, self.where = plan.layout, plan.groups, axis, plan.where
 
     def __torch_function__(
@@ -65,7 +67,7 @@ class _SharedMeans(TorchFunctionMode):
         layout, axis = self.layout, self.axis
         if self.groups is not None:
             return self._mean_of_groups(x, self.groups)
-        if x.shape[-1] != layout.local_size(axis.rank):
+        if x.shape[-1] != layout.local_size(axis.rank) or x.ndim > self.dims:
             raise PolicyError(
                 f"a norm over {layout.local_size(axis.rank)} of {layout.size} shared-out features takes a mean over "
                 f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{cut: ...}}",

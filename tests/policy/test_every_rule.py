@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from transformers import PreTrainedModel
 
 import autopar.api
 from autopar.errors import AutoparError
@@ -21,6 +22,7 @@ from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.plan import Plan
 from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy, Rule
+from autopar.policy.uses import all_scopes, uses_of
 from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
 from tests.random_models import Case, batches, build, cases, kind
@@ -96,8 +98,7 @@ def test_a_policy_without_one_of_its_rules_fails(name: str) -> None:
                 plan = make_plan(model, policy, 2)
             except (AutoparError, ValueError):
                 continue  # another policy holds for this variant, or the sizes do not fit it
-            places = {m.where for m in plan.modules.values()} | {a.where for a in plan.attributes}
-            places |= {cut.where for m in plan.modules.values() for cut in m.inputs}
+            places = _places(policy, model, plan)
             for (path, where), weak in list(open_.items()):
                 if where not in places:
                     continue
@@ -109,6 +110,13 @@ def test_a_policy_without_one_of_its_rules_fails(name: str) -> None:
     if open_:
         wanted = [(path, where, met[path, where]) for path, where in open_]
         spawn(__name__, "_wrong_in_numbers", 2, 300, (name, wanted))
+
+
+def _places(policy: Policy, model: PreTrainedModel, plan: Plan) -> set[str]:
+    """The rules, attributes and inputs that met something in this model."""
+    uses = [use for scope in all_scopes(policy, "", model, 2) for use in uses_of(scope)]
+    places = {str(use.rule.where) for use in uses} | {attribute.where for attribute in plan.attributes}
+    return places | {cut.where for module in plan.modules.values() for cut in module.inputs}
 
 
 def _elements(plan: Plan) -> int:

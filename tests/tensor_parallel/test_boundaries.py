@@ -197,11 +197,14 @@ class Biases(Toy):
         super().__init__(config, Biased)
         self.bias = nn.Linear(1, config.heads * 3)
 
+    def common(self, bias: torch.Tensor) -> torch.Tensor:
+        return torch.linspace(0, 1, 3, device=bias.device).view(1, 1, 3)
+
     def forward(self, inputs_embeds: torch.Tensor) -> Any:
         bias = self.bias(inputs_embeds.new_ones(1)).view(-1, 1, 3)
         folded = bias.cos().repeat(len(inputs_embeds), 1, 1)
         for layer in self.layers:
-            inputs_embeds = inputs_embeds + layer(inputs_embeds, bias, folded=folded, common=bias.mean(0, keepdim=True))
+            inputs_embeds = inputs_embeds + layer(inputs_embeds, bias, folded=folded, common=self.common(bias))
         return {"last_hidden_state": inputs_embeds}
 
 
@@ -216,6 +219,17 @@ def biased(inputs: dict[str, Any]) -> dict[str, Any]:
 @distributed(world_size=3)
 def test_arguments_are_cut_in_place_and_by_name_and_hand_their_gradient_back() -> None:
     check(lambda: filled(Biases(ToyConfig())), batches(), 3, policy=biased(INPUTS))
+
+
+class OneBias(Biases):
+    def common(self, bias: torch.Tensor) -> torch.Tensor:
+        return bias.mean(0, keepdim=True)
+
+
+def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
+    assert rehearsed(filled(Biases(ToyConfig())), biased(INPUTS), 3)
+    with pytest.raises(PolicyError, match=r"bias.bias works on activations that are shared out, but its rule leaves"):
+        rehearsed(filled(OneBias(ToyConfig())), biased(INPUTS), 3)
 
 
 def test_an_argument_that_is_exact_repeated_or_the_same_for_all() -> None:

@@ -182,12 +182,16 @@ def test_groups_that_ranks_share_and_groups_that_a_rank_holds_alone() -> None:
 def test_a_norm_over_groups_needs_to_know_of_them() -> None:
     policy = toy_policy(GROUPED["units"], {**GROUPED["blocks"]["modules"], "norm": {"norm_over": "heads"}})
     policy["blocks"]["attributes"] = {"norm.group_size": "heads * 3 / groups"}
-    with pytest.raises(PolicyError) as info:
-        rehearsed(toy(Grouped), policy, 4)
-    assert str(info.value) == (
-        "policy dict:blocks.modules.norm: a norm over 3 of 12 shared-out features takes a mean over 1: "
-        "it has groups, write {norm_over: ..., within: GROUPS} or {cut: ...}"
-    ) or "takes a mean over 3" in str(info.value)
+    for groups, tp, what in (
+        (4, 2, "6 of 12 shared-out features takes a mean over 3"),
+        (2, 2, "6 of 12"),
+        (2, 4, "3 of 12"),
+    ):
+        with pytest.raises(PolicyError) as info:  # also where a rank's features are just those of one group
+            rehearsed(toy(Grouped, groups=groups), policy, tp)
+        message = str(info.value)
+        assert message.startswith(f"policy dict:blocks.modules.norm: a norm over {what}")
+        assert message.endswith(": it has groups, write {norm_over: ..., within: GROUPS} or {cut: ...}")
 
 
 class Varied(nn.Module):
