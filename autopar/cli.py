@@ -122,6 +122,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
                 "dtype": tensor.dtype,
                 "shared_out": in_words(tensor.layout),
                 "saved_as": tensor.saved_as,
+                "pieces": [piece.name for piece in tensor.pieces],
                 "aliases": list(tensor.aliases),
             }
             for name, tensor in manifest.tensors.items()
@@ -161,6 +162,8 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     table = Table("tensor", "shape", "dtype", "shared out", "merged as")
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
+        if tensor.pieces and tensor.saved_as is None:
+            merged = f"{len(tensor.pieces)} parts, {tensor.pieces[0].name} ..."
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         table.add_row(*(escape(str(c)) for c in (name, shape, tensor.dtype, in_words(tensor.layout), merged)))
     console.print(table)

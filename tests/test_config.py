@@ -100,3 +100,30 @@ def test_a_size_that_does_not_divide_the_world_stands_in_the_same_list():
     for ready in (ParallelConfig(3), {"model_parallelism": {"tensor_parallel_size": 3}}):
         with pytest.raises(ConfigError, match=r"= 3 does not divide the world of 4 processes"):
             ParallelConfig.parse(ready, world_size=4)
+
+
+def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():
+    for expert in (1, 4):
+        config = {"model_parallelism": {"tensor_parallel_size": 4, "expert_parallel_size": expert}}
+        assert ParallelConfig.parse(config).expert_parallel_size == expert
+    off = {"model_parallelism": {"enable": False, "tensor_parallel_size": 4, "expert_parallel_size": 4}}
+    assert ParallelConfig.parse(off).expert_parallel_size == 1
+    message = (
+        "expert_parallel_size=2 must be 1 or tensor_parallel_size=4: "
+        "whole experts are shared out over the tensor-parallel ranks"
+    )
+    for wrong in (
+        {"model_parallelism": {"tensor_parallel_size": 4, "expert_parallel_size": 2}},
+        ParallelConfig(tensor_parallel_size=4, expert_parallel_size=2),
+    ):
+        with pytest.raises(ConfigError) as info:
+            ParallelConfig.parse(wrong)
+        assert str(info.value) == message
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse({"model_parallelism": {"tensor_parallel_size": 3, "expert_parallel_size": 2}}, 4)
+    assert [problem.split(" ")[0] for problem in info.value.problems] == [
+        "expert_parallel_size=2",
+        "tensor_parallel_size=3",
+    ]
+    with pytest.raises(ConfigError, match="expert_parallel_size must be at least 1, not 0"):
+        ParallelConfig.parse({"model_parallelism": {"expert_parallel_size": 0}})

@@ -192,10 +192,10 @@ class Manifest:
             dtype_of(tensor.dtype)
             if name not in found:
                 raise ValueError(f"no file holds {name}")
-            if tensor.saved_as in saved_as:
-                raise ValueError(f"two tensors are saved as {tensor.saved_as}")
-            if tensor.saved_as is not None:
-                saved_as.add(tensor.saved_as)
+            for saved in tensor.saved_names():
+                if saved in saved_as:
+                    raise ValueError(f"two tensors are saved as {saved}")
+                saved_as.add(saved)
             if tensor.layout is not None:
                 _check_layout(tensor.layout, self.sizes.tp)
 

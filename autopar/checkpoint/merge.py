@@ -18,6 +18,7 @@ from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.safetensors_stream import SafetensorsWriter, dtype_of, nbytes
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
+from autopar.policy.plan import Piece
 
 __all__ = ["FORMATS", "check_format", "merge_checkpoint", "write_merged"]
 
@@ -99,7 +100,7 @@ def merge_checkpoint(
         return {
             "destination": str(target),
             "files": files,
-            "tensors": sum(t.saved_as is not None for t in shards.manifest.tensors.values()),
+            "tensors": sum(len(t.saved_names()) for t in shards.manifest.tensors.values()),
             "parameters": shards.manifest.total_parameters(),
         }
 
@@ -119,11 +120,8 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
     from huggingface_hub import split_state_dict_into_shards_factory
 
     manifest = shards.manifest
-    names = {t.saved_as: name for name, t in manifest.tensors.items() if t.saved_as is not None}
-    specs = {
-        saved_as: (dtype_of(manifest.tensors[name].dtype), manifest.tensors[name].shape)
-        for saved_as, name in names.items()
-    }
+    source = _Source(shards)
+    specs = source.specs
     pattern, index_name = FORMATS[format]
     split = split_state_dict_into_shards_factory(
         specs, get_storage_size=lambda spec: nbytes(*spec), filename_pattern=pattern, max_shard_size=max_shard_size
@@ -137,12 +135,12 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
                 chosen = {name: specs[name] for name in saved}
                 with SafetensorsWriter(folder / file, chosen, {"format": "pt"}) as writer:
                     for name in writer.order:
-                        writer.write(name, shards.whole(names[name]))
+                        writer.write(name, source.read(name))
                         bar.update(nbytes(*specs[name]))
             else:
                 tensors = {}
                 for name in saved:
-                    tensors[name] = shards.whole(names[name])
+                    tensors[name] = source.read(name).clone()
                     bar.update(nbytes(*specs[name]))
                 torch.save(tensors, folder / file)
             files[file] = (folder / file).stat().st_size
@@ -155,6 +153,40 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / index_name).write_text(text, encoding="utf-8")
     return files
+
+
+class _Source:
+    """The tensors of a merged checkpoint by the names that they have there.
+
+    Stacked experts are read once for all their parts: the two that were read last stay in memory.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._places: dict[str, tuple[str, Piece | None]] = {}
+        self._recent: dict[str, torch.Tensor] = {}
+        self.specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, tensor in shards.manifest.tensors.items():
+            for piece in tensor.pieces if tensor.saved_as is None else ():
+                self._places[piece.name] = (name, piece)
+                self.specs[piece.name] = (dtype_of(tensor.dtype), piece.shape)
+            if tensor.saved_as is not None:
+                self._places[tensor.saved_as] = (name, None)
+                self.specs[tensor.saved_as] = (dtype_of(tensor.dtype), tensor.shape)
+
+    def read(self, saved_as: str) -> torch.Tensor:
+        """One tensor, whole. Raises CheckpointError if a checksum is wrong."""
+        name, piece = self._places[saved_as]
+        if piece is None:
+            return self._shards.whole(name)
+        if name not in self._recent:
+            while len(self._recent) > 1:
+                del self._recent[next(iter(self._recent))]
+            self._recent[name] = self._shards.whole(name)
+        try:
+            return piece.of(self._recent[name])
+        except RuntimeError as error:
+            raise CheckpointError(f"the manifest describes {saved_as} wrongly: {error}") from error
 
 
 def _write_outside(shards: Shards, folder: Path) -> dict[str, int]:

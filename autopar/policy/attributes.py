@@ -63,7 +63,7 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
     numbers = []
     for unit in (top_part.unit, per):
         if unit is not None:
-            count = counts.get(unit) or table.count(unit, scope.block)
+            count = table.count(unit, scope.block) or counts.get(unit)
             if count is None:
                 raise PolicyError(f"'{unit}' is inferred and cut nowhere in this block, {shown} needs it", ratio.where)
             shares = table.shares(unit, count, tp, scope.block)

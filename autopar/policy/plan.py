@@ -11,10 +11,32 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
-__all__ = ["AttributePlan", "InputPlan", "ModulePlan", "Plan", "TensorPlan"]
+__all__ = ["AttributePlan", "InputPlan", "ModulePlan", "Piece", "Plan", "TensorPlan"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that ``save_pretrained`` writes and that is a view of a stored one (one expert of a stacked parameter).
+
+    ``shape``, ``stride`` and ``offset`` are those of the view, in elements of the whole contiguous tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The piece, as a view of the whole tensor. Raises ``RuntimeError`` if it does not lie inside."""
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        if not 0 <= self.offset <= last < whole.numel():
+            raise RuntimeError(f"{self.name} does not lie inside a tensor of {whole.numel()} elements")
+        return whole.contiguous().as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
@@ -28,6 +50,7 @@ class TensorPlan:
         layout: how it is shared out over tp; None if every rank holds all of it.
         aliases: other state-dict names of the same tensor.
         saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
+        pieces: what it writes instead, if that is several parts of this tensor.
         outside: belongs to the user's own modules around the Hugging Face model.
     """
 
@@ -38,10 +61,15 @@ class TensorPlan:
     aliases: tuple[str, ...] = ()
     saved_as: str | None = None
     outside: bool = False
+    pieces: tuple[Piece, ...] = ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape on tp rank ``rank``."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
+
+    def saved_names(self) -> tuple[str, ...]:
+        """All names under which ``save_pretrained`` writes it or its parts."""
+        return tuple(p.name for p in self.pieces) if self.saved_as is None else (self.saved_as,)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -52,6 +80,7 @@ class TensorPlan:
             "aliases": list(self.aliases),
             "saved_as": self.saved_as,
             "outside": self.outside,
+            "pieces": [[p.name, list(p.shape), list(p.stride), p.offset] for p in self.pieces],
         }
 
     @classmethod
@@ -63,7 +92,14 @@ class TensorPlan:
             raise ValueError(f"the layout of {name} does not describe its shape {list(shape)}")
         aliases = tuple(str(alias) for alias in data["aliases"])
         saved_as = None if data["saved_as"] is None else str(data["saved_as"])
-        return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as, bool(data.get("outside", False)))
+        pieces = tuple(
+            Piece(str(saved), tuple(map(int, sizes)), tuple(map(int, steps)), int(offset))
+            for saved, sizes, steps, offset in data.get("pieces", ())
+        )
+        for piece in pieces:
+            if len(piece.shape) != len(piece.stride) or min((*piece.shape, *piece.stride, piece.offset), default=0) < 0:
+                raise ValueError(f"the piece {piece.name} of {name} has an impossible shape")
+        return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as, bool(data.get("outside", False)), pieces)
 
 
 @dataclass(frozen=True)

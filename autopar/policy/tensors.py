@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from autopar.layout import Layout
-from autopar.policy.plan import TensorPlan
+from autopar.policy.plan import Piece, TensorPlan
 
 __all__ = ["plan_tensors"]
 
@@ -31,7 +34,9 @@ def plan_tensors(
         tensors[id(tensor)] = tensor
     canonical = {key: _canonical(listed, prefix, model) for key, listed in names.items()}
     start = f"{prefix}." if prefix else ""
-    saved = {start + name: new for name, new in _saved_names(model).items()}
+    renamed, pieces = _saved_names(model)
+    saved = {start + name: new for name, new in renamed.items()}
+    parts = {start + name: new for name, new in pieces.items()}
     plans = {}
     for key, tensor in tensors.items():
         name = canonical[key]
@@ -43,6 +48,7 @@ def plan_tensors(
             tuple(sorted(set(names[key]) - {name})),
             saved.get(name),
             outside=not name.startswith(start),
+            pieces=parts.get(name, ()),
         )
     return plans
 
@@ -59,20 +65,49 @@ def _canonical(listed: list[str], prefix: str, model: PreTrainedModel) -> str:
     return left[0]
 
 
-def _saved_names(model: PreTrainedModel) -> dict[str, str]:
-    """State-dict name -> the name in the file that ``save_pretrained`` writes.
+def _saved_names(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """State-dict name -> the name in the file that ``save_pretrained`` writes, or the pieces that it writes.
 
-    transformers renames some modules between memory and file; the renaming is run on meta tensors. A conversion that
-    computes (stacked experts) keeps the names in memory, which ``from_pretrained`` reads as well.
+    transformers renames some modules between memory and file, and writes stacked experts one by one. That conversion is
+    run on meta tensors, in a mode that keeps views: what comes out tells which part of which tensor it is. What is no
+    view (several tensors joined into one) keeps the names in memory, which ``from_pretrained`` reads as well.
     """
-    ignored = {key for key in model._keys_to_ignore_on_save or () for key in [str(key)]}
+    ignored = {str(key) for key in model._keys_to_ignore_on_save or ()}
     state = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
         if name not in ignored
     }
     original = {id(tensor): name for name, tensor in state.items()}
-    saved = {original.get(id(tensor)): name for name, tensor in revert_weight_conversion(model, dict(state)).items()}
-    if None in saved or len(saved) != len(state):
-        return {name: name for name in state}
-    return {name: new for name, new in saved.items() if name is not None}
+    renamed: dict[str, str] = {}
+    pieces: dict[str, list[Piece]] = {}
+    unknown = 0
+    with torch.no_grad(), _KeepViews():
+        converted = dict(revert_weight_conversion(model, dict(state)))
+    for saved, tensor in converted.items():
+        base = tensor if tensor._base is None else tensor._base
+        name = original.get(id(base))
+        if name is None:
+            unknown += 1
+        elif tensor is base:
+            renamed[name] = saved
+        else:
+            piece = Piece(saved, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+            pieces.setdefault(name, []).append(piece)
+    whole = {
+        name: tuple(parts)
+        for name, parts in pieces.items()
+        if name not in renamed and sum(math.prod(part.shape) for part in parts) == state[name].numel()
+    }
+    if unknown or len(renamed) + len(whole) != len(state):
+        return {name: renamed.get(name, name) for name in state}, {}
+    return renamed, whole
+
+
+class _KeepViews(TorchDispatchMode):
+    """Copies are not made: ``chunk.contiguous()`` stays the view that it was."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))

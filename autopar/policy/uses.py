@@ -86,6 +86,12 @@ def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> 
     for tower in policy.towers:
         config = model.config
         for step in tower.config.split(".") if tower.config else ():
+            if not hasattr(config, step):
+                hint = nearest(step, vars(config))
+                raise PolicyError(
+                    f"tower '{tower.name}' reads config.{tower.config}, which {type(config).__name__} lacks.{hint}",
+                    tower.where,
+                )
             config = getattr(config, step)
         table = UnitTable(tower.units, config, type(model).__name__, tp, rows)
         for section in ("prefix", "every_stage", "suffix"):

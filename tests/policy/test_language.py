@@ -17,7 +17,7 @@ units:
   heads: {count: width / head_dim * 2, follows: groups}
   ffn: {count: inferred, or_whole: true}
   inner: {count: block.mixer.inner, multiple: 4}
-models: [vision?, "^audio"]
+models: [vision?, audio]
 blocks:
   path: stages.*.layers
   modules:
@@ -53,7 +53,7 @@ def test_the_new_keys_are_read() -> None:
     policy = read_user_policy(RIGHT)
     (tower,) = policy.towers
     assert policy.classes == ("One", "Two")
-    assert policy.models == {"vision?": where(7), "^audio": where(7)}
+    assert policy.models == {"vision?": where(7), "audio": where(7)}
     units = policy.units
     assert (units["heads"].count, units["inner"].multiple) == ("width / head_dim * 2", 4)
     assert units["ffn"].or_whole and not units["heads"].or_whole and units["heads"].multiple == 1
@@ -81,8 +81,8 @@ WRONG = [
     ("or_whole: true", "or_hole: true", 5, "unknown key 'or_hole' in unit 'ffn'. Did you mean 'or_whole'?"),
     ("multiple: 4", "multiple: four", 6, "'multiple' must be an integer, not 'four'"),
     ("multiple: 4", "multiple: 0", 6, "'multiple' must be at least 1, not 0"),
-    ('[vision?, "^audio"]', "vision", 7, "'models' must be a list of paths"),
-    ('[vision?, "^audio"]', "[[vision]]", 7, "'models' must be text, not ['vision']"),
+    ("[vision?, audio]", "vision", 7, "'models' must be a list of paths"),
+    ("[vision?, audio]", "[[vision]]", 7, "'models' must be text, not ['vision']"),
     ("groups * 2 * n, ffn]", "groups *, ffn]", 11, "'groups *' has no width after '*'"),
     (
         "groups * 2 * n, ffn]",

@@ -72,7 +72,7 @@ def _encoded(model_type: str, encoder: Mapping[str, Any]) -> Make:
     def make(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
         sizes: dict[str, Any] = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_hidden_layers": 2}
         sizes |= {"intermediate_size": 37, "num_mel_bins": MELS, "subsampling_conv_channels": 6}
-        sizes |= {"max_position_embeddings": 64, "initializer_range": 0.1, "num_key_value_heads": heads}
+        sizes |= {"max_position_embeddings": 64, "initializer_range": 0.03, "num_key_value_heads": heads}
         sizes |= {**encoder, **changes}
         return CONFIG_MAPPING[model_type](encoder_config=sizes, vocab_size=vocab, pad_token_id=0)
 
@@ -123,12 +123,7 @@ KINDS: dict[str, Kind] = {
         variants={"stable": _STABLE, "batch norm": {"conv_pos_batch_norm": True, "feat_proj_layer_norm": False}},
     ),
     "wav2vec2-bert": Kind(
-        make=_wave(
-            "wav2vec2-bert",
-            left_max_position_embeddings=5,
-            right_max_position_embeddings=3,
-            initializer_range=0.05,  # at 0.1 the gradients are too large for 1e-5
-        ),
+        make=_wave("wav2vec2-bert", left_max_position_embeddings=5, right_max_position_embeddings=3),
         inputs=_FEATURES,
         variants={
             "relative": {"position_embeddings_type": "relative"},

@@ -45,6 +45,11 @@ def _eight(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Bat
     return batch
 
 
+def _sparse(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
+    """Longer than what sparse attention leaves to full attention."""
+    return _eight(head, config, batch, draw) if config.attention_type == "block_sparse" else batch
+
+
 def _landmarks(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
     batch = _eight(head, config, batch, draw)
     if config.num_landmarks < config.segment_means_seq_len:
@@ -84,7 +89,9 @@ KINDS: dict[str, Kind] = {
         variants={
             "no-biases": {"use_bias": False},
             "cross-attention": {**_CROSS["cross-attention"], "use_cache": False},
+            "sparse": {"attention_type": "block_sparse", "block_size": 1, "num_random_blocks": 1, "use_cache": False},
         },
+        inputs=_sparse,
     ),
     "canine": Kind(
         settings={

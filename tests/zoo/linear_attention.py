@@ -39,6 +39,7 @@ _DELTA = {
     "layer_types": LINEAR_THEN_FULL,
     "head_dim": 8,
     "initializer_range": 0.05,
+    "rms_norm_eps": 1e-2,  # a smaller one makes large gradients of small embeddings
 }
 
 _M_ROPE = {
@@ -168,6 +169,7 @@ KINDS: dict[str, Kind] = {
             linear_key_head_dim=4,
             linear_value_head_dim=6,
             initializer_range=0.05,
+            rms_norm_eps=1e-2,
         ),
         variants={
             "biases": {"attention_bias": True, "linear_allow_neg_eigval": False},
@@ -228,7 +230,8 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "rwkv": Kind(
-        variants={"wide-attention": {"attention_hidden_size": 60}},
+        settings={"layer_norm_epsilon": 1e-2},
+        variants={"wide-attention": {"attention_hidden_size": 60, "use_cache": False}},
     ),
     "xlstm": Kind(
         make=_sized(

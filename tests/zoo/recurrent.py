@@ -210,7 +210,7 @@ KINDS: dict[str, Kind] = {
             "num_hidden_layers": 3,
             "layer_types": ["conv", "sliding_attention", "full_attention"],
             "sliding_window": 4,
-            "initializer_range": 0.05,
+            "norm_eps": 1e-2,
         },
         variants={
             "biases": {"conv_bias": True, "attention_bias": True},
