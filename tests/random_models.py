@@ -270,7 +270,7 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
             if parameter.ndim > 1 and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
                 parameter.normal_(0, 0.1)
     randomise(model)
-    return model
+    return model.double() if of_type(case.model_type).double else model
 
 
 def batches(case: Case, config: PretrainedConfig, count: int = 2) -> list[dict[str, Any]]:
@@ -280,8 +280,15 @@ def batches(case: Case, config: PretrainedConfig, count: int = 2) -> list[dict[s
     result = []
     for _ in range(count):
         batch = _batch(case, config, draw)
-        result.append(batch if inputs is None else inputs(case.head, config, batch, draw))
+        batch = batch if inputs is None else inputs(case.head, config, batch, draw)
+        if of_type(case.model_type).double:
+            batch = {key: value.double() if _is_float(value) else value for key, value in batch.items()}
+        result.append(batch)
     return result
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 class _Draw:

@@ -43,7 +43,7 @@ def parse_policy(name: str, root: Node) -> Policy:
         raise PolicyError(f"policy '{name}' has no section 'match'", root.where)
     if not {"blocks", "towers", "models"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'blocks' (nor 'towers', nor 'models')", root.where)
-    if "units" not in top and "models" not in top:
+    if "units" not in top and not {"models", "towers"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
     match = _mapping(top["match"], _MATCH, "'match'")
     units = _parse_units(top["units"]) if "units" in top else {}

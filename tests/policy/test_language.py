@@ -1,4 +1,4 @@
-"""What the grown language reads: parts with widths, keys of each rule, towers, models inside, inputs; and its errors."""
+"""What the language reads: parts with widths, keys of each rule, towers, models inside, inputs; and its errors."""
 
 from __future__ import annotations
 

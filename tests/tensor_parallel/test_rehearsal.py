@@ -67,7 +67,12 @@ def test_a_right_policy_passes_and_leaves_the_model_alone():
         ("v_proj: {column: kv_heads}", "v_proj: replicated", "fails in model.layers.0.self_attn"),
         ("up_proj: {column: ffn}", "up_proj: replicated", "fails in model.layers.0.mlp"),
         ("gate_proj: {column: ffn}", "gate_proj: {column: ffn, gather_output: true}", "fails in model.layers.0.mlp"),
-        ("input_layernorm: replicated", "input_layernorm: {replicated: heads}", "works on whole activations"),
+        (
+            "input_layernorm: replicated",
+            "input_layernorm: {replicated: heads}",
+            "policy text:13: model.layers.0.input_layernorm.weight works on whole activations: its gradient must not "
+            "be summed, write 'replicated'",
+        ),
     ],
 )
 def test_a_wrong_rule_is_found(old: str, new: str, message: str):
@@ -87,6 +92,13 @@ def test_a_head_count_that_nobody_scaled_is_found():
         rehearse_with(text, model, 4)
 
 
+def test_keys_that_are_cut_like_queries_are_found_where_that_makes_a_difference():
+    text = LLAMA.replace("k_proj: {column: kv_heads}", "k_proj: {column: heads}")
+    assert rehearse_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the whole model does not"):
+        rehearse_with(text, llama(), 4)
+
+
 def test_a_partial_gradient_that_no_logit_shows_is_found():
     text = (policy_folder() / "gpt2.yaml").read_text()
     model = gpt2()
@@ -94,7 +106,9 @@ def test_a_partial_gradient_that_no_logit_shows_is_found():
         block.attn.attn_dropout = nn.Identity()
         block.mlp.act = nn.Sequential(block.mlp.act, nn.PReLU(1))
     shared = text.replace("mlp.c_fc:", "mlp.act: replicated\n    mlp.c_fc:")
-    with pytest.raises(PolicyError, match=r"mlp.act.1 works on activations that are shared out.*\{replicated: UNIT\}"):
+    with pytest.raises(
+        PolicyError, match=r"act.1.weight works on activations that are shared out.*\{replicated: UNIT\}"
+    ):
         rehearse_with(shared, model, 2)
     assert rehearse_with(text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), model, 2)
 

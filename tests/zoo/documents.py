@@ -144,9 +144,45 @@ def _pages(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Bat
     return {**batch, "pixel_values": draw.normal(2, 1, 3, 8, 8)}
 
 
+def _objects(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
+    """LXMERT: features and boxes of objects beside the words."""
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[1, 4:] = 0
+    batch |= {"visual_feats": draw.normal(2, 5, config.visual_feat_dim), "visual_pos": draw(0, 9, 2, 5, 4) / 9}
+    batch["visual_attention_mask"] = mask
+    if head.endswith("ForPreTraining"):
+        batch["matched_label"] = batch.pop("next_sentence_label")
+        batch["ans"] = draw(0, config.num_qa_labels, 2)
+    elif head.endswith("ForQuestionAnswering"):
+        batch = {name: value for name, value in batch.items() if not name.endswith("_positions")}
+        batch["labels"] = draw(0, config.num_qa_labels, 2)
+    return batch
+
+
+def _regions(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
+    """VisualBERT: features of regions behind the words."""
+    start, count = batch["input_ids"].shape[:-1], 5
+    mask = torch.ones(*start, count, dtype=torch.long)
+    mask[-1, ..., count - 1 :] = 0
+    batch |= {"visual_embeds": draw.normal(*start, count, config.visual_embedding_dim), "visual_attention_mask": mask}
+    batch["visual_token_type_ids"] = torch.ones_like(mask)
+    batch = {name: value for name, value in batch.items() if not name.endswith("_positions")}
+    if head.endswith("ForPreTraining"):
+        batch["sentence_image_labels"] = batch.pop("next_sentence_label")
+        batch["labels"] = torch.cat([batch["labels"], torch.full((2, count), -100)], -1)
+    elif head.endswith("ForQuestionAnswering"):
+        batch["labels"] = draw.normal(2, config.num_labels).softmax(-1)
+    elif head.endswith("ForVisualReasoning"):
+        batch["labels"] = draw(0, config.num_labels, 2)
+    elif head.endswith("ForRegionToPhraseAlignment"):
+        batch["region_to_phrase_position"] = torch.tensor([[1, 2, -1], [0, 3, 2]])
+        batch["labels"] = draw.normal(2, 3, count).softmax(-1)
+    return batch
+
+
 KINDS: dict[str, Kind] = {
     "bros": Kind(
-        settings={"hidden_size": 192},  # the sizes of its boxes follow from it
+        settings={"hidden_size": 192, "initializer_range": 0.05},  # the sizes of its boxes follow from it
         inputs=_relations,
         without={"BrosEncoder": "a part of the model, not a head"},
     ),
@@ -174,6 +210,18 @@ KINDS: dict[str, Kind] = {
         settings={"entity_vocab_size": 41, "entity_emb_size": 12},
         inputs=_entities,
         variants={"plain-attention": {"use_entity_aware_attention": False, "entity_emb_size": 48}},
+    ),
+    "lxmert": Kind(
+        settings={
+            "l_layers": 2,
+            "x_layers": 2,
+            "r_layers": 1,
+            "visual_feat_dim": 10,
+            "num_qa_labels": 5,
+            "num_object_labels": 7,
+            "num_attr_labels": 4,
+        },
+        inputs=_objects,
     ),
     "markuplm": Kind(
         settings={
@@ -237,6 +285,10 @@ KINDS: dict[str, Kind] = {
         },
         inputs=_table,
         variants={"positions": {"reset_position_index_per_cell": False}},
+    ),
+    "visual_bert": Kind(
+        settings={"visual_embedding_dim": 10},
+        inputs=_regions,
     ),
     "ultravbert": Kind(
         make=_with_pages("ultravbert", "ultrabert", {**_SLIDING, "prediction_head_size": 23}),

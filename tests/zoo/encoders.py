@@ -152,7 +152,11 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "embedding_gemma2_text": Kind(
-        make=flat("embedding_gemma2_text", {**_SLIDING, "hidden_size_per_layer_input": 10, "embedding_dim": 20}),
+        make=flat(
+            "embedding_gemma2_text",
+            {**_SLIDING, "hidden_size_per_layer_input": 10, "embedding_dim": 20},
+            global_head_dim=16,
+        ),
         variants={"biases": {"attention_bias": True}},
     ),
     "electra": Kind(

@@ -37,6 +37,8 @@ class Kind:
         inputs: changes or replaces the batch; ragged padding, labels for the loss where the head takes any.
         variants: name -> config fields: more configs of the head that makes text (or of the first head).
         without: heads that cannot be built or run, with the reason: "class name" -> "reason".
+        double: why the model is compared in float64 and not in float32, whose rounding alone takes the plain model's
+            gradients further from the exact ones than the tolerance.
         generates: whether ``generate`` is compared for heads that make text.
     """
 
@@ -45,4 +47,5 @@ class Kind:
     inputs: Inputs | None = None
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    double: str = ""
     generates: bool = True

@@ -33,12 +33,16 @@ def _vlm(
 
         return {
             "text_config": {
-                "model_type": language,
+                **({"model_type": language} if language else {}),
                 **text(heads, kv_heads, vocab),
                 "head_dim": 8,
                 **sized(words or {}),
             },
-            "vision_config": {"model_type": tower, **image_tower(heads, image_size=size), **sized(image or {})},
+            "vision_config": {
+                **({"model_type": tower} if tower else {}),
+                **image_tower(heads, image_size=size),
+                **sized(image or {}),
+            },
             "image_token_id": vocab - 1,
             "video_token_id": vocab - 2,
             **sized(more),
@@ -189,7 +193,7 @@ KINDS: dict[str, Kind] = {
             "aria",
             "aria_text",
             "idefics3_vision",
-            {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 36},
+            {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2, "intermediate_size": 48},
             projector_patch_to_query_dict={9: 4},
         ),
         inputs=with_images(4, pixels(12, pixel_mask=[[[1] * 12] * 12] * 2)),

@@ -211,6 +211,8 @@ KINDS: dict[str, Kind] = {
             "layer_types": ["conv", "sliding_attention", "full_attention"],
             "sliding_window": 4,
             "norm_eps": 1e-2,
+            "rms_norm_eps": 1e-2,
+            "initializer_range": 0.03,
         },
         variants={
             "biases": {"conv_bias": True, "attention_bias": True},
