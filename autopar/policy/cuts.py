@@ -122,7 +122,9 @@ def _own_parameters(use: Use) -> Iterator[Cut]:
     if rule.within is not None:
         groups = _features((Part(rule.within),), use)
     for inside, holder in module.named_modules():
-        own = [(name, parameter) for name, parameter in holder._parameters.items() if parameter is not None]
+        own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in holder._parameters.items() if p is not None]
+        if isinstance(holder, nn.modules.batchnorm._BatchNorm):  # statistics of each channel
+            own += [(name, buffer) for name, buffer in holder._buffers.items() if buffer is not None and buffer.ndim]
         layouts: dict[str, Layout] = {}
         for name, parameter in own:
             shown = join(use.shown, inside, name)
@@ -208,8 +210,18 @@ def _weight_and_dim(use: Use) -> tuple[nn.Parameter, int]:
         dim = 0 if rule.kind == "column" else 1
     elif isinstance(module, Conv1D):
         dim = 1 if rule.kind == "column" else 0
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        if module.groups != 1 or rule.gather_output or rule.split_input:
+            raise PolicyError(
+                f"'{rule.kind}' of {use.shown}: a convolution takes it without groups (it has {module.groups}), "
+                "gather_output and split_input",
+                rule.where,
+            )
+        dim = 0 if rule.kind == "column" else 1
     else:
-        raise PolicyError(f"'{rule.kind}' needs an nn.Linear or Conv1D, {use.shown} is a {kind}", rule.where)
+        raise PolicyError(
+            f"'{rule.kind}' needs an nn.Linear, Conv1D or convolution, {use.shown} is a {kind}", rule.where
+        )
     weight = module.weight
     _check_plain(f"{use.shown}.weight", weight, use)
     if type(weight) is not nn.Parameter:

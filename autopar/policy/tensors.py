@@ -82,7 +82,10 @@ def _saved_names(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tupl
     renamed: dict[str, str] = {}
     pieces: dict[str, list[Piece]] = {}
     unknown = 0
-    with torch.no_grad(), _KeepViews():
+    try:
+        with torch.no_grad(), _KeepViews():
+            converted = dict(revert_weight_conversion(model, dict(state)))
+    except RuntimeError:  # it needs the copies
         converted = dict(revert_weight_conversion(model, dict(state)))
     for saved, tensor in converted.items():
         base = tensor if tensor._base is None else tensor._base
@@ -105,9 +108,14 @@ def _saved_names(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tupl
 
 
 class _KeepViews(TorchDispatchMode):
-    """Copies are not made: ``chunk.contiguous()`` stays the view that it was."""
+    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. A reshape that needs one makes no view."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
             return args[0]
+        if func is torch.ops.aten._unsafe_view.default:
+            try:
+                return func(*args)
+            except RuntimeError:  # of what would have been a copy
+                return args[0].new_empty(args[1])
         return func(*args, **(kwargs or {}))

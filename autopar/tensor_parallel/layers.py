@@ -93,8 +93,12 @@ class _Row(_Parallel):
         y = self.region.close(
             reduce_(self._multiply(x, self.weight, None), self.tp)
         )  # [..., out], Partial -> Replicate
-        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        y = y if self.bias is None else self._add_bias(y)
         return copy(y, self.tp) if self.autopar.enter_output else y
+
+    def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor = self.bias
+        return y + bias.to(y.dtype)
 
     @staticmethod
     def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -133,6 +137,26 @@ class RowParallelConv1D(_Row, Conv1D):
     """transformers' ``Conv1D`` with its input features shared out."""
 
     _multiply = staticmethod(_conv1d)
+
+
+class ColumnParallelConv(_Column):
+    """A convolution with its output channels shared out: ``[batch, in, ...] -> [batch, out/tp, ...]``."""
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        y: torch.Tensor = self._conv_forward(x, weight, bias)  # type: ignore[attr-defined]
+        return y
+
+
+class RowParallelConv(_Row):
+    """A convolution with its input channels shared out: ``[batch, in/tp, ...] -> [batch, out, ...]``."""
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        y: torch.Tensor = self._conv_forward(x, weight, bias)  # type: ignore[attr-defined]
+        return y
+
+    def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor = self.bias
+        return y + bias.to(y.dtype).view(-1, *[1] * (y.ndim - 2 if y.ndim == self.weight.ndim else y.ndim - 1))
 
 
 class VocabParallelEmbedding(_Parallel, nn.Embedding):
@@ -188,12 +212,21 @@ _BOUNDARIES: dict[str, type[Boundary]] = {"norm_over": SharedNorm, "experts": Ex
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
     """The class that a module of class ``plain`` becomes. Subclasses keep their own behaviour (``embed_scale``)."""
+    if plan.rule in ("column", "row") and issubclass(plain, nn.modules.conv._ConvNd):
+        return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)  # type: ignore[arg-type]
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
     first = _BOUNDARIES.get(plan.rule, Boundary)
     return bounded_class(plain, first, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _conv_class(plain: type[nn.Module], parallel: type[Any]) -> type[nn.Module]:
+    if plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+        raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
+    return type(f"{parallel.__name__}Of{plain.__name__}", (parallel, plain), {})
 
 
 @functools.cache

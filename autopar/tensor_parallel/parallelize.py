@@ -18,7 +18,7 @@ from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "cut_parameters", "full_tensor", "make_equal", "undo"]
 
-_SIZES = {"column": ("out_features", "nf"), "row": ("in_features", "nx")}
+_SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
 
 def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
@@ -91,6 +91,8 @@ def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
                 setattr(module, name, size)
         if rank is None:
             del module._autopar_sizes
+    elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        module.num_features = size
     elif isinstance(module, nn.Embedding):
         setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
     elif isinstance(module, nn.Linear):

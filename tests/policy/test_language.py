@@ -235,5 +235,5 @@ def test_a_tower_extends_by_itself_and_a_file_changes_what_its_towers_were(tmp_p
 def test_models_alone_make_a_policy() -> None:
     policy = read_user_policy("match: {model_type: pair}\nmodels: [text, image]\n")
     assert list(policy.models) == ["text", "image"] and not policy.units
-    with pytest.raises(PolicyError, match=r"^policy text:1: policy 'user' has no section 'units'$"):
-        read_user_policy("match: {model_type: pair}\ntowers: {}\n")
+    with pytest.raises(PolicyError, match=r"^policy text:1: policy 'user' has no section 'blocks' \(nor 'towers', nor"):
+        read_user_policy("match: {model_type: pair}\n")

@@ -18,6 +18,7 @@ from tests.tensor_parallel.toys import ToyConfig, batches, toy
 from tests.worlds import distributed
 
 NAMES = {
+    "self.norm": "self.norm_out",
     "Llama": "Lorem",
     "llama": "lorem",
     "self_attn": "mixer",
@@ -33,7 +34,6 @@ NAMES = {
     "post_attention_layernorm": "norm_between",
     "num_key_value_groups": "queries_per_key",
     "self.layers": "self.stack",
-    "self.norm": "self.norm_out",
     "lm_head": "unembed",
 }
 
@@ -76,6 +76,7 @@ def lorem() -> Any:
             source = inspect.getsource(part)
             source = re.sub(r"^from \.configuration_llama import .*$", "", source, flags=re.M)
             source = re.sub(r"from \.\.\.", "from transformers.", source)
+            source = re.sub(r"^ *@auto_docstring.*$", "", source, flags=re.M)  # looks for the file of the source
             for old, new in NAMES.items():
                 source = source.replace(old, new)
             exec(compile(source, "lorem", "exec"), vars(module))

@@ -29,7 +29,7 @@ def by_expert(tp: int) -> dict[str, Any]:
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 7, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
     more = {"num_local_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True, "initializer_range": 0.2}
     config = MixtralConfig(num_hidden_layers=2, vocab_size=31, router_aux_loss_coef=0.1, **sizes, **more)
     return randomise(MixtralForCausalLM(config))
@@ -41,11 +41,11 @@ def test_a_mixture_with_its_load_balancing_loss_on_two() -> None:
     experts = model.model.layers[1].mlp.experts
     own = 3 if model.mpu.tp.rank == 0 else 2
     assert isinstance(experts, ExpertParallel)
-    assert experts.num_experts == own and experts.gate_up_proj.shape == (own, 14, 16)
+    assert experts.num_experts == own and experts.gate_up_proj.shape == (own, 16, 16)
     assert model.model.layers[1].self_attn.q_proj.weight.shape[0] == 8  # the rest is shared out as before
     autopar.deparallelize(model)
     assert experts.num_experts == 5 and type(experts).__name__ == "MixtralExperts"
-    assert experts.gate_up_proj.shape == (5, 14, 16)
+    assert experts.gate_up_proj.shape == (5, 16, 16)
 
 
 def test_as_many_experts_as_ranks_at_least() -> None:

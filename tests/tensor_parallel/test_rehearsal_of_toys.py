@@ -37,20 +37,19 @@ MIXED = (
 
 def test_a_whole_activation_that_meets_shared_out_ones() -> None:
     rules = latent(latent="replicated", norm="replicated", k={"column": "heads"})
-    refused(toy(Latent), rules, "q", f"in layers.0 {MIXED}")
+    refused(toy(Latent), rules, "q", f"in layers.1 {MIXED}")  # nothing flows back into the model's own inputs
 
     class Twice(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(self.up(x) * x.mean(-1, keepdim=True))
 
-    refused(toy(Twice), toy_policy({"ffn": "ffn"}, MLP_RULES), "up", f"in layers.0 {MIXED}")
+    refused(toy(Twice), toy_policy({"ffn": "ffn"}, MLP_RULES), "up", f"in layers.1 {MIXED}")
 
 
 def test_a_parameter_whose_gradient_stays_partial() -> None:
     message = "layers.0.norm.bias works on activations that are shared out, but its rule leaves its gradient partial: "
-    refused(
-        toy(Latent), latent(norm="replicated"), "q", message + "write {replicated: UNIT} to have it summed, or cut it"
-    )
+    message += "write {replicated: UNIT} to have it summed, or cut it"
+    refused(toy(Latent), latent(norm="replicated"), "q", message)
 
     class Scaled(MLP):
         def __init__(self, config: ToyConfig) -> None:
@@ -90,7 +89,7 @@ def test_a_gradient_that_must_not_be_summed() -> None:
 
     model = toy(lambda config: Before(config, nn.LayerNorm(config.hidden_size)))
     rules = {**MLP_RULES, "between": {"replicated": "ffn"}}
-    message = "layers.0.between.bias works on whole activations: its gradient must not be summed, write 'replicated'"
+    message = "layers.1.between.bias works on whole activations: its gradient must not be summed, write 'replicated'"
     refused(model, toy_policy({"ffn": "ffn"}, rules), "between", message)
 
 
@@ -106,7 +105,7 @@ def test_what_layers_read() -> None:
         model,
         toy_policy(ffn, {**MLP_RULES, "between": {"cut": "ffn"}}),
         "between",
-        "layers.0.between is cut, but what it reads is whole and needs a gradient: make it a column, or feed it by one",
+        "layers.1.between is cut, but what it reads is whole and needs a gradient: make it a column, or feed it by one",
     )
     refused(
         model,
@@ -133,16 +132,9 @@ def test_what_layers_read() -> None:
         "down",
         "layers.0.down is a row, but what it reads is whole: no column feeds it",
     )
-    model = toy(lambda config: Swapped(config, None, 5), hidden_size=5)
-    gathers = {"up": {"column": "ffn"}, "down": {"row": "ffn", "split_input": True}}
-
-    class Into(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x))
-
     refused(
-        toy(Into),
-        toy_policy(ffn, {**gathers, "up": {"column": "ffn", "inside": True}, "down": {"row": "ffn"}}),
+        toy(MLP),
+        toy_policy(ffn, {**MLP_RULES, "up": {"column": "ffn", "inside": True}}),
         "up",
         "layers.0.up is a column inside a region, but what it reads is whole",
     )

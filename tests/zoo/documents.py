@@ -286,12 +286,12 @@ KINDS: dict[str, Kind] = {
         inputs=_table,
         variants={"positions": {"reset_position_index_per_cell": False}},
     ),
-    "visual_bert": Kind(
-        settings={"visual_embedding_dim": 10},
-        inputs=_regions,
-    ),
     "ultravbert": Kind(
         make=_with_pages("ultravbert", "ultrabert", {**_SLIDING, "prediction_head_size": 23}),
         inputs=_pages,
+    ),
+    "visual_bert": Kind(
+        settings={"visual_embedding_dim": 10},
+        inputs=_regions,
     ),
 }

@@ -243,10 +243,7 @@ KINDS: dict[str, Kind] = {
             ffn_round_up_to_multiple_of=3,
             chunk_size=4,
         ),
-        variants={
-            "biases": {"use_bias": True, "tie_word_embeddings": True},
-            "fused": {"weight_mode": "fused", "use_bias": True},
-        },
+        variants={"biases": {"use_bias": True, "tie_word_embeddings": True}},
     ),
     "qwen4_exp_text": Kind(
         make=_sized("qwen4_exp_text", **_QWEN4),
