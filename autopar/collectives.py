@@ -170,7 +170,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.layout.shard(grad, ctx.axis.rank, ctx.dim), None, None, None
+        layout: Layout = ctx.layout
+        part = layout.shard(grad, ctx.axis.rank, ctx.dim)
+        if layout.replicated:  # of the ranks that hold the same units one gets the gradient: they are summed later
+            owned = torch.zeros_like(part)
+            for start, stop in layout.owned_local(ctx.axis.rank):
+                owned.narrow(ctx.dim, start, stop - start).copy_(part.narrow(ctx.dim, start, stop - start))
+            part = owned
+        return part, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -182,7 +189,14 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
+        layout: Layout = ctx.layout
+        if not layout.replicated:
+            return all_gather(grad, ctx.axis, layout, ctx.dim), None, None, None
+        shape = list(grad.shape)  # ranks that hold the same units have a part of their gradient each
+        shape[ctx.dim] = layout.size
+        full = grad.new_zeros(shape)
+        layout.write(full, grad, ctx.axis.rank, ctx.dim)
+        return _all_reduce(full, ctx.axis), None, None, None
 
 
 class _GatherSum(torch.autograd.Function):

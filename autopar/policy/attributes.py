@@ -22,13 +22,12 @@ def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterat
     counts = {
         unit.unit: unit.count
         for path, plan in modules.items()
-        if path.startswith(start) and plan.layout is not None
-        for unit in plan.layout.blocks
+        if path.startswith(start)
+        for layout in (*plan.layouts.values(), *([plan.layout] if plan.layout is not None else []))
+        for unit in layout.blocks
     }
     for pattern, ratio in scope.attributes.items():
         units = [part.unit for part in ratio.parts] + ([ratio.per] if ratio.per else [])
-        if any(scope.table.stays_whole(unit, scope.block) for unit in units):
-            continue
         parent, _, name = pattern.rpartition(".")
         of_config = parent.removesuffix("?").split(".")[-1] == "config"
         if of_config:
@@ -43,6 +42,10 @@ def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterat
                     continue
                 hint = nearest(own, [key for key, v in vars(module).items() if type(v) is int])
                 raise PolicyError(f"{type(scope.root).__name__} has no integer attribute '{shown}'.{hint}", ratio.where)
+            if optional and scope.block is not None and units[0] not in counts:
+                continue  # another mixer's attribute of the same name
+            if any(scope.table.stays_whole(unit, scope.block) for unit in units):
+                continue
             yield AttributePlan(
                 join(scope.path, path),
                 f"config.{own}" if of_config else own,

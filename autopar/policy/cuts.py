@@ -56,12 +56,13 @@ def _whole(use: Use) -> Iterator[Cut]:
     assert isinstance(module, nn.Module)
     whole: list[tuple[str, torch.Tensor, Layout | None]] = [(n, p, None) for n, p in module.named_parameters()]
     where = str(rule.where)
-    if rule.kind == "replicated":
+    if rule.kind in ("replicated", "once"):
         yield Cut(None, whole)
         for inside, holder in module.named_modules() if rule.units else ():
             names = frozenset(name for name, parameter in holder._parameters.items() if parameter is not None)
-            if names:
-                yield Cut(ModulePlan(join(use.path, inside), "replicated", where, summed=names))
+            kind = "replicated" if inside else rule.kind
+            if names or kind == "once":
+                yield Cut(ModulePlan(join(use.path, inside), kind, where, summed=names))
     elif rule.kind == "enter_output":
         yield Cut(ModulePlan(use.path, "enter_output", where, enter_output=True), whole)
     elif rule.kind == "gathered":
@@ -71,10 +72,7 @@ def _whole(use: Use) -> Iterator[Cut]:
             raise PolicyError(f"'gathered' of {use.shown} needs a unit with a count, '{unit}' is inferred", rule.where)
         dim = -1 if rule.dim is None else rule.dim
         layout = table.layout(rule.parts, dim, count, use.shown, rule.where, use.scope.block)
-        _refuse_replicas(use, layout, "gathered needs")
         yield Cut(ModulePlan(use.path, "gathered", where, layout), whole)
-    else:
-        yield Cut(ModulePlan(use.path, "once", where), whole)
 
 
 def _layer(use: Use) -> Cut:
@@ -82,8 +80,11 @@ def _layer(use: Use) -> Cut:
     weight, dim = _weight_and_dim(use)
     table = use.scope.table
     layout = table.layout(rule.parts, dim, weight.shape[dim], use.shown, rule.where, use.scope.block)
-    if rule.gather_output or rule.split_input:
-        _refuse_replicas(use, layout, "gather_output and split_input need")
+    if rule.split_input and layout.replicated:  # two ranks would add the same
+        raise ConfigError(
+            f"tensor_parallel_size={layout.axis_size} does not fit {use.shown}: split_input needs at least "
+            f"one unit of each kind a rank ({rule.where})."
+        )
     tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", weight, layout)]
     layouts = {"weight": layout}
     bias = getattr(module, "bias", None)
@@ -106,14 +107,6 @@ def _layer(use: Use) -> Cut:
     return Cut(plan, tensors)
 
 
-def _refuse_replicas(use: Use, layout: Layout, who: str) -> None:
-    if layout.replicated:
-        raise ConfigError(
-            f"tensor_parallel_size={layout.axis_size} does not fit {use.shown}: {who} at least "
-            f"one unit of each kind a rank ({use.rule.where})."
-        )
-
-
 def _own_parameters(use: Use) -> Iterator[Cut]:
     """``cut`` and ``norm_over``: each parameter of the module along one dim."""
     module, rule, table = use.module, use.rule, use.scope.table
@@ -130,7 +123,8 @@ def _own_parameters(use: Use) -> Iterator[Cut]:
             shown = join(use.shown, inside, name)
             dim = 0 if parameter.ndim == 1 else _dim(parameter, shown, use)
             _check_plain(shown, parameter, use)
-            layouts[name] = table.layout(rule.parts, dim, parameter.shape[dim], shown, rule.where, use.scope.block)
+            parts = _repeated_parts(use)
+            layouts[name] = table.layout(parts, dim, parameter.shape[dim], shown, rule.where, use.scope.block)
         if own or (rule.kind == "norm_over" and not inside):
             first = next(iter(layouts.values()), None)
             if first is None:
@@ -162,10 +156,8 @@ def _bare(use: Use) -> Cut:
     if rule.kind == "cut":
         dim = _dim(tensor, use.shown, use)
         _check_plain(use.shown, tensor, use)
-        table, parts = use.scope.table, rule.parts
-        if rule.repeat is not None:
-            parts *= table.number(rule.repeat, use.scope.block, use.shown, rule.where)
-        layout = table.layout(parts, dim, tensor.shape[dim], use.shown, rule.where, use.scope.block)
+        parts = _repeated_parts(use)
+        layout = use.scope.table.layout(parts, dim, tensor.shape[dim], use.shown, rule.where, use.scope.block)
         return Cut(ModulePlan(holder, "", where, layouts={name: layout}), [("", tensor, layout)])
     if not isinstance(tensor, nn.Parameter):
         raise PolicyError(f"{use.shown} is a buffer, which can only be 'cut'", rule.where)
@@ -177,6 +169,16 @@ def _bare(use: Use) -> Cut:
             f"{use.shown} is a bare parameter, which can only be 'replicated', 'cut' or 'once'", rule.where
         )
     return Cut(None, [("", tensor, None)])
+
+
+def _repeated_parts(use: Use) -> tuple[Part, ...]:
+    rule = use.rule
+    if rule.repeat is None:
+        return rule.parts
+    times = use.scope.table.number(rule.repeat, use.scope.block, use.shown, rule.where)
+    if times < 1:
+        raise PolicyError(f"'repeat' of {use.shown} is {rule.repeat}={times}, which is no count", rule.where)
+    return rule.parts * times
 
 
 def _dim(tensor: torch.Tensor, shown: str, use: Use) -> int:

@@ -108,7 +108,7 @@ def _saved_names(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tupl
 
 
 class _KeepViews(TorchDispatchMode):
-    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. A reshape that needs one makes no view."""
+    """Copies are not made: ``chunk.contiguous()`` stays the view that it was; what needs a copy makes no view."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:

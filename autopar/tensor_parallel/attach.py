@@ -117,6 +117,8 @@ def _whole_attentions(maps: Any, mpu: MPU, layouts: list[Layout]) -> Any:
         for layout in layouts:
             if layout.local_size(mpu.tp.rank) == maps.shape[1]:
                 return gather(maps, mpu.tp, layout, dim=1)
+    if isinstance(maps, tuple):  # of several attentions in one layer
+        return tuple(_whole_attentions(each, mpu, layouts) for each in maps)
     return maps
 
 

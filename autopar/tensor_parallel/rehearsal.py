@@ -229,7 +229,9 @@ def _run(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _shapes(out: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(dict(out)) if isinstance(leaf, torch.Tensor)]
+    """But for attention maps, which some models always return: a hook of the real model makes them whole."""
+    kept = {name: value for name, value in dict(out).items() if "attentions" not in name}
+    return [tuple(leaf.shape) for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
 
 
 def _below(plan: Plan, prefix: str) -> Plan:

@@ -32,7 +32,6 @@ NAMES = {
     "embed_tokens": "words",
     "input_layernorm": "norm_in",
     "post_attention_layernorm": "norm_between",
-    "num_key_value_groups": "queries_per_key",
     "self.layers": "self.stack",
     "lm_head": "unembed",
 }
@@ -59,7 +58,7 @@ blocks:
     mlp.w3: {column: neurons}
     mlp.w2: {row: neurons}
   attributes:
-    mixer.queries_per_key: queries / keys
+    mixer.num_key_value_groups: queries / keys  # transformers reads it there
 suffix:
   norm_out: replicated
 head:

@@ -112,7 +112,7 @@ WRONG = [
         "input_layernorm: replicated",
         "input_layernorm: {column: ffn}",
         19,
-        "'column' needs an nn.Linear or Conv1D, input_layernorm is a LlamaRMSNorm",
+        "'column' needs an nn.Linear, Conv1D or convolution, input_layernorm is a LlamaRMSNorm",
     ),
     (
         "input_layernorm: replicated",

@@ -163,7 +163,6 @@ def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
         ("distance", {"cut": "heads", "dim": 2}, "distance.weight has 2 dims, the rule cuts dim 2"),
         ("slopes", "replicated", "slopes is a buffer, which can only be 'cut'"),
         ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'cut' or 'once'"),
-        ("out", {"once": "heads"}, "'once' is for a bare parameter; out is a module"),
         ("scale", {"cut": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not whole"),
         ("sink", {"cut": "heads"}, "Attention has no module 'sink'. Did you mean 'sinks'?"),
     ],

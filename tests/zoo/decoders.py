@@ -36,17 +36,6 @@ def _diffllama(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]
     return flat("diffllama", {})(heads, even, vocab, changes)
 
 
-def _doge(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
-    # Its mask is made from the values of all KV heads: as many of them as ranks at least.
-    return flat("doge", {"keep_window_size": 4})(heads, heads // 2, vocab, changes)
-
-
-def _stablelm(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
-    if changes.get("qk_layernorm"):  # a norm of its own per head: as many KV heads as ranks at least
-        kv_heads = heads // 2
-    return flat("stablelm", {})(heads, kv_heads, vocab, changes)
-
-
 def _mpt(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
     settings = {"expansion_ratio": 3, "attn_config": {"clip_qkv": None}}
     return flat("mpt", settings)(heads, kv_heads, vocab, changes)
@@ -149,7 +138,7 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"attention_bias": True}},
     ),
     "stablelm": Kind(
-        make=_stablelm,
+        make=flat("stablelm", {}),
         variants={
             "parallel-residual": {"use_parallel_residual": True, "use_qkv_bias": True},
             "qk-norm": {"qk_layernorm": True},
@@ -235,7 +224,7 @@ KINDS: dict[str, Kind] = {
     "ctrl": Kind(settings={"dff": 37}),
     "diffllama": Kind(make=_diffllama, variants={**BIASES, **_TIED}),
     "doge": Kind(
-        make=_doge,
+        make=flat("doge", {"keep_window_size": 4}),
         variants={
             **_ALL_BIASES,
             "experts": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 3},

@@ -103,6 +103,7 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"use_bias": True, "use_conv_bias": False}},
     ),
     "nemotron_h": Kind(
+        double="rounding of float32 alone is above the tolerance",
         make=_sized(
             "nemotron_h",
             layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
