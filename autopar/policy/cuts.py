@@ -80,9 +80,9 @@ def _layer(use: Use) -> Cut:
     weight, dim = _weight_and_dim(use)
     table = use.scope.table
     layout = table.layout(rule.parts, dim, weight.shape[dim], use.shown, rule.where, use.scope.block)
-    if rule.split_input and layout.replicated:  # two ranks would add the same
+    if rule.kind in ("row", "embedding") and layout.replicated:  # two ranks would add the same
         raise ConfigError(
-            f"tensor_parallel_size={layout.axis_size} does not fit {use.shown}: split_input needs at least "
+            f"tensor_parallel_size={layout.axis_size} does not fit {use.shown}: '{rule.kind}' needs at least "
             f"one unit of each kind a rank ({rule.where})."
         )
     tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", weight, layout)]

@@ -24,7 +24,7 @@ from autopar.policy.schema import (
 __all__ = ["parse_policy"]
 
 _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
-_TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models")
+_TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels")
 _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
 _UNIT = ("count", "follows", "replicate", "or_whole", "multiple")
@@ -65,6 +65,7 @@ def parse_policy(name: str, root: Node) -> Policy:
         head=_parse_rules(top["head"], units) if "head" in top else {},
         head_attributes=_parse_attributes(top["head_attributes"], units) if "head_attributes" in top else {},
         models=_parse_models(top["models"]) if "models" in top else {},
+        without_kernels=_parse_names(top, "without_kernels", root.where) if "without_kernels" in top else (),
     )
 
 

@@ -154,7 +154,8 @@ class Policy:
     """One parsed policy: its towers, the rules of task heads (relative to the task model), and the models inside.
 
     ``models``: path (relative to the base model, or ``^path`` to the task model) -> place. Each is a Hugging Face model
-    whose own policy, found by its own ``model_type``, holds below it.
+    whose own policy, found by its own ``model_type``, holds below it. ``without_kernels``: functions of the modeling
+    file that must be transformers' own (see :mod:`autopar.policy.kernels`).
     """
 
     name: str
@@ -167,6 +168,7 @@ class Policy:
     head: Mapping[str, Rule] = field(default_factory=dict)
     head_attributes: Mapping[str, Ratio] = field(default_factory=dict)
     models: Mapping[str, Where] = field(default_factory=dict)
+    without_kernels: tuple[str, ...] = ()
 
     @property
     def units(self) -> Mapping[str, UnitSpec]:

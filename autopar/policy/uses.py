@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError, nearest
+from autopar.policy.kernels import check_kernels
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower, Where
 from autopar.policy.units import UnitTable
@@ -80,6 +81,8 @@ def _base(model: PreTrainedModel) -> tuple[str, nn.Module]:
 
 def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> Iterator[Scope]:
     """Every scope of a policy on a model, and those of the models inside it by their own policies."""
+    if tp > 1:
+        check_kernels(policy, model)
     name, base = _base(model)
     base_path = join(prefix, name)
     rows = _rows(policy)

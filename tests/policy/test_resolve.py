@@ -221,8 +221,16 @@ def test_sizes_that_do_not_fit_name_the_largest_that_does() -> None:
         "  Largest size that fits this model: 6."
     )
     gathered = RIGHT.replace("k_proj: {column: kv}", "k_proj: {column: kv, gather_output: true}")
-    with pytest.raises(ConfigError, match=r"self_attn.k_proj: gather_output and split_input need at least one unit"):
-        make_plan(llama(), read_user_policy(gathered), 4)
+    assert make_plan(llama(), read_user_policy(gathered), 4)
+    for row in ("{row: kv}", "{row: kv, split_input: true}"):  # two ranks would add the same
+        model = llama(num_key_value_heads=6)
+        model.config.num_key_value_heads = 3
+        with pytest.raises(ConfigError) as info:
+            make_plan(model, read_user_policy(RIGHT.replace("o_proj: {row: heads}", f"o_proj: {row}")), 4)
+        assert str(info.value) == (
+            "tensor_parallel_size=4 does not fit self_attn.o_proj: 'row' needs at least one unit of each kind a rank "
+            "(policy text:15)."
+        )
     alone = RIGHT.replace("replicate: true", "replicate: false")
     with pytest.raises(ConfigError, match="3 kv cannot be shared out over 4 ranks"):
         make_plan(llama(), read_user_policy(alone), 4)

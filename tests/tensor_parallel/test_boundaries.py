@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.errors import ConfigError, PolicyError
+from autopar.errors import PolicyError
 from tests.parity import check
 from tests.tensor_parallel.toys import Toy, ToyConfig, batches, filled, rehearsed, share, toy, toy_policy
 from tests.worlds import distributed
@@ -111,7 +111,7 @@ def test_a_module_that_works_on_all_heads_at_once() -> None:
     check(lambda: toy(TalkingHeads), batches(), 3, policy=talking(dim=-2))
 
 
-def test_gathered_needs_a_count_and_a_unit_a_rank() -> None:
+def test_gathered_needs_a_count() -> None:
     policy = talking(dim=2)
     policy["units"] = {"heads": "inferred"}
     del policy["blocks"]["attributes"]
