@@ -8,7 +8,9 @@ tests/policy/test_every_rule.py.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -61,31 +63,30 @@ def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, voc
         try:
             model = build(case, heads, kv_heads, vocab=vocab)
             inputs = batches(case, model.config)
-            generates = kind(case.head) == "causal" and vocab > 3 and of_type(case.model_type).generates
-            parallel = check(
-                lambda model=model: copy.deepcopy(model), inputs, tp, first=_same_tokens if generates else None
-            )
+            words = kind(case.head) in ("causal", "seq2seq") and model.can_generate()
+            first = functools.partial(_same_tokens, batch=inputs[0])
+            generates = words and vocab > 3 and of_type(case.model_type).generates
+            parallel = check(lambda model=model: copy.deepcopy(model), inputs, tp, first=first if generates else None)
             parallel.mpu.destroy()
         except Exception as error:
             raise AssertionError(f"{case} at tp {tp}, {heads} heads, {kv_heads} KV heads: {error}") from error
 
 
-def _same_tokens(plain: nn.Module, parallel: nn.Module) -> None:
-    """Greedy generation with a KV cache, from a batch with padding on the left."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, plain.config.get_text_config().vocab_size, (2, 5), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    extra = {}
-    if getattr(plain.config, "add_cross_attention", False):
-        if plain.config.model_type != "gpt2":
-            return  # the plain ones generate only inside an EncoderDecoderModel
-        extra["encoder_hidden_states"] = torch.randn(2, 5, plain.config.hidden_size, generator=generator)
+def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -> None:
+    """Greedy generation with a cache: from padding on the left for text alone, else from the batch itself."""
+    inputs = {key: value for key, value in batch.items() if "label" not in key and not key.startswith("decoder_")}
+    if set(inputs) <= {"input_ids", "attention_mask"} and not plain.config.is_encoder_decoder:
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(3, plain.config.get_text_config().vocab_size, (2, 5), generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs["attention_mask"][0, :2] = 0
+    elif getattr(plain.config, "add_cross_attention", False) and plain.config.model_type != "gpt2":
+        return  # the plain ones generate only inside an EncoderDecoderModel
     lengths = {"max_new_tokens": 6, "min_new_tokens": 6}
     tokens = []
     for model in (plain, parallel):
         model.eval()
-        tokens.append(model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths, **extra))
+        tokens.append(model.generate(**copy.deepcopy(inputs), do_sample=False, pad_token_id=0, **lengths))
         model.train()
     assert torch.equal(*tokens), f"generated {tokens[1].tolist()}, the plain model {tokens[0].tolist()}"
 
