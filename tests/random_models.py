@@ -200,6 +200,8 @@ def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
 def cases(model_type: str, excluded: frozenset[str] = frozenset()) -> list[Case]:
     """All cases of a model type: every head, and the variants of the one that makes text."""
     described = of_type(model_type)
+    if described.inside:
+        return []
     heads = [head for head in sorted(heads_of(model_type)) if head not in {*excluded, *described.without}]
     result = [Case(model_type, head) for head in heads]
     words = sorted((head for head in heads if kind(head) in _WORDS), key=lambda head: _WORDS.index(str(kind(head))))

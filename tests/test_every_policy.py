@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -23,6 +24,7 @@ from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.resolve import make_plan
 from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
+from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
 from tests.worlds import distributed
 
@@ -32,8 +34,10 @@ NOT_REHEARSED: set[str] = set()
 # Heads and KV heads at each size: shared out unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
+REHEARSE = rehearse  # _run switches off the one in initialize
 POLICIES = [path.stem for path in policy_files()]
 MODEL_TYPES = sorted(supported_model_types())
+WHOLE = [name for name in MODEL_TYPES if not of_type(name).inside]  # the others are parts, tested inside these
 
 
 def _types(name: str) -> tuple[str, ...]:
@@ -52,6 +56,14 @@ def _main(model_type: str) -> list[Case]:
         (c for c in listed if kind(c.head) in order), key=lambda c: (order.index(str(kind(c.head))), c.variant)
     )
     return words or listed[:1]
+
+
+def _of_policy(name: str, listed: list[Case]) -> list[Case]:
+    """Those cases for whose config this file is the policy, if it is one of several of a model type."""
+    policy = load_policy(policy_folder() / f"{name}.yaml")
+    if not policy.config and not policy.classes:
+        return listed
+    return [case for case in listed if find_policy(build(case, *SIZES[2])).name == name] or listed
 
 
 def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, vocab: int = 131) -> None:
@@ -94,10 +106,11 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
 # -- one model type of each file, in every run --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@distributed(world_size=2, timeout=300)
+@pytest.mark.parametrize("name", [name for name in POLICIES if set(_types(name)) & set(WHOLE)])
+@pooled(world_size=2)
 def test_the_first_model_type_on_two(name: str) -> None:
-    _run(_main(_types(name)[0])[:1], 2)
+    first = next(model_type for model_type in _types(name) if model_type in WHOLE)
+    _run(_of_policy(name, _main(first))[:1], 2)
 
 
 @distributed(world_size=3, timeout=300)
@@ -110,28 +123,35 @@ def test_one_of_each_family_on_three() -> None:
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@distributed(world_size=2, timeout=600)
+@pytest.mark.parametrize("model_type", WHOLE)
+@pooled(world_size=2, timeout=600)
 def test_every_head_on_two(model_type: str) -> None:
-    _run(_cases(model_type), 2)
+    listed = _cases(model_type)
+    _rehearse(listed, model_type)
+    _run(listed, 2)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@distributed(world_size=4, timeout=600)
-def test_the_main_head_on_four(model_type: str) -> None:
-    _run(_main(model_type), 4)
-
-
-@pytest.mark.every
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_head_can_be_rehearsed(model_type: str) -> None:
-    """What initialize does before it touches a model refuses none of them."""
-    rehearsed = False
-    for case in _cases(model_type):
+def _rehearse(listed: list[Case], model_type: str) -> None:
+    """What initialize does before it touches a model refuses none of them; each rank looks at its part of the cases."""
+    rehearsed, problem = False, ""
+    for case in listed[dist.get_rank() :: dist.get_world_size()]:
         model = build(case, *SIZES[2])
-        rehearsed |= rehearse(model, "", make_plan(model, find_policy(model), 2))
-    assert rehearsed or model_type in NOT_REHEARSED
+        try:
+            rehearsed |= REHEARSE(model, "", make_plan(model, find_policy(model), 2))
+        except Exception as error:
+            problem = problem or f"{case}: {error}"
+    everyone: list[tuple[bool, str]] = [(rehearsed, problem)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (rehearsed, problem))
+    for _, text in everyone:
+        assert not text, text
+    assert any(done for done, _ in everyone) != (model_type in NOT_REHEARSED), "NOT_REHEARSED is wrong about it"
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("model_type", WHOLE)
+@pooled(world_size=4, timeout=600)
+def test_the_main_head_on_four(model_type: str) -> None:
+    _run(_main(model_type)[:2], 4)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -180,6 +200,8 @@ def test_small_and_odd_vocabularies_on_four() -> None:
 
 def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() -> None:
     for model_type in supported_model_types():
+        if of_type(model_type).inside:
+            continue
         heads = set(heads_of(model_type))
         assert auto_heads(model_type) <= heads
         left_out = set(of_type(model_type).without)
@@ -187,6 +209,18 @@ def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() ->
         for head in heads - left_out:
             assert kind(head) is not None, f"{model_type}: no inputs for {head}; add them to tests/random_models.py"
         assert {case.head for case in _cases(model_type)} == heads - left_out, model_type
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if of_type(name).inside])
+def test_a_part_is_inside_what_tests_it(model_type: str) -> None:
+    outer = _cases(of_type(model_type).inside)
+    found = [module.config.model_type for case in outer[:2] for module in _inside(build(case, *SIZES[2]))]
+    assert model_type in found
+
+
+def _inside(model: nn.Module) -> list[transformers.PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -88,8 +88,7 @@ def test_in_half_precision_the_sums_are_taken_in_full() -> None:
         autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=NORMED)
         x = batches()[0]["inputs_embeds"].bfloat16()
         y = model.layers[0].up(x)
-        found = [torch.empty_like(y) for _ in range(2)] if y.shape[-1] != 5 else []
-        assert found and y.dtype is torch.bfloat16
+        assert y.dtype is torch.bfloat16
         normed_y = model.layers[0].between(y.detach())
         start = 0 if model.mpu.tp.rank == 0 else 3
         expected = plain.layers[0].between(plain.layers[0].up(x))[..., start : start + y.shape[-1]]

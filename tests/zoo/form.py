@@ -39,6 +39,7 @@ class Kind:
         without: heads that cannot be built or run, with the reason: "class name" -> "reason".
         double: why the model is compared in float64 and not in float32, whose rounding alone takes the plain model's
             gradients further from the exact ones than the tolerance.
+        inside: this type is a part: it is built, run and compared inside models of that other type.
         generates: whether ``generate`` is compared for heads that make text.
     """
 
@@ -48,4 +49,5 @@ class Kind:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     double: str = ""
+    inside: str = ""
     generates: bool = True

@@ -57,7 +57,7 @@ _QWEN3_5 = {
     "linear_num_value_heads": lambda heads: heads,
 }
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
-_MINICPM = {"image_size": 16, "insert_layer_id": 0}
+_MINICPM = {"image_size": 16, "insert_layer_id": 0, "initializer_range": 0.2}
 _MINIMAX = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -276,7 +276,7 @@ KINDS: dict[str, Kind] = {
     "gemma4_unified": Kind(
         make=vlm(
             "gemma4_unified",
-            {n: v for n, v in _GEMMA4.items() if "per_layer" not in n},
+            {**{n: v for n, v in _GEMMA4.items() if "per_layer" not in n}, "initializer_range": 0.2},
             {"pooling_kernel_size": 2, "mm_embed_dim": width, "mm_posemb_size": 4, "output_proj_dims": width},
             rope={},
         ),

@@ -206,7 +206,7 @@ KINDS: dict[str, Kind] = {
         without=parts("T5", "Stack"),
     ),
     "mt5": Kind(
-        make=t5_like("mt5"),
+        make=t5_like("mt5", initializer_factor=0.5),
         inputs=text_inputs,
         variants={"plain": {"feed_forward_proj": "relu"}, "untied": _UNTIED},
         without=parts("MT5", "Stack"),

@@ -1,0 +1,156 @@
+"""Worlds that live as long as the test run: for many small tests over the same number of ranks.
+
+``@pooled(world_size=2)`` is ``@distributed(world_size=2)`` with ranks that have run other pooled tests: they keep
+their process group and every modeling file that they have imported. A test that fails or hangs takes its world down
+with it; the next one starts a new world. Tests in it must leave nothing behind that others could trip over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.worlds import PRELOAD
+
+_GRACE = 5.0  # seconds that the peers of a failed rank get to fail by themselves
+
+
+class World:
+    """Ranks that wait for work. ``run`` gives all of them the same."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.folder = tempfile.TemporaryDirectory(prefix="autopar-pool-")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, self.folder.name, there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, module: str, name: str, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run ``module.name(*args, **kwargs)`` on every rank; AssertionError with what the first failing rank says."""
+        for pipe in self.pipes:
+            pipe.send((module, name, args, kwargs))
+        pending = dict(enumerate(self.pipes))
+        failures: dict[int, str] = {}
+        limit = time.monotonic() + timeout
+        while pending:
+            ready = multiprocessing.connection.wait(list(pending.values()), max(0.0, limit - time.monotonic()))
+            if not ready:
+                break
+            for rank, pipe in list(pending.items()):
+                if pipe in ready:
+                    del pending[rank]
+                    try:
+                        text = pipe.recv()
+                    except EOFError:
+                        text = f"the process died with code {self.processes[rank].exitcode}"
+                    if text is not None:
+                        failures[rank] = text
+                        limit = min(limit, time.monotonic() + _GRACE)
+        if failures:
+            rank, text = next(iter(failures.items()))
+            raise AssertionError(f"rank {rank} of {len(self.pipes)} failed:\n{text}")
+        if pending:
+            raise AssertionError(f"ranks {sorted(pending)} did not end in {timeout} s:\n{self.stacks()}")
+
+    def stacks(self) -> str:
+        """Where every rank is."""
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()}" for path in sorted(Path(self.folder.name).glob("stack-*"))
+        )
+
+    def close(self) -> None:
+        """End the ranks, whatever they do."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        self.folder.cleanup()
+
+
+_worlds: dict[int, World] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    for world_size in list(_worlds):
+        _worlds.pop(world_size).close()
+
+
+def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on the ranks of the pool's world of that size."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def run(*args: Any, **kwargs: Any) -> None:
+            for other in [size for size in _worlds if size != world_size]:  # one at a time: they hold memory
+                _worlds.pop(other).close()
+            world = _worlds.get(world_size) or _worlds.setdefault(world_size, World(world_size))
+            try:
+                world.run(body.__module__, body.__qualname__, timeout, args, kwargs)
+            except BaseException:
+                _worlds.pop(world_size).close()
+                raise
+
+        run.body = body  # type: ignore[attr-defined]
+        run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    with open(f"{folder}/stack-rank{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=120),
+            )
+        except BaseException:
+            pipe.recv()
+            pipe.send(traceback.format_exc())
+            os._exit(1)
+        while True:
+            try:
+                module, name, args, kwargs = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            try:
+                target: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    target = getattr(target, part)
+                getattr(target, "body", target)(*args, **kwargs)
+                pipe.send(None)
+            except BaseException:
+                pipe.send(traceback.format_exc())
