@@ -101,7 +101,7 @@ def _end(path: str) -> str:
 
 
 def _fits(policy: Policy, model: PreTrainedModel) -> bool:
-    if policy.classes and type(model).__name__ not in policy.classes:
+    if policy.classes and not {kind.__name__ for kind in type(model).__mro__} & set(policy.classes):
         return False
     return all(getattr(model.config, key, None) == value for key, value in policy.config.items())
 
