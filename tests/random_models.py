@@ -30,6 +30,7 @@ from tests.zoo import (
     linear_attention,
     mixtures,
     multimodal,
+    parts,
     patch_grids,
     recurrent,
     seq2seq,
@@ -66,6 +67,7 @@ _SETTINGS: dict[str, Any] = {
 _KINDS: dict[str, Kind] = {
     name: described
     for family in (
+        parts,
         decoders,
         composites,
         mixtures,

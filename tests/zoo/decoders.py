@@ -84,6 +84,7 @@ _AMPLIFIED = (
 )
 
 KINDS: dict[str, Kind] = {
+    "qwen2": Kind(without={"JevForDecision": "its config is of model type jev, with a whole language model inside"}),
     "cohere": Kind(
         variants={"biases": {"attention_bias": True}, "qk-norm": {"use_qk_norm": True}},
     ),

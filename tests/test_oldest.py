@@ -1,0 +1,69 @@
+"""The version ranges in the policies are true at their lower end.
+
+``make test-oldest`` runs this with the oldest supported transformers: every policy whose range begins there plans and
+rehearses the main head of each of its model types, and a few families are compared with the plain model over two ranks.
+With another version there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import transformers
+from packaging.specifiers import SpecifierSet
+from transformers import CONFIG_MAPPING
+
+from autopar.policy.load import load_policy, policy_files, policy_folder
+from autopar.policy.match import find_policy
+from autopar.policy.resolve import make_plan
+from autopar.tensor_parallel.rehearsal import rehearse
+from tests.pool import pooled
+from tests.random_models import build, of_type
+from tests.test_every_policy import _main, _run
+
+OLDEST = "5.20.2"
+FAMILIES = [
+    "gpt2",
+    "llama",
+    "qwen3",
+    "mixtral",
+    "deepseek_v3",
+    "olmo2",
+    "bert",
+    "t5",
+    "bart",
+    "bloom",
+    "vit",
+    "whisper",
+    "llava",
+]
+
+pytestmark = pytest.mark.skipif(
+    transformers.__version__ != OLDEST, reason=f"make test-oldest has transformers {OLDEST}"
+)
+
+
+@functools.cache
+def _holding() -> list[str]:
+    """The policies whose range includes the oldest version."""
+    return [path.stem for path in policy_files() if SpecifierSet(load_policy(path).transformers).contains(OLDEST)]
+
+
+def test_most_policies_hold_for_the_oldest() -> None:
+    assert len(_holding()) > 200
+
+
+@pytest.mark.parametrize("name", _holding())
+def test_a_policy_plans_and_rehearses(name: str) -> None:
+    for model_type in load_policy(policy_folder() / f"{name}.yaml").model_types:
+        assert model_type in CONFIG_MAPPING or of_type(model_type).inside, f"{model_type} is not in {OLDEST}"
+        for case in _main(model_type)[:1]:
+            model = build(case, 6, 3)
+            rehearse(model, "", make_plan(model, find_policy(model), 2))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pooled(world_size=2)
+def test_a_family_is_exact(model_type: str) -> None:
+    _run(_main(model_type)[:1], 2)
