@@ -115,6 +115,10 @@ def _own_parameters(use: Use) -> Iterator[Cut]:
     if rule.within is not None:
         groups = _features((Part(rule.within),), use)
     for inside, holder in module.named_modules():
+        if rule.kind == "cut" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
+            raise PolicyError(
+                f"{join(use.shown, inside)} takes a mean over what would be cut: write {{norm_over: ...}}", rule.where
+            )
         own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in holder._parameters.items() if p is not None]
         if isinstance(holder, nn.modules.batchnorm._BatchNorm):  # statistics of each channel
             own += [(name, buffer) for name, buffer in holder._buffers.items() if buffer is not None and buffer.ndim]

@@ -27,7 +27,7 @@ _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "i
 _TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels")
 _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
-_UNIT = ("count", "follows", "replicate", "or_whole", "multiple")
+_UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
 _BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
 _FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row"}
 
@@ -126,10 +126,9 @@ def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dic
                 follows=_text(spec["follows"], "follows") if "follows" in spec else None,
                 replicate=_flag(spec["replicate"], "replicate") if "replicate" in spec else False,
                 or_whole=_flag(spec["or_whole"], "or_whole") if "or_whole" in spec else False,
-                multiple=_number(spec["multiple"], "multiple") if "multiple" in spec else 1,
+                multiple=_at_least_1(spec, "multiple"),
+                align=_at_least_1(spec, "align"),
             )
-            if units[name].multiple < 1:
-                raise PolicyError(f"'multiple' must be at least 1, not {units[name].multiple}", spec["multiple"].where)
         else:
             units[name] = UnitSpec(name, _text(entry, name), entry.where)
     known = {**(outer or {}), **units}
@@ -145,6 +144,15 @@ def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dic
             chain.append(leader)
             leader = known[leader].follows if leader in known else None
     return units
+
+
+def _at_least_1(spec: Mapping[str, Node], key: str) -> int:
+    if key not in spec:
+        return 1
+    number = _number(spec[key], key)
+    if number < 1:
+        raise PolicyError(f"'{key}' must be at least 1, not {number}", spec[key].where)
+    return number
 
 
 def _parse_rules(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Rule]:

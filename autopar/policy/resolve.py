@@ -56,6 +56,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
             if any(other.name == cut_input.name for other in known.inputs):
                 continue  # a module that several blocks share
             modules[known.path] = replace(known, inputs=(*known.inputs, cut_input))
+    _refuse_replicas_in_regions(modules)
     _watch_parents(modules)
     _check_ties(root, layouts, modules, {use.path for use in uses if not isinstance(use.module, nn.Module)})
     _check_coverage(model, prefix, layouts, policy)
@@ -158,6 +159,19 @@ def _add(cut: Cut, use: Use, modules: dict[str, ModulePlan], layouts: _Layouts, 
         summed=known.summed | cut.plan.summed,
         once=known.once | cut.plan.once,
     )
+
+
+def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
+    """The outputs of a region are summed: what two ranks hold would count twice."""
+    regions = [path for path, plan in modules.items() if plan.rule == "region"]
+    for path, plan in modules.items():
+        if any(path == region or path.startswith(region + ".") for region in regions):
+            for name, layout in plan.layouts.items():
+                if layout.replicated:
+                    raise ConfigError(
+                        f"tensor_parallel_size={layout.axis_size} does not fit {join(path, name)}: a region needs at "
+                        f"least one unit of each kind a rank ({plan.where})."
+                    )
 
 
 def _watch_parents(modules: dict[str, ModulePlan]) -> None:

@@ -62,6 +62,7 @@ class UnitSpec:
         replicate: with fewer units than ranks, several ranks may hold the same one.
         or_whole: with fewer units than ranks, what is made of them stays whole on every rank.
         multiple: each rank holds a multiple of that many.
+        align: each rank holds a multiple of that many where there are enough for it (kernels want aligned widths).
     """
 
     name: str
@@ -71,6 +72,7 @@ class UnitSpec:
     replicate: bool = False
     or_whole: bool = False
     multiple: int = 1
+    align: int = 1
 
 
 class Part(NamedTuple):

@@ -118,7 +118,10 @@ class UnitTable:
         elif count % spec.multiple:
             raise ValueError(f"{count} {unit} cannot be shared out in multiples of {spec.multiple}")
         else:
-            shares = tuple((a * spec.multiple, b * spec.multiple) for a, b in share_out(count // spec.multiple, size))
+            each = spec.multiple
+            if count % spec.align == 0 and count // spec.align >= size and spec.align % each == 0:
+                each = spec.align
+            shares = tuple((a * each, b * each) for a, b in share_out(count // each, size))
         if unit not in self.may_be_empty and any(start == stop for start, stop in shares):
             few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
             raise ValueError(f"{count} {unit} cannot be shared out over {size} ranks{few}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
             if buffer is not None:
                 module._buffers[name] = layout.shard(buffer, axis.rank)
         _resize(module, module_plan, axis.rank)
+    for path, module_plan in plan.modules.items():
+        if module_plan.rule == "region":
+            _keep_runnable(modules[path])
     for attribute in plan.attributes:
         _set(modules[attribute.path], attribute, attribute.values[axis.rank])
 
@@ -97,19 +101,29 @@ def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
         setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
     elif isinstance(module, nn.Linear):
         setattr(module, "in_features" if weight.dim else "out_features", size)
-    elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        shape = module.normalized_shape
-        module.normalized_shape = (*shape[: weight.dim], size, *shape[weight.dim + 1 :])
 
 
 def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
     if plan.name.startswith("config."):
-        if "_autopar_config" not in vars(module):
-            module._autopar_config = module.config
-            module.config = copy.copy(module.config)
-        setattr(module.config, plan.name.removeprefix("config."), value)
+        setattr(_own_config(module), plan.name.removeprefix("config."), value)
     else:
         setattr(module, plan.name, value)
+
+
+def _keep_runnable(experts: nn.Module) -> None:
+    """The grouped matmul of experts wants rows of whole 16 bytes; a share whose rows are not goes expert by expert."""
+    if getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm" and any(
+        size * parameter.element_size() % 16 for parameter in experts.parameters() for size in parameter.shape[-2:]
+    ):
+        _own_config(experts)._experts_implementation = "eager"
+
+
+def _own_config(module: nn.Module) -> Any:
+    """The module's own copy of its config; the one it had is kept for :func:`undo`."""
+    if "_autopar_config" not in vars(module):
+        module._autopar_config = module.config
+        module.config = copy.copy(module.config)
+    return module.config
 
 
 def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
@@ -144,7 +158,8 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
         module = modules[attribute.path]
         if not attribute.name.startswith("config."):
             setattr(module, attribute.name, attribute.whole)
-        elif "_autopar_config" in vars(module):
+    for module in modules.values():
+        if "_autopar_config" in vars(module):
             module.config = module.__dict__.pop("_autopar_config")
 
 

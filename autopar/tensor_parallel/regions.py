@@ -66,7 +66,7 @@ class Region:
                 if type(value) in (float, int) and ("drop" in name or name == "p"):
                     self._sources.append((module, name))
             config = getattr(module, "config", None)
-            if config is not None:
+            if hasattr(config, "__dict__"):  # Idefics has a layer whose "config" is a number
                 configs[id(config)] = config
         for config in configs.values():
             for name, value in vars(config).items():

@@ -178,8 +178,6 @@ def test_a_cut_that_does_not_fit_what_stands_there(path: str, rule: Any, message
 @pytest.mark.parametrize(
     ("between", "attributes", "expected"),
     [
-        (lambda: nn.LayerNorm(6), ("normalized_shape",), [(3,)]),
-        (lambda: nn.RMSNorm(6), ("normalized_shape",), [(3,)]),
         (lambda: nn.GroupNorm(2, 6), ("num_channels", "num_groups"), [3, 1]),
         (lambda: nn.Conv1d(6, 6, 1, groups=2), ("in_channels", "out_channels", "groups"), [3, 3, 1]),
         (lambda: nn.Linear(4, 6), ("in_features", "out_features"), [4, 3]),
@@ -191,6 +189,13 @@ def test_a_cut_module_tells_the_sizes_that_it_has(between: Any, attributes: tupl
     model = share(toy(lambda config: MLP(config, between()), ffn=6), policy, 2, 1)
     assert [getattr(model.layers[1].between, name) for name in attributes] == expected
     assert model.layers[1].between.weight.shape[0] == 3
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_whose_mean_would_be_cut_is_refused(norm: Any) -> None:
+    policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"cut": "ffn"}})
+    with pytest.raises(PolicyError, match=r"between takes a mean over what would be cut: write \{norm_over: \.\.\.\}"):
+        share(toy(lambda config: MLP(config, norm(6)), ffn=6), policy, 2, 1)
 
 
 class Nested(nn.Module):

@@ -200,6 +200,7 @@ KINDS: dict[str, Kind] = {
         make=vlm(
             "lfm3_vl",
             {
+                "initializer_range": 0.3,
                 "num_hidden_layers": 3,
                 "layer_types": ["conv", "full_attention", "sliding_attention"],
                 "sliding_window": 4,
@@ -250,6 +251,7 @@ KINDS: dict[str, Kind] = {
                 "pos_emb_width": 4,
                 "max_position_embeddings": 16,
                 "layer_types": ["window_attention", "full_attention"],
+                "initializer_range": 0.3,
             },
             rope={},
             out_hidden_size=lambda heads: 32 * heads,
