@@ -228,4 +228,7 @@ def test_a_policy_says_what_is_special_and_for_which_transformers(name: str) -> 
     path = policy_folder() / f"{name}.yaml"
     first = path.read_text().splitlines()[0]
     assert first.startswith("# ") and first.endswith(".") and len(first) > 20, first
-    assert load_policy(path).transformers == ">=5.23,<6"
+    assert load_policy(path).transformers in (
+        ">=5.20,<6",
+        ">=5.23,<6",
+    )  # make test-oldest has the one, make test the other
