@@ -36,7 +36,6 @@ FAMILIES = [
     "bloom",
     "vit",
     "whisper",
-    "llava",
 ]
 
 # Model types whose config was another one then, so that the small models of the tests cannot be made.

@@ -57,7 +57,7 @@ _QWEN3_5 = {
     "linear_num_value_heads": lambda heads: heads,
 }
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
-_MINICPM = {"image_size": 16, "insert_layer_id": 0, "initializer_range": 0.2}
+_MINICPM = {"image_size": 16, "insert_layer_id": 0, "initializer_range": 0.05}
 _MINIMAX = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -242,6 +242,7 @@ KINDS: dict[str, Kind] = {
         make=vlm(
             "muse_glimmer",
             {
+                "initializer_range": 0.05,
                 "sliding_window": 4,
                 "layer_types": ["sliding_attention", "full_attention"],
                 "layer_rope_theta": [10000.0, 0],
@@ -251,7 +252,6 @@ KINDS: dict[str, Kind] = {
                 "pos_emb_width": 4,
                 "max_position_embeddings": 16,
                 "layer_types": ["window_attention", "full_attention"],
-                "initializer_range": 0.3,
             },
             rope={},
             out_hidden_size=lambda heads: 32 * heads,
@@ -278,7 +278,7 @@ KINDS: dict[str, Kind] = {
     "gemma4_unified": Kind(
         make=vlm(
             "gemma4_unified",
-            {**{n: v for n, v in _GEMMA4.items() if "per_layer" not in n}, "initializer_range": 0.2},
+            {**{n: v for n, v in _GEMMA4.items() if "per_layer" not in n}, "initializer_range": 0.05},
             {"pooling_kernel_size": 2, "mm_embed_dim": width, "mm_posemb_size": 4, "output_proj_dims": width},
             rope={},
         ),
