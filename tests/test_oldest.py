@@ -41,9 +41,10 @@ FAMILIES = [
 # Model types whose config was another one then, so that the small models of the tests cannot be made.
 CANNOT_BUILD = {"cohere_compass_text"}
 
-pytestmark = pytest.mark.skipif(
-    transformers.__version__ != OLDEST, reason=f"make test-oldest has transformers {OLDEST}"
-)
+pytestmark = [
+    pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"make test-oldest has transformers {OLDEST}"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # its own calls of torch
+]
 
 
 @functools.cache

@@ -233,7 +233,11 @@ KINDS: dict[str, Kind] = {
             "interpolated-links": {"link_tower_type": "interpolate"},
         },
     ),
-    "flava": Kind(make=composite("flava", _flava_config), inputs=_flava),
+    "flava": Kind(
+        make=composite("flava", _flava_config),
+        inputs=_flava,
+        without={"FlavaForPreTraining": "no policy: its contrastive loss takes every process for a part of the batch"},
+    ),
     "git": Kind(
         make=composite(
             "git",
@@ -244,6 +248,7 @@ KINDS: dict[str, Kind] = {
         generates=False,
     ),
     "instructblip": Kind(
+        generates=False,  # the plain one with T5 inside cannot
         make=composite("instructblip", _instructblip_config),
         inputs=_instructblip,
         without={"InstructBlipModel": "returns the outputs of its parts only, each with another inside"},

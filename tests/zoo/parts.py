@@ -12,7 +12,6 @@ _INSIDE = {
     "exaone4_5_vision": "exaone4_5",
     "flava_image_model": "flava",
     "flava_multimodal_model": "flava",
-    "gemma4_vision": "gemma4",
     "glm4v_moe_text": "glm4v_moe",
     "glm4v_moe_vision": "glm4v_moe",
     "glm4v_text": "glm46v",

@@ -129,7 +129,7 @@ KINDS: dict[str, Kind] = {
             {**_WINDOWS, "num_key_value_heads": lambda heads: heads // 2},
             rope={},
         ),
-        inputs=with_images(8, grid(8), "mm_token_type_ids"),
+        inputs=with_images(8, grid(8)),
     ),
     "glm46v": Kind(make=vlm("glm46v", {}, _GLM_TOWER, _GLM_ROPE), inputs=_QWEN),
     "glm4v": Kind(make=vlm("glm4v", {}, _GLM_TOWER, _GLM_ROPE), inputs=_QWEN),
@@ -153,7 +153,7 @@ KINDS: dict[str, Kind] = {
     "glmga": Kind(make=vlm("glmga", {}, _GLM_TOWER, _GLM_ROPE), inputs=_QWEN),
     "hyperclovax_vision_v2": Kind(
         make=vlm("hyperclovax_vision_v2", {}, _WINDOWS, rope={}),
-        inputs=with_images(8, grid(8), "mm_token_type_ids"),
+        inputs=with_images(8, grid(8)),
     ),
     "paddleocr_vl": Kind(
         make=vlm("paddleocr_vl", {}, {"image_size": 16}), inputs=with_images(4, grid(4, 3, 4, 4), "mm_token_type_ids")
