@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 import autopar
 from autopar.config import _SECTIONS
 from autopar.policy.load import load_policy, policy_files
-from tests.random_models import cases
+from autopar.policy.match import supported_model_types
+from tests.random_models import auto_heads, of_type
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
 
@@ -38,13 +39,15 @@ HEADS = {  # ending of a class -> its task
     "LMHeadModel": "causal",
     "ForMaskedLM": "masked",
     "ForConditionalGeneration": "generation",
+    "MTModel": "generation",
     "ForPreTraining": "pretraining",
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
     "ForQuestionAnswering": "question answering",
     "ForMultipleChoice": "choice",
     "ForImageClassification": "image",
-    "ForAudioClassification": "audio",
+    "ForSemanticSegmentation": "segmentation",
+    "ForAudioFrameClassification": "audio",
     "ForCTC": "CTC",
     "Model": "base",
 }
@@ -55,20 +58,26 @@ def policy_table() -> str:
     rows = []
     for path in policy_files():
         policy = load_policy(path)
-        tested = [case.head for kind in policy.model_types for case in cases(kind) if not case.variant]
-        named = [next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in tested]
-        heads = [word for word in (*HEADS.values(), "others") if word in named]
+        kinds = [kind for kind in policy.model_types if not of_type(kind).inside]
+        heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
+        named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in heads}
+        shown = [word for word in dict.fromkeys([*HEADS.values(), "others"]) if word in named]
         rules = [rule for tower in policy.towers for rule in tower.blocks.values()]
         units = [unit for tower in policy.towers for unit in tower.units.values()]
         fewer = "yes" if any(unit.replicate for unit in units) else ""
         by_expert = "yes" if any(rule.by_expert for rule in rules) else ""
-        types = ", ".join(policy.model_types)
         rows.append(
-            f"| {types} | {', '.join(dict.fromkeys(heads))} | {fewer} | {by_expert} | {policy.transformers} "
-            f"| [{path.name}](policies/{path.name}) |"
+            f"| {', '.join(policy.model_types)} | {', '.join(shown) or 'part of a model'} | {fewer} | {by_expert} "
+            f"| {policy.transformers.removesuffix(',<6')} | [{path.name}](policies/{path.name}) |"
         )
     head = "| model types | heads | fewer KV heads | by expert | transformers | policy |"
     return "\n".join([head, "|---|---|---|---|---|---|", *sorted(rows)])
+
+
+def test_the_readme_counts_right() -> None:
+    whole = [kind for kind in supported_model_types() if not of_type(kind).inside]
+    (stated,) = re.findall(r"(\d+) model types", README.read_text())
+    assert int(stated) == len(whole)
 
 
 def test_the_table_of_policies_is_complete() -> None:
