@@ -102,6 +102,10 @@ class Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": some branch has to be taken
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
+            return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
+        if func is torch.ops.aten.index.Tensor and args[0].is_meta:
+            args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
         out = func(*args, **(kwargs or {}))
         kinds = [
             kind
@@ -137,6 +141,13 @@ class Follow(TorchDispatchMode):
         base = tensor._base
         if base is not None and kind == _SHARED and self._kinds.get(base) is None:
             self._kinds[base] = kind  # a slice of a fresh tensor was written to
+
+
+def _places(index: Any) -> list[Any]:
+    """An index as places: a mask picks one."""
+    if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+        return [index.new_empty(1, dtype=torch.long) for _ in range(index.ndim)]
+    return [index]
 
 
 _SHAPE_ONLY = {  # the result has nothing of the argument's values

@@ -33,6 +33,8 @@ def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
         inputs = {"inputs_embeds": _empty(_BATCH, _SEQ, config.hidden_size)}
     else:
         raise ValueError(f"no sample for the input '{main}'")
+    if "bbox" in taken and "input_ids" in inputs:
+        inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
     if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = _ids(_BATCH, _SEQ)
     return inputs
@@ -67,11 +69,16 @@ def _sound(main: str, config: Any) -> torch.Tensor:
         for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
             samples = (samples - 1) * stride + kernel
         return _empty(_BATCH, samples + 7 * torch.Size(config.conv_stride).numel())
+    if main == "input_values" and not hasattr(config, "num_mel_bins"):
+        return _empty(_BATCH, 2000)
+    if hasattr(config, "input_feat_per_channel"):
+        return _empty(_BATCH, 4 * _FRAMES, config.input_feat_per_channel * config.input_channels)
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
         return _empty(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
         return _empty(_BATCH, config.max_length, config.num_mel_bins)
-    width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(config, "num_mel_bins", 80)
+    inner = getattr(config, "encoder_config", config)
+    width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(inner, "num_mel_bins", 80)
     return _empty(_BATCH, 4 * _FRAMES, width)
 
 
