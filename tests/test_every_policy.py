@@ -94,11 +94,13 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
         inputs["attention_mask"][0, :2] = 0
     elif getattr(plain.config, "add_cross_attention", False) and plain.config.model_type != "gpt2":
         return  # the plain ones generate only inside an EncoderDecoderModel
-    lengths = {"max_new_tokens": 6, "min_new_tokens": 6}
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    if "pixel_values" not in inputs:  # BLIP passes one of its own on
+        settings["pad_token_id"] = 0
     tokens = []
     for model in (plain, parallel):
         model.eval()
-        tokens.append(model.generate(**copy.deepcopy(inputs), do_sample=False, pad_token_id=0, **lengths))
+        tokens.append(model.generate(**copy.deepcopy(inputs), **settings))
         model.train()
     assert torch.equal(*tokens), f"generated {tokens[1].tolist()}, the plain model {tokens[0].tolist()}"
 
@@ -132,9 +134,13 @@ def test_every_head_on_two(model_type: str) -> None:
 
 
 def _rehearse(listed: list[Case], model_type: str) -> None:
-    """What initialize does before it touches a model refuses none of them; each rank looks at its part of the cases."""
+    """What initialize does before it touches a model refuses none of them; each rank looks at its part of the cases.
+
+    Heads that only classify share all but a replicated layer with the others.
+    """
     rehearsed, problem = False, ""
-    for case in listed[dist.get_rank() :: dist.get_world_size()]:
+    chosen = [c for c in listed if c.variant or kind(c.head) in ("seq2seq", "causal", "masked", "base")] or listed
+    for case in chosen[dist.get_rank() :: dist.get_world_size()]:
         model = build(case, *SIZES[2])
         try:
             rehearsed |= REHEARSE(model, "", make_plan(model, find_policy(model), 2))
@@ -151,7 +157,7 @@ def _rehearse(listed: list[Case], model_type: str) -> None:
 @pytest.mark.parametrize("model_type", WHOLE)
 @pooled(world_size=4, timeout=600)
 def test_the_main_head_on_four(model_type: str) -> None:
-    _run(_main(model_type)[:2], 4)
+    _run(_main(model_type)[:1], 4)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
