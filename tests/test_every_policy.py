@@ -86,7 +86,9 @@ def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, voc
 
 def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -> None:
     """Greedy generation with a cache: from padding on the left for text alone, else from the batch itself."""
-    inputs = {key: value for key, value in batch.items() if "label" not in key and not key.startswith("decoder_")}
+    inputs = {
+        key: value for key, value in batch.items() if not ("label" in key or key.startswith(("decoder_", "output_")))
+    }
     if set(inputs) <= {"input_ids", "attention_mask"} and not plain.config.is_encoder_decoder:
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(3, plain.config.get_text_config().vocab_size, (2, 5), generator=generator)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from tests.zoo.form import Kind
 
 _INSIDE = {
+    "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
+    "ernie4_5_vl_moe_vision": "ernie4_5_vl_moe",
+    "florence_vision": "florence2",
+    "git_vision_model": "git",
     "bridgetower_vision_model": "bridgetower",
     "cohere_compass_vision": "cohere_compass",
     "cosmos3_edge_text": "cosmos3_edge",
