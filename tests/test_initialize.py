@@ -271,7 +271,7 @@ def test_a_size_that_does_not_fit_says_what_does():
         "  'heads' is num_attention_heads=9 (policies/gpt2.yaml:7), cut by attn.c_attn (policies/gpt2.yaml:17).\n"
         "  Largest size that fits this model: 9."
     ).replace("gpt2.yaml:7", f"gpt2.yaml:{find_policy(model).units['heads'].where.line}").replace(
-        "gpt2.yaml:17", f"gpt2.yaml:{find_policy(model).blocks['attn.c_attn'].where.line}"
+        "gpt2.yaml:17", f"gpt2.yaml:{find_policy(model).towers[0].blocks['attn.c_attn'].where.line}"
     )
 
 

@@ -140,7 +140,8 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
             else:
                 tensors = {}
                 for name in saved:
-                    tensors[name] = source.read(name).clone()
+                    tensor = source.read(name)
+                    tensors[name] = tensor if tensor._base is None else tensor.clone()  # a part, without the rest
                     bar.update(nbytes(*specs[name]))
                 torch.save(tensors, folder / file)
             files[file] = (folder / file).stat().st_size
