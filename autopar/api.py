@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 
 __all__ = ["deparallelize", "initialize"]
+
+_log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
@@ -192,7 +195,12 @@ def _plan(
     by_expert: bool,
 ) -> Plan:
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
-    rehearse(inner, prefix, plan)
+    if not rehearse(inner, prefix, plan) and policy is not None and plan.tp > 1:
+        _log.warning(
+            "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
+            "the plain model's once.",
+            type(inner).__name__,
+        )
     return plan
 
 

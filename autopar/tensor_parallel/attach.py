@@ -10,15 +10,14 @@ import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.collectives import gather
 from autopar.errors import ConfigError
-from autopar.layout import Block, Layout
+from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
+from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
 from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
 from autopar.tensor_parallel.consistency import check_inputs, shard_digest, share_random_state
 from autopar.tensor_parallel.regions import Region
@@ -34,11 +33,13 @@ def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, check: 
     Args:
         check: compare the inputs of the first forward over tp.
     """
-    layouts = _head_layouts(plan) if plan.tp > 1 else []
+    layouts = head_layouts(plan) if plan.tp > 1 else []
+    known = frozenset(name for name, _ in model.named_parameters())
     for module in _hugging_face_modules(model):
         outermost = module is model
-        module.register_forward_pre_hook(BeforeForward(mpu, region, check and outermost), with_kwargs=True)
-        module.register_forward_hook(AfterForward(mpu, region, outermost, layouts), always_call=True)
+        before = BeforeForward(mpu, region, check and outermost, known if outermost and plan.tp > 1 else None)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(AfterForward(mpu, region, layouts), always_call=True)
         methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
         if plan.tp > 1:
             methods["save_pretrained"] = _refuse_save
@@ -71,11 +72,15 @@ def _hugging_face_modules(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 class BeforeForward:
     """Forward pre-hook: random streams to their start; on the first forward of each mode, compare the inputs."""
 
-    def __init__(self, mpu: MPU, region: Region, check: bool) -> None:
+    def __init__(self, mpu: MPU, region: Region, check: bool, known: frozenset[str] | None) -> None:
         self.mpu, self.region = mpu, region
         self.unchecked = {True, False} if check else set[bool]()  # training mode, evaluation mode
+        self.known = known
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.known is not None:
+            _refuse_new_parameters(model, self.known)
+            self.known = None
         self.region.start()
         if model.training in self.unchecked:
             self.unchecked.discard(model.training)
@@ -88,38 +93,28 @@ class BeforeForward:
             )
 
 
+def _refuse_new_parameters(model: nn.Module, known: frozenset[str]) -> None:
+    """Parameters that came after ``initialize`` (adapters) would compute with a part of what they should see."""
+    new = [name for name, _ in model.named_parameters() if name not in known]
+    if new:
+        more = " ..." if len(new) > 3 else ""
+        raise ConfigError(
+            f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know "
+            f"how to share them out: {', '.join(new[:3])}{more}. Add modules (adapters) before."
+        )
+
+
 class AfterForward:
     """Forward hook, called after an error too: random streams back, attention maps whole."""
 
-    def __init__(self, mpu: MPU, region: Region, outermost: bool, layouts: list[Layout]) -> None:
-        self.mpu, self.region, self.outermost, self.layouts = mpu, region, outermost, layouts
+    def __init__(self, mpu: MPU, region: Region, layouts: list[Layout]) -> None:
+        self.mpu, self.region, self.layouts = mpu, region, layouts
 
-    def __call__(self, model: Any, args: Any, output: Any) -> None:
+    def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
-        if self.outermost and isinstance(output, dict) and self.mpu.tp.size > 1:
-            for name in [name for name in output if "attentions" in name and output[name]]:
-                output[name] = tuple(_whole_attentions(maps, self.mpu, self.layouts) for maps in output[name])
-
-
-def _head_layouts(plan: Plan) -> list[Layout]:
-    """How heads are shared out in this model, one layout for each different way; one element is one head."""
-    found: dict[Any, Layout] = {}
-    for module in plan.modules.values():
-        for block in module.layout.blocks if module.layout is not None else ():
-            if "heads" in block.unit:
-                found[block.count, block.shares] = Layout.of(1, [Block(block.unit, block.count, 1, block.shares)])
-    return [layout for layout in found.values() if not layout.replicated]
-
-
-def _whole_attentions(maps: Any, mpu: MPU, layouts: list[Layout]) -> Any:
-    """Attention maps of this rank's heads -> of all heads, ``[batch, heads, query, key]``; whole ones are kept."""
-    if isinstance(maps, torch.Tensor) and maps.ndim == 4:
-        for layout in layouts:
-            if layout.local_size(mpu.tp.rank) == maps.shape[1]:
-                return gather(maps, mpu.tp, layout, dim=1)
-    if isinstance(maps, tuple):  # of several attentions in one layer
-        return tuple(_whole_attentions(each, mpu, layouts) for each in maps)
-    return maps
+        if self.region.running or self.mpu.tp.size == 1 or output is None:
+            return None  # inside another of the model's forwards, or a forward that failed
+        return whole_attentions(output, self.mpu.tp, self.layouts)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

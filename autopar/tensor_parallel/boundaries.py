@@ -54,8 +54,9 @@ class Boundary:
             y = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.region.depth -= 1
+            if plan.rule == "region":  # checkpointing ends a recomputation by an exception from inside
+                self.region.leave()
         if plan.rule == "region":
-            self.region.leave()
             return tree_map(self._sum, y)
         if plan.rule == "gathered":
             return self.region.open(scatter(y, self.tp, self._features(y.shape[self._dim], whole=True), self._dim))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import AttributePlan, ModulePlan, Plan
 from autopar.tensor_parallel.layers import parallel_class, plain_class
+from autopar.tensor_parallel.own_config import own_config, set_own
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "cut_parameters", "full_tensor", "make_equal", "undo"]
@@ -105,7 +105,7 @@ def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
 
 def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
     if plan.name.startswith("config."):
-        setattr(_own_config(module), plan.name.removeprefix("config."), value)
+        set_own(_own_config(module), plan.name.removeprefix("config."), value)
     else:
         setattr(module, plan.name, value)
 
@@ -115,14 +115,14 @@ def _keep_runnable(experts: nn.Module) -> None:
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm" and any(
         size * parameter.element_size() % 16 for parameter in experts.parameters() for size in parameter.shape[-2:]
     ):
-        _own_config(experts)._experts_implementation = "eager"
+        set_own(_own_config(experts), "_experts_implementation", "eager")
 
 
 def _own_config(module: nn.Module) -> Any:
-    """The module's own copy of its config; the one it had is kept for :func:`undo`."""
+    """The module's own view of its config; the one it had is kept for :func:`undo`."""
     if "_autopar_config" not in vars(module):
         module._autopar_config = module.config
-        module.config = copy.copy(module.config)
+        module.config = own_config(module.config)
     return module.config
 
 

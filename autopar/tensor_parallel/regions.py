@@ -45,7 +45,7 @@ class Region:
         self._version = 0
         self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._sources: list[tuple[Any, str]] = []
-        self._running = 0  # how many of the model's Hugging Face models are running inside each other
+        self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many Boundary modules are running inside each other
         self.follow: Any = None  # a rehearsal, which wants to know what enters and leaves
 
@@ -80,9 +80,9 @@ class Region:
         """
         self.leave()
         self.forget()
-        if self._running == 0:
+        if self.running == 0:
             self.depth = 0
-        self._running += 1
+        self.running += 1
         on = [owner for owner, name in self._sources if float(vars(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
@@ -91,7 +91,7 @@ class Region:
         """After the forward, also one that failed."""
         self.leave()
         self.forget()
-        self._running = max(self._running - 1, 0)
+        self.running = max(self.running - 1, 0)
 
     def forget(self) -> None:
         """Drop the references to activations."""

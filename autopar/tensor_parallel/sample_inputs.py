@@ -37,7 +37,7 @@ def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
         inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
     if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = _ids(_BATCH, _SEQ)
-    return inputs
+    return {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def _text(model: PreTrainedModel) -> dict[str, Any]:

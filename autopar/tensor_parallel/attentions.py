@@ -1,0 +1,70 @@
+"""Attention maps that a model returns: of all heads, although each rank computes those of its own.
+
+They are ``[batch, heads, query, key]`` tensors in tuples, under keys with ``attentions`` in them, also in outputs
+inside outputs; without keys (``return_dict=False``) a tuple of four-dimensional tensors is taken for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.collectives import Axis, gather
+from autopar.layout import Block, Layout
+from autopar.policy.plan import Plan
+
+__all__ = ["head_layouts", "whole_attentions"]
+
+_OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
+
+
+def head_layouts(plan: Plan) -> list[Layout]:
+    """How heads are shared out in this model, one layout for each different way; one element is one head."""
+    found: dict[Any, Layout] = {}
+    for module in plan.modules.values():
+        for block in module.layout.blocks if module.layout is not None else ():
+            if "heads" in block.unit and block.unit not in _OTHER_HEADS:
+                found[block.count, block.shares] = Layout.of(1, [Block(block.unit, block.count, 1, block.shares)])
+    return [layout for layout in found.values() if not layout.replicated]
+
+
+def whole_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
+    """``output`` with every attention map of all heads; a collective of the axis if there is any.
+
+    Which layout a map has follows from its sizes on all ranks, so that every rank takes the same.
+    """
+    maps: list[torch.Tensor] = []
+    _walk(output, lambda x: maps.append(x) or x, inside=False)  # type: ignore[func-returns-value]
+    if not maps or not layouts:
+        return output
+    sizes: list[list[int]] = [[]] * axis.size
+    dist.all_gather_object(sizes, [x.shape[1] for x in maps], group=axis.group)
+    known = {tuple(layout.local_size(rank) for rank in range(axis.size)): layout for layout in layouts}
+    chosen = iter([known.get(each) for each in zip(*sizes, strict=True)])
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        layout = next(chosen)
+        return x if layout is None else gather(x, axis, layout, dim=1)
+
+    return _walk(output, whole, inside=False)
+
+
+def _walk(value: Any, change: Any, inside: bool) -> Any:
+    """``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
+    if isinstance(value, dict):
+        for name in list(value):
+            entry = value[name]
+            if isinstance(entry, (tuple, list, dict, torch.Tensor)) and not (inside is False and _plain(name, entry)):
+                value[name] = _walk(entry, change, inside or "attentions" in name)
+        return value
+    if isinstance(value, (tuple, list)):
+        maps = inside or (len(value) > 0 and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in value))
+        return type(value)([_walk(entry, change, maps) for entry in value]) if type(value) in (tuple, list) else value
+    return change(value) if inside and isinstance(value, torch.Tensor) and value.ndim == 4 else value
+
+
+def _plain(name: str, entry: Any) -> bool:
+    """Entries of a dict that hold no maps by their name: hidden states, features, caches."""
+    return "attentions" not in name and not isinstance(entry, dict)
