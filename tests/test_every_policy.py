@@ -51,7 +51,6 @@ NOT_REHEARSED = {
         "musicgen_melody_decoder",
         "nllb-moe",
         "pix2struct",
-        "pix2struct_vision_model",
         "pp_formulanet",
         "qwen2_5_vl_vision",
         "qwen2_vl_vision",
@@ -115,18 +114,23 @@ def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, voc
             raise AssertionError(f"{case} at tp {tp}, {heads} heads, {kv_heads} KV heads: {error}") from error
 
 
+_MEDIA = ("pixel_values", "image", "input_features", "input_values", "flattened_patches", "audio", "bbox")
+
+
 def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -> None:
     """Greedy generation with a cache: from padding on the left for text alone, else from the batch itself."""
     inputs = {
         key: value for key, value in batch.items() if not ("label" in key or key.startswith(("decoder_", "output_")))
     }
-    if set(inputs) <= {"input_ids", "attention_mask"} and not plain.config.is_encoder_decoder:
+    if not plain.config.is_encoder_decoder and not any(key.startswith(_MEDIA) for key in inputs):
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(3, plain.config.get_text_config().vocab_size, (2, 5), generator=generator)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         inputs["attention_mask"][0, :2] = 0
-    elif getattr(plain.config, "add_cross_attention", False) and plain.config.model_type != "gpt2":
-        return  # the plain ones generate only inside an EncoderDecoderModel
+        if getattr(plain.config, "add_cross_attention", False):
+            if plain.config.model_type != "gpt2":
+                return  # the plain ones generate only inside an EncoderDecoderModel
+            inputs["encoder_hidden_states"] = torch.randn(2, 5, plain.config.hidden_size, generator=generator)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     if "pixel_values" not in inputs:  # BLIP passes one of its own on
         settings["pad_token_id"] = 0

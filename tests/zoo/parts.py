@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.zoo.form import Kind
 
 _INSIDE = {
+    "muse_glimmer_text": "muse_glimmer",
+    "pix2struct_text_model": "pix2struct",
+    "pix2struct_vision_model": "pix2struct",
     "ernie4_5_vl_moe_text": "ernie4_5_vl_moe",
     "ernie4_5_vl_moe_vision": "ernie4_5_vl_moe",
     "florence_vision": "florence2",
