@@ -58,6 +58,13 @@ NOT_REHEARSED = {
         "qwen3_5_vision",
         "qwen3_vl_moe_vision",
         "qwen3_vl_vision",
+        "sew-d",
+        "siglip2",
+        "siglip2_vision_model",
+        "speech-encoder-decoder",
+        "switch_transformers",
+        "udop",
+        "vilt",
     )
 }
 
