@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
-import importlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -20,11 +19,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.worlds import PRELOAD
+from tests.worlds import PRELOAD, join, run_body
 
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail by themselves
 
@@ -124,19 +122,12 @@ def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., N
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Any) -> None:
     import torch
-    import torch.distributed as dist
 
     with open(f"{folder}/stack-rank{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/rendezvous",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=120),
-            )
+            join(rank, world_size, folder, timeout=120)
         except BaseException:
             pipe.recv()
             pipe.send(traceback.format_exc())
@@ -147,10 +138,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Any) -> None:
             except EOFError:
                 os._exit(0)
             try:
-                target: Any = importlib.import_module(module)
-                for part in name.split("."):
-                    target = getattr(target, part)
-                getattr(target, "body", target)(*args, **kwargs)
+                run_body(module, name, args, kwargs)
                 pipe.send(None)
             except BaseException:
                 pipe.send(traceback.format_exc())

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
+import autopar
 import autopar.api
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
@@ -175,6 +180,8 @@ def test_every_head_on_two(model_type: str) -> None:
     listed = _cases(model_type)
     _rehearse(listed, model_type)
     _run(listed, 2)
+    for case in _main(model_type)[:1]:
+        _merges(case)
 
 
 def _rehearse(listed: list[Case], model_type: str) -> None:
@@ -188,6 +195,32 @@ def _rehearse(listed: list[Case], model_type: str) -> None:
     rest = [c for c in listed if c not in chosen]
     done = _rehearse_some(chosen) or _rehearse_some(rest)
     assert done != (model_type in NOT_REHEARSED), "NOT_REHEARSED is wrong about it"
+
+
+def _merges(case: Case) -> None:
+    """The merged folder is what the plain model would save, or loads into the same where names differ by a join."""
+    plain = build(case, *SIZES[2])
+    parallel = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    place = [tempfile.mkdtemp(prefix="autopar-merge-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(place)
+    merged, expected = Path(place[0], "merged"), Path(place[0], "plain")
+    parallel.save_parallelized(merged, merge_checkpoints=True)
+    parallel.mpu.destroy()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(expected)
+        files = [
+            {k: v for file in f.glob("*.safetensors") for k, v in load_file(file).items()} for f in (merged, expected)
+        ]
+        if files[0].keys() != files[1].keys():
+            files = [type(plain).from_pretrained(merged, dtype=plain.dtype).state_dict(), plain.state_dict()]
+        assert files[0].keys() == files[1].keys(), case
+        for name, tensor in files[1].items():
+            assert torch.equal(files[0][name], tensor), f"{case}: {name} is another in the merged folder"
+        shutil.rmtree(place[0])
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def _rehearse_some(chosen: list[Case]) -> bool:

@@ -151,28 +151,34 @@ def _rank_main(
     pipe: Any,
 ) -> None:
     import torch
-    import torch.distributed as dist
 
     with open(f"{folder}/stack-rank{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/rendezvous",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-            )
-            target: Any = importlib.import_module(module)
-            for part in name.split("."):
-                target = getattr(target, part)
-            getattr(target, "body", target)(*args, **kwargs)
+            join(rank, world_size, folder, timeout)
+            run_body(module, name, args, kwargs)
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
         pipe.close()
         os._exit(0)  # no destructors: a peer may be gone
+
+
+def join(rank: int, world_size: int, folder: str, timeout: float) -> None:
+    """Meet the other ranks at a file in ``folder``."""
+    import torch.distributed as dist
+
+    method, limit = f"file://{folder}/rendezvous", timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size, timeout=limit)
+
+
+def run_body(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run ``module.name``, or the body that a decorator keeps there."""
+    target: Any = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part)
+    getattr(target, "body", target)(*args, **kwargs)
 
 
 def raises_everywhere(error: type[BaseException], *parts: str) -> Any:

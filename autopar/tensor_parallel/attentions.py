@@ -36,7 +36,12 @@ def whole_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
     Which layout a map has follows from its sizes on all ranks, so that every rank takes the same.
     """
     maps: list[torch.Tensor] = []
-    _walk(output, lambda x: maps.append(x) or x, inside=False)  # type: ignore[func-returns-value]
+
+    def collect(x: torch.Tensor) -> torch.Tensor:
+        maps.append(x)
+        return x
+
+    _walk(output, collect, inside=False)
     if not maps or not layouts:
         return output
     sizes: list[list[int]] = [[]] * axis.size
