@@ -1,4 +1,4 @@
-"""autopar: one line turns a Hugging Face model that sits in memory into a tensor- and data-parallel one.
+"""autopar: one line turns a Hugging Face model into a tensor- and data-parallel one.
 
 The public names are loaded when they are first used, so that the command line starts without torch.
 """
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from autopar.config import ParallelConfig
     from autopar.data_parallel.batches import prepare_dataloader
     from autopar.data_parallel.gradients import GradScaler, clip_grad_norm_
+    from autopar.lazy_model import lazy_init
     from autopar.mesh import MPU
+    from autopar.pretrained import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -37,7 +39,9 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "deparallelize",
+    "from_pretrained",
     "initialize",
+    "lazy_init",
     "prepare_dataloader",
 ]
 
@@ -47,7 +51,9 @@ _HOMES = {
     "ParallelConfig": "autopar.config",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
+    "from_pretrained": "autopar.pretrained",
     "initialize": "autopar.api",
+    "lazy_init": "autopar.lazy_model",
     "prepare_dataloader": "autopar.data_parallel.batches",
     "tensor_parallel": "autopar.tensor_parallel",
     "checkpoint": "autopar.checkpoint",

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from autopar import checkpoint
 from autopar.config import ParallelConfig
-from autopar.errors import ConfigError, ConsistencyError
+from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU, start_process_group
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
@@ -31,7 +32,7 @@ from autopar.tensor_parallel.consistency import share_random_state
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 
-__all__ = ["deparallelize", "initialize"]
+__all__ = ["deparallelize", "initialize", "on_every_rank"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ def initialize(
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
 ) -> Model:
-    """Turn a Hugging Face model that sits in memory into this rank's share of a parallel one, in place.
+    """Turn a Hugging Face model into this rank's share of a parallel one, in place.
+
+    The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do.
 
     Every process calls it with the same model and config. Parameter objects keep their identity, so an optimizer made
     before goes on working. Under nccl the share moves to this rank's GPU.
@@ -65,14 +68,16 @@ def initialize(
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed = _on_every_rank(lambda: _check_call(model, config), dataclasses.astuple)
+    parsed = on_every_rank(lambda: _check_call(model, config), dataclasses.astuple)
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
         prefix, inner = hugging_face_model(model)
         by_expert = parsed.expert_parallel_size > 1
-        plan = _on_every_rank(
-            lambda: _plan(model, prefix, inner, policy, mpu, by_expert), lambda made: _facts(made, model)
+        plan, lazy = on_every_rank(
+            lambda: _plan(model, prefix, inner, policy, mpu, by_expert), lambda made: _facts(made[0], model)
         )
+        lazy.make_equal(mpu)
+        lazy.draw(mpu)
     except Exception:
         mpu.destroy()
         raise
@@ -80,6 +85,7 @@ def initialize(
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
+    on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing:
@@ -122,10 +128,11 @@ class _State:
         self.plan, self.mpu, self.config = plan, mpu, config
 
 
-def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
+def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
     """Run ``step``; if it fails on one rank, or its facts differ between ranks, every rank raises.
 
-    A rank that fails raises its own error, the others a ConsistencyError that quotes it.
+    A rank that fails raises its own error, the others a ConsistencyError (for a CheckpointError the same) that
+    quotes it.
     """
     result: Result | None = None
     error: Exception | None = None
@@ -135,7 +142,8 @@ def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -
         text = json.dumps(facts(result), default=str)
         verdict = ("fine", hashlib.blake2b(text.encode(), digest_size=12).hexdigest())
     except Exception as caught:  # whatever it is, the peers must not wait for this rank
-        error, verdict = caught, ("error", f"{type(caught).__name__}: {caught}")
+        kind = "checkpoint" if isinstance(caught, CheckpointError) else "error"
+        error, verdict = caught, (kind, f"{type(caught).__name__}: {caught}")
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_process_group()
         verdicts: list[tuple[str, str]] = [verdict] * dist.get_world_size()
@@ -149,6 +157,8 @@ def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -
 
 def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
     for rank, (kind, text) in enumerate(verdicts):
+        if kind == "checkpoint":
+            raise CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
         if kind == "error":
             raise ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
     different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
@@ -193,7 +203,7 @@ def _plan(
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     by_expert: bool,
-) -> Plan:
+) -> tuple[Plan, Materializer]:
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     if not rehearse(inner, prefix, plan) and policy is not None and plan.tp > 1:
         _log.warning(
@@ -201,7 +211,7 @@ def _plan(
             "the plain model's once.",
             type(inner).__name__,
         )
-    return plan
+    return plan, Materializer(model, inner, plan)
 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:
@@ -212,4 +222,5 @@ def _facts(plan: Plan, model: nn.Module) -> Any:
         [module.facts() for module in plan.modules.values()],
         [[a.path, a.name, a.values] for a in plan.attributes],
         [[name, p.is_meta, p.requires_grad] for name, p in model.named_parameters()],
+        lazy_facts(model),
     ]

@@ -1,4 +1,4 @@
-"""The command line: ``autopar merge`` and ``autopar inspect``. One process, no GPU, no model code."""
+"""The command line: ``autopar merge | split | reshard | inspect | check``. One process, no GPU, no process group."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
+    from autopar.checkpoint.part import FileRecord
     from autopar.layout import Layout
 
 __all__ = ["app"]
@@ -51,14 +52,37 @@ def _size(count: float) -> str:
     return f"{count:.4g} TB"
 
 
+_Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
+_Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is whole.")]
+_Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the new shards.")]
+_Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the new shards.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DESTINATION.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, without a progress bar.")]
+
+
+def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    total = sum(result["files"].values())
+    names = list(result["files"])
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    print(
+        f"{verb} {result['tensors']} tensors ({result['parameters']:,} parameters, {_size(total)}) "
+        f"into {destination}: {shown}"
+    )
+
+
 @app.command()
 def merge(
-    source: Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to make; from_pretrained reads it.")],
+    source: _Source,
+    destination: _Target,
     max_shard_size: Annotated[str, typer.Option(help="Split the weights into files of at most this size.")] = "5GB",
     format: Annotated[str, typer.Option(help="safetensors or bin.")] = "safetensors",
-    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DESTINATION.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, without a progress bar.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums.")] = False,
+    force: _Force = False,
+    as_json: _Json = False,
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face checkpoint, one tensor at a time."""
     with _errors():
@@ -69,17 +93,77 @@ def merge(
             destination,
             max_shard_size=max_shard_size,
             format=format,
+            dtype=dtype,
             force=force,
+            verify=not no_verify,
             progress=False if as_json else None,
         )
+    _report("merged", result, destination, as_json)
+
+
+@app.command()
+def split(
+    source: Annotated[Path, typer.Argument(help="Hugging Face checkpoint: a folder with config.json and weights.")],
+    destination: _Target,
+    tp: _Tp = 1,
+    pp: _Pp = 1,
+    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Cut a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
+    with _errors():
+        from autopar.split import split_checkpoint
+
+        result = split_checkpoint(
+            source, destination, tp=tp, pp=pp, policy=policy, dtype=dtype, force=force,
+            progress=False if as_json else None,
+        )  # fmt: skip
+    _report("split", result, destination, as_json)
+
+
+@app.command()
+def reshard(
+    source: _Source,
+    destination: _Target,
+    tp: _Tp = 1,
+    pp: _Pp = 1,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer's state out.")] = False,
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
+    with _errors():
+        from autopar.checkpoint.reshard import reshard_checkpoint
+
+        result = reshard_checkpoint(
+            source, destination, tp=tp, pp=pp, optimizer=not no_optimizer, force=force,
+            progress=False if as_json else None,
+        )  # fmt: skip
+    _report("resharded", result, destination, as_json)
+
+
+@app.command()
+def check(directory: _Source, as_json: _Json = False) -> None:
+    """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
+    with _errors():
+        from autopar.checkpoint.check import check_checkpoint
+
+        result = check_checkpoint(directory, progress=False if as_json else None)
+    problems = result["problems"]
     if as_json:
         print(json.dumps(result, indent=1))
-    else:
-        total = sum(result["files"].values())
+    elif not problems:
         print(
-            f"merged {result['tensors']} tensors ({result['parameters']:,} parameters, {_size(total)}) "
-            f"into {destination}: {', '.join(result['files'])}"
+            f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {_size(result['bytes'])}, "
+            "every checksum as saved, every element in one place"
         )
+    else:
+        for problem in problems:
+            print("error: " + " ".join(problem.split()), file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -92,17 +176,18 @@ def inspect(
         from autopar.checkpoint import Manifest
 
         manifest = Manifest.read(directory)
-        files = [_file(directory / name, record.bytes) for name, record in manifest.files.items()]
+        files = [_file(directory / name, record) for name, record in manifest.files.items()]
     if as_json:
         print(json.dumps(_summary(manifest, files), indent=1))
     else:
         _show(manifest, files, directory)
 
 
-def _file(path: Path, expected: int) -> dict[str, Any]:
+def _file(path: Path, record: FileRecord) -> dict[str, Any]:
     actual = path.stat().st_size if path.is_file() else None
-    state = "ok" if actual == expected else "missing" if actual is None else f"{actual} bytes on disk"
-    return {"name": path.name, "bytes": expected, "state": state}
+    state = "ok" if actual == record.bytes else "missing" if actual is None else f"{actual} bytes on disk"
+    place = {"tp": record.tp, "pp": record.pp, "dp": record.dp}
+    return {"name": path.name, "bytes": record.bytes, "state": state, **place, "tensors": len(record.checksums)}
 
 
 def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -114,9 +199,11 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
         "parameters": manifest.total_parameters(),
         "save_id": manifest.save_id,
         "versions": dict(manifest.versions),
+        "training_state": sorted(manifest.training),
         "files": files,
         "tensors": [
             {
+                "part": part.name,
                 "name": name,
                 "shape": list(tensor.shape),
                 "dtype": tensor.dtype,
@@ -124,8 +211,13 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
                 "saved_as": tensor.saved_as,
                 "pieces": [piece.name for piece in tensor.pieces],
                 "aliases": list(tensor.aliases),
+                "held_by": [
+                    {"file": file, "tp": rank, "shape": list(tensor.local_shape(rank))}
+                    for rank, file in sorted(part.holders[name].items())
+                ],
             }
-            for name, tensor in manifest.tensors.items()
+            for part in manifest.parts.values()
+            for name, tensor in part.tensors.items()
         ],
     }
 
@@ -146,26 +238,34 @@ def in_words(layout: Layout | None) -> str:
 def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     tp, pp, dp = manifest.sizes
     console.print(
         f"[bold]{escape(str(directory))}[/]: {escape(manifest.model_type)}, {manifest.total_parameters():,} parameters"
     )
     console.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with data_parallel_size {dp}")
     console.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
-    table = Table("file", "size", "state")
+    if manifest.training:
+        console.print(f"to go on training: {', '.join(sorted(manifest.training))}")
+    table = Table("file", "size", "tensors", "state")
     for file in files:
-        table.add_row(escape(file["name"]), _size(file["bytes"]), escape(file["state"]))
+        table.add_row(escape(file["name"]), _size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
     console.print(table)
-    table = Table("tensor", "shape", "dtype", "shared out", "merged as")
+    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "shared out", "in", "merged as")
+    holders = manifest.parts["model"].holders
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
         if tensor.pieces and tensor.saved_as is None:
             merged = f"{len(tensor.pieces)} parts, {tensor.pieces[0].name} ..."
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(*(escape(str(c)) for c in (name, shape, tensor.dtype, in_words(tensor.layout), merged)))
+        files_of = list(holders[name].values())
+        where = (
+            files_of[0].removeprefix("model-").removesuffix(".safetensors") if len(files_of) == 1 else "all tp ranks"
+        )
+        cells = (name, shape, tensor.dtype, in_words(tensor.layout), where, merged)
+        table.add_row(*(escape(str(cell)) for cell in cells))
     console.print(table)
 
 

@@ -14,7 +14,12 @@ ROWS = [
     ["mesh"],
     ["policy"],
     ["tensor_parallel", "data_parallel", "checkpoint"],
-    ["api", "cli"],
+    ["sources"],
+    ["lazy_files"],
+    ["lazy_model"],
+    ["materialize"],
+    ["api", "split"],
+    ["pretrained", "cli"],
     ["__init__"],
 ]
 ROOT = Path(__file__).parents[1] / "autopar"

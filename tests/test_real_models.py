@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from autopar.checkpoint.merge import merge_checkpoint
+from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.split import split_checkpoint
 from tests.parity import close
 from tests.real_models import minilm, smollm2
 from tests.small import parallel
@@ -81,3 +85,13 @@ def test_minilm_on_four(encoder: str):
 
 def test_the_folders_are_real(language_model: tuple[str, str]):
     assert (Path(language_model[0]) / "model.safetensors").stat().st_size > 5e8
+
+
+def test_smollm2_split_for_three_resharded_for_two_and_merged(tmp_path: Path):
+    folder = smollm2()
+    split_checkpoint(folder, tmp_path / "three", tp=3)
+    reshard_checkpoint(tmp_path / "three", tmp_path / "two", tp=2, pp=2)
+    merge_checkpoint(tmp_path / "two", tmp_path / "merged")
+    original, merged = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "merged"))
+    assert original.keys() == merged.keys()
+    assert all(torch.equal(original[name], merged[name]) for name in original)

@@ -1,7 +1,18 @@
-"""Checkpoints: a folder of shards that appears whole or not at all, and its merging into a Hugging Face checkpoint."""
+"""Checkpoints: a folder of shards that appears whole or not at all, read on any mesh, and its Hugging Face form."""
 
 from autopar.checkpoint.attach import attach, detach
+from autopar.checkpoint.check import check_checkpoint
+from autopar.checkpoint.dtensor import to_dtensor_state_dict
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.merge import merge_checkpoint
+from autopar.checkpoint.reshard import reshard_checkpoint
 
-__all__ = ["Manifest", "attach", "detach", "merge_checkpoint"]
+__all__ = [
+    "Manifest",
+    "attach",
+    "check_checkpoint",
+    "detach",
+    "merge_checkpoint",
+    "reshard_checkpoint",
+    "to_dtensor_state_dict",
+]

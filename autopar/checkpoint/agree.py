@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,20 @@ from torch.distributed.distributed_c10d import PrefixStore
 from autopar.errors import CheckpointError
 from autopar.mesh import MPU
 
-__all__ = ["first", "meet", "together"]
+__all__ = ["Peers", "first", "meet", "together"]
 
 T = TypeVar("T")
 _PATIENCE = timedelta(hours=2)  # for a peer that is alive and writes a large file
 _TAG = 7001
 _PREFIX = "autopar/checkpoint"
+
+
+class Peers(Protocol):
+    """The ranks of the world, and the connections over which verdicts travel; an :class:`~autopar.mesh.MPU` is one."""
+
+    rank: int
+    world_size: int
+    control: Any
 
 
 def meet(mpu: MPU, caller: str, timeout: float) -> None:
@@ -95,7 +103,7 @@ def _forget(store: Any, number: int, world_size: int) -> None:
 
 
 def together(
-    mpu: MPU,
+    peers: Peers,
     work: Callable[[], Any],
     note: Callable[[], str] = str,
     check: Callable[[list[Any]], None] | None = None,
@@ -113,17 +121,17 @@ def together(
     Raises:
         CheckpointError: with the message of the lowest rank that failed, or the ranks that died.
     """
-    return _round(mpu, work, note, check)[1]
+    return _round(peers, work, note, check)[1]
 
 
-def first(mpu: MPU, work: Callable[[], T], note: Callable[[], str] = str) -> T:
+def first(peers: Peers, work: Callable[[], T], note: Callable[[], str] = str) -> T:
     """Rank 0 does ``work``; every rank returns its result, which must be JSON, or raises the same error."""
-    result: T = _round(mpu, work if mpu.rank == 0 else lambda: None, note, None, share=True)[0]
+    result: T = _round(peers, work if peers.rank == 0 else lambda: None, note, None, share=True)[0]
     return result
 
 
 def _round(
-    mpu: MPU,
+    peers: Peers,
     work: Callable[[], Any],
     note: Callable[[], str],
     check: Callable[[list[Any]], None] | None,
@@ -135,13 +143,13 @@ def _round(
     except BaseException as error:  # a keyboard interrupt on one rank must not leave the others waiting
         cause = error
     report = {"error": None if cause is None else _describe(cause), "value": None if cause else value}
-    if mpu.rank == 0:
-        reports, lost = _collect(mpu, report)
+    if peers.rank == 0:
+        reports, lost = _collect(peers, report)
         failed = [rank for rank, other in enumerate(reports) if other and other["error"]]
         values = [other["value"] if other else None for other in reports]
         text = None
         if lost:
-            text = _lost(lost, mpu.world_size, note())
+            text = _lost(lost, peers.world_size, note())
         elif failed:
             text = _failed(reports, failed)
         elif check is not None:
@@ -150,15 +158,15 @@ def _round(
             except CheckpointError as error:
                 text = str(error)
         answer = {"error": text, "value": value if share and text is None else None}
-        for rank in range(1, mpu.world_size):
+        for rank in range(1, peers.world_size):
             if rank not in lost:
-                _try(partial(_send, mpu, rank, answer))
+                _try(partial(_send, peers, rank, answer))
     else:
         values = []
-        if _try(partial(_send, mpu, 0, report)) and (reply := _try(partial(_receive, mpu, 0))):
+        if _try(partial(_send, peers, 0, report)) and (reply := _try(partial(_receive, peers, 0))):
             answer = reply
         else:
-            answer = {"error": _lost([0], mpu.world_size, note()), "value": None}
+            answer = {"error": _lost([0], peers.world_size, note()), "value": None}
     if cause is not None and not isinstance(cause, Exception):
         raise cause
     if answer["error"] is not None:
@@ -166,10 +174,10 @@ def _round(
     return answer["value"], values
 
 
-def _collect(mpu: MPU, own: dict[str, Any]) -> tuple[list[dict[str, Any] | None], list[int]]:
+def _collect(peers: Peers, own: dict[str, Any]) -> tuple[list[dict[str, Any] | None], list[int]]:
     reports: list[dict[str, Any] | None] = [own]
-    for rank in range(1, mpu.world_size):
-        reports.append(_try(partial(_receive, mpu, rank)))
+    for rank in range(1, peers.world_size):
+        reports.append(_try(partial(_receive, peers, rank)))
     return reports, [rank for rank, report in enumerate(reports) if report is None]
 
 
@@ -181,18 +189,18 @@ def _try(action: Callable[[], T]) -> T | None:
         return None
 
 
-def _send(mpu: MPU, rank: int, value: Any) -> bool:
+def _send(peers: Peers, rank: int, value: Any) -> bool:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     for tensor in (torch.tensor([data.numel()]), data):
-        _wait(dist.isend(tensor, rank, group=mpu.control, tag=_TAG))
+        _wait(peers.control.send([tensor], rank, _TAG))  # not dist.isend: see background.py
     return True
 
 
-def _receive(mpu: MPU, rank: int) -> Any:
+def _receive(peers: Peers, rank: int) -> Any:
     size = torch.zeros(1, dtype=torch.long)
-    _wait(dist.irecv(size, rank, group=mpu.control, tag=_TAG))
+    _wait(peers.control.recv([size], rank, _TAG))
     data = torch.empty(int(size), dtype=torch.uint8)
-    _wait(dist.irecv(data, rank, group=mpu.control, tag=_TAG))
+    _wait(peers.control.recv([data], rank, _TAG))
     return json.loads(data.numpy().tobytes())
 
 

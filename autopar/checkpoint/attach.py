@@ -1,23 +1,27 @@
-"""The two methods that a parallelized model gets: ``save_parallelized`` and ``from_parallelized``."""
+"""The methods that a parallelized model gets: ``save_parallelized``, ``wait_for_save`` and ``from_parallelized``."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from autopar.checkpoint.load import load
+from autopar.checkpoint.load import Wanted, load
 from autopar.checkpoint.save import save
-from autopar.checkpoint.state import STATE, State
+from autopar.checkpoint.state import STATE, State, state_of
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attach", "detach", "from_parallelized", "save_parallelized"]
+__all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
+
+_METHODS = ("save_parallelized", "wait_for_save", "from_parallelized")
 
 
 def save_parallelized(
@@ -27,8 +31,14 @@ def save_parallelized(
     max_shard_size: int | str = "5GB",
     format: str = "safetensors",
     timeout: float = 20.0,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    async_save: bool = False,
 ) -> None:
-    """Save the model. Every rank calls it, with the same arguments.
+    """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
 
     The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A
     checkpoint in ``directory`` is replaced; other files there (a tokenizer) are kept.
@@ -39,40 +49,87 @@ def save_parallelized(
         max_shard_size: with ``merge_checkpoints``, split the weights into files of at most this size.
         format: with ``merge_checkpoints``, ``safetensors`` or ``bin``.
         timeout: seconds to wait for the other ranks to call.
+        optimizer: save its state too, in the layout of the parameters, and the random state of every rank.
+        lr_scheduler: save its ``state_dict()`` too.
+        extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
+        keep_last: afterwards remove the oldest checkpoints of the same series (``step-100``, ``step-200``), so that
+            this many remain.
+        async_save: copy to host memory, return, and write in the background. An error is raised by the next call, or
+            by ``model.wait_for_save()``.
 
     Raises:
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
-    save(self, directory, merge_checkpoints, max_shard_size, format, timeout)
+    arguments = {
+        "directory": directory,
+        "merge_checkpoints": merge_checkpoints,
+        "max_shard_size": max_shard_size,
+        "format": format,
+        "keep_last": keep_last,
+        "async_save": async_save,
+    }
+    save(self, arguments, timeout, optimizer, lr_scheduler, extra)
 
 
-def from_parallelized(self: nn.Module, directory: str | os.PathLike[str], timeout: float = 20.0) -> nn.Module:
+def wait_for_save(self: nn.Module) -> None:
+    """Wait for a save with ``async_save=True``; every rank calls it.
+
+    Raises:
+        CheckpointError: the save failed, the same on every rank.
+    """
+    state_of(self).background.wait()
+
+
+def from_parallelized(
+    self: nn.Module,
+    directory: str | os.PathLike[str],
+    timeout: float = 20.0,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: MutableMapping[str, Any] | None = None,
+    verify: bool = True,
+) -> nn.Module:
     """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
 
-    The tensor- and pipeline-parallel sizes must be those of the checkpoint; the data-parallel size may differ.
+    The checkpoint may come from any mesh: each rank reads the ranges that it holds now, straight from the shard files.
     Parameters keep their identity, device and dtype.
 
     Args:
         directory: folder of the checkpoint.
         timeout: seconds to wait for the other ranks to call.
+        optimizer: fill its state and its param groups too; it has the same parameters as the one that was saved. The
+            random state of every rank is restored as well.
+        lr_scheduler: gets the saved ``state_dict()``.
+        extra: a dict that receives what was saved with ``extra=``.
+        verify: first read every byte once, each rank its part, and compare checksums.
 
     Raises:
         CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
-            damaged, mixed, of another mesh or of another model, or a rank did not call or died.
+            damaged, mixed or of another model, or a rank did not call or died.
     """
-    load(self, directory, timeout)
+    state_of(self).background.wait()
+    load(self, directory, timeout, Wanted(optimizer, lr_scheduler, extra), verify)
     return self
 
 
-def attach(model: nn.Module, plan: Plan, mpu: MPU, hf_model: PreTrainedModel, hf_prefix: str = "") -> None:
-    """Give ``model`` its methods ``save_parallelized`` and ``from_parallelized``.
+def attach(
+    model: nn.Module,
+    plan: Plan,
+    mpu: MPU,
+    hf_model: PreTrainedModel,
+    hf_prefix: str = "",
+    holders: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Give ``model`` its methods.
 
     Args:
         model: the root model that was parallelized.
         plan, mpu: of the model.
         hf_model: the Hugging Face model in it, often ``model`` itself.
         hf_prefix: path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
+        holders: with a pipeline, the stages that hold each tensor; the first of them writes it.
 
     Raises:
         ValueError: if ``hf_model`` is not there.
@@ -80,13 +137,16 @@ def attach(model: nn.Module, plan: Plan, mpu: MPU, hf_model: PreTrainedModel, hf
     path = hf_prefix.rstrip(".")
     if model.get_submodule(path) is not hf_model:
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
-    model.__dict__[STATE] = State(plan, mpu, path)
+    model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
     # A bound method copies well: deepcopy binds it to the copy.
-    for method in (save_parallelized, from_parallelized):
+    for method in (save_parallelized, wait_for_save, from_parallelized):
         model.__dict__[method.__name__] = MethodType(method, model)
 
 
 def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`."""
-    for name in (STATE, save_parallelized.__name__, from_parallelized.__name__):
-        model.__dict__.pop(name, None)
+    """Undo :func:`attach`; every rank calls it. Raises CheckpointError if a save in the background failed."""
+    try:
+        state_of(model).background.close()
+    finally:
+        for name in (STATE, *_METHODS):
+            model.__dict__.pop(name, None)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from autopar.errors import CheckpointError
 
-__all__ = ["Staging", "fsync_files", "leftovers"]
+__all__ = ["Staging", "fsync", "fsync_files", "leftovers"]
 
 # What a checkpoint consists of, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
 _OURS = re.compile(
     r"autopar\.json|config\.json|generation_config\.json"
-    r"|model-tp\d+-pp\d+\.safetensors"
+    r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
     r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
@@ -32,10 +32,11 @@ def fsync_files(folder: Path) -> None:
     """Force the files of a folder to the disk."""
     for path in folder.iterdir():
         if path.is_file():
-            _fsync(path)
+            fsync(path)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -89,7 +90,7 @@ class Staging:
         if self.target.exists():
             _carry_over(self.target, self.temp)
             shutil.copymode(self.target, self.temp)
-        _fsync(self.temp)
+        fsync(self.temp)
         if not self.target.exists():
             os.rename(self.temp, self.target)
         elif not _exchange(self.temp, self.target):
@@ -97,7 +98,7 @@ class Staging:
             os.rename(self.target, old)
             os.rename(self.temp, self.target)
         self.committed = True
-        _fsync(self.target.parent)
+        fsync(self.target.parent)
         for path in leftovers(self.target):
             shutil.rmtree(path, ignore_errors=True)
 

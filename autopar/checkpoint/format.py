@@ -2,10 +2,13 @@
 
     config.json, generation_config.json     as Hugging Face writes them
     model-tp{t}-pp{p}.safetensors           what tensor-parallel rank t of stage p holds, under Hugging Face's names
+    optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved
+    extra-tp0-pp0.safetensors               tensors among the user's own data, if there are any
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
-A tensor that all tensor-parallel ranks hold whole lies in the file of rank 0 of its stage only; tied tensors lie there
-once. The manifest says everything that merging and loading need; no file of a checkpoint is ever unpickled.
+A tensor that all tensor-parallel ranks hold whole lies in one file only; tied tensors lie there once. The manifest
+says everything that merging, resharding and loading need, and ends with a checksum of itself; no file of a checkpoint
+is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,30 +17,26 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autopar.checkpoint.checksum import NAME, checksum
 from autopar.checkpoint.folder import leftovers
-from autopar.checkpoint.safetensors_stream import dtype_of
+from autopar.checkpoint.part import FileRecord, Part
 from autopar.errors import CheckpointError, nearest
-from autopar.layout import Layout
 from autopar.mesh import MeshSizes
 from autopar.policy.plan import TensorPlan
 
-__all__ = ["MANIFEST", "FileRecord", "Manifest", "parse_size", "shard_name", "sizes_text", "versions"]
+__all__ = ["MANIFEST", "PARTS", "Manifest", "parse_size", "sizes_text", "versions"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "autopar.json"
+PARTS = ("model", "optimizer", "extra")
+_END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def shard_name(tp: int, pp: int) -> str:
-    """File of tensor-parallel rank ``tp`` of stage ``pp``."""
-    return f"model-tp{tp}-pp{pp}.safetensors"
 
 
 def sizes_text(sizes: MeshSizes) -> str:
@@ -71,14 +70,6 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """One shard file: its size in bytes, and the CRC-32 of each tensor in it."""
-
-    bytes: int
-    checksums: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What ``autopar.json`` says.
 
@@ -87,9 +78,10 @@ class Manifest:
         sizes: of the mesh.
         model_type, policy: of the model that was saved.
         hf_prefix: where the Hugging Face model sits in the root model, ``""`` or ``"model."``.
-        tensors: canonical name -> how it is shared out, in state-dict order.
-        parameters: names of those that are parameters; the others are buffers.
-        files: file name -> :class:`FileRecord`.
+        parts: ``model``, and what else was saved of :data:`PARTS`.
+        parameters: names of the model's tensors that are parameters; the others are buffers.
+        along: small files of the save (``config.json``) -> their checksum.
+        training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
         versions: what wrote it.
     """
 
@@ -98,23 +90,21 @@ class Manifest:
     model_type: str
     policy: str
     hf_prefix: str
-    tensors: Mapping[str, TensorPlan]
+    parts: Mapping[str, Part]
     parameters: frozenset[str]
-    files: Mapping[str, FileRecord]
-    versions: Mapping[str, str]
+    along: Mapping[str, str] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def shards(self) -> Iterator[tuple[int, int, str]]:
-        """``(t, p, file name)`` of every shard."""
-        return ((t, p, shard_name(t, p)) for p in range(self.sizes.pp) for t in range(self.sizes.tp))
+    def tensors(self) -> Mapping[str, TensorPlan]:
+        """The model's tensors: canonical name -> how it is shared out, in state-dict order."""
+        return self.parts["model"].tensors
 
-    def stage_of(self, name: str) -> int:
-        """First stage that holds a tensor; its file of rank 0 always has it."""
-        return next(p for p in range(self.sizes.pp) if name in self.files[shard_name(0, p)].checksums)
-
-    def on_stage(self, stage: int) -> Mapping[str, int]:
-        """The names of the tensors that a stage holds."""
-        return self.files[shard_name(0, stage)].checksums
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """All shard files."""
+        return {name: record for part in self.parts.values() for name, record in part.files.items()}
 
     def total_parameters(self) -> int:
         """Elements of the Hugging Face model's parameters, tied ones once."""
@@ -124,7 +114,6 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         tp, pp, dp = self.sizes
-        kind = {True: "parameter", False: "buffer"}
         return {
             "format_version": FORMAT_VERSION,
             "save_id": self.save_id,
@@ -133,16 +122,16 @@ class Manifest:
             "policy": self.policy,
             "hf_prefix": self.hf_prefix,
             "versions": dict(self.versions),
-            "files": {name: {"bytes": f.bytes, "crc32": dict(f.checksums)} for name, f in self.files.items()},
-            "tensors": {
-                name: {"kind": kind[name in self.parameters], **tensor.to_json()}
-                for name, tensor in self.tensors.items()
-            },
+            "along": dict(self.along),
+            "buffers": [name for name in self.tensors if name not in self.parameters],
+            "parts": {name: part.to_json() for name, part in self.parts.items()},
+            "training": dict(self.training),
         }
 
     def write(self, folder: Path) -> None:
         """Write ``autopar.json``."""
-        (folder / MANIFEST).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(self.to_json(), indent=1).encode().removesuffix(b"\n}")
+        (folder / MANIFEST).write_bytes(text + f',\n "{NAME}": "{checksum(text)}"\n}}\n'.encode())
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
@@ -151,20 +140,18 @@ class Manifest:
         sizes = MeshSizes(
             *(int(mesh[f"{axis}_parallel_size"]) for axis in ("tensor", "pipeline", "data"))  # tp, pp, dp
         )
-        tensors = {str(name): TensorPlan.from_json(str(name), entry) for name, entry in data["tensors"].items()}
-        files = {
-            str(name): FileRecord(int(f["bytes"]), {str(key): int(crc) for key, crc in f["crc32"].items()})
-            for name, f in data["files"].items()
-        }
+        parts = {str(name): Part.from_json(str(name), entry) for name, entry in data["parts"].items()}
+        buffers = {str(name) for name in data["buffers"]}
         manifest = cls(
             save_id=str(data["save_id"]),
             sizes=sizes,
             model_type=str(data["model_type"]),
             policy=str(data["policy"]),
             hf_prefix=str(data["hf_prefix"]),
-            tensors=tensors,
-            parameters=frozenset(name for name, entry in data["tensors"].items() if entry["kind"] == "parameter"),
-            files=files,
+            parts=parts,
+            parameters=frozenset(parts["model"].tensors) - buffers,
+            along={str(name): str(value) for name, value in data["along"].items()},
+            training=dict(data["training"]),
             versions={str(key): str(value) for key, value in data["versions"].items()},
         )
         manifest.check()
@@ -172,37 +159,22 @@ class Manifest:
 
     def check(self) -> None:
         """Raise ``ValueError`` unless the parts of the manifest agree with each other."""
-        if min(self.sizes) < 1 or self.sizes.tp * self.sizes.pp > 1_000_000:
+        if min(self.sizes) < 1 or math.prod(self.sizes) > 10_000_000:
             raise ValueError(f"the mesh {tuple(self.sizes)} is impossible")
-        expected = [name for _, _, name in self.shards]
-        foreign = sorted(set(self.files) - set(expected))
+        foreign = [name for name in self.parts if name not in PARTS]
         if foreign:
-            raise ValueError(f"it names the file {foreign[0]!r}, which is none of its shards")
-        absent = sorted(set(expected) - set(self.files))
-        if absent:
-            raise ValueError(f"it lacks the file {absent[0]!r}")
-        for t, p, name in self.shards:
-            held, first = self.files[name].checksums, self.files[shard_name(0, p)].checksums
-            due = [tensor for tensor in first if t == 0 or self._tensor(tensor).layout is not None]
-            if set(due) != set(held):
-                raise ValueError(f"{name} should hold {len(due)} tensors and holds {len(held)} or others")
-        found = {name for record in self.files.values() for name in record.checksums}
+            raise ValueError(f"it has a part {foreign[0]!r}")
+        for name in self.along:
+            if not re.fullmatch(r"[\w-][\w.-]*", name):
+                raise ValueError(f"it names the file {name!r}, which is not inside the folder")
+        for part in self.parts.values():
+            part.check(self.sizes)
         saved_as: set[str] = set()
-        for name, tensor in self.tensors.items():
-            dtype_of(tensor.dtype)
-            if name not in found:
-                raise ValueError(f"no file holds {name}")
+        for tensor in self.tensors.values():
             for saved in tensor.saved_names():
                 if saved in saved_as:
                     raise ValueError(f"two tensors are saved as {saved}")
                 saved_as.add(saved)
-            if tensor.layout is not None:
-                _check_layout(tensor.layout, self.sizes.tp)
-
-    def _tensor(self, name: str) -> TensorPlan:
-        if name not in self.tensors:
-            raise ValueError(f"a file holds {name}, which is no tensor of the model")
-        return self.tensors[name]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -213,11 +185,11 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes()
         except FileNotFoundError:
             raise CheckpointError(_absent(folder)) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         try:
             data = json.loads(text)
             version = data["format_version"]
@@ -227,24 +199,13 @@ class Manifest:
             raise CheckpointError(
                 f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION}"
             )
+        end = list(_END.finditer(text))
+        if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():
+            raise CheckpointError(f"{path} was changed after it was written: its own checksum at its end differs")
         try:
             return cls.from_json(data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{path} is damaged: {_say(error)}") from error
-
-
-@lru_cache(maxsize=4096)
-def _check_layout(layout: Layout, tp: int) -> None:
-    if layout.axis_size != tp:
-        raise ValueError(f"a layout is shared out over {layout.axis_size} ranks in a mesh of {tp}")
-    for block in layout.blocks:
-        reached = 0
-        for start, stop in sorted(block.shares):
-            if start > reached:
-                break
-            reached = max(reached, stop)
-        if reached != block.count:
-            raise ValueError(f"no rank holds unit {reached} of {block.count} {block.unit}")
 
 
 def _say(error: BaseException) -> str:

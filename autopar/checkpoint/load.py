@@ -1,81 +1,190 @@
-"""Load a sharded checkpoint into a parallelized model, in place. Everything is checked before anything is changed."""
+"""Load a sharded checkpoint of any mesh into a parallelized model, in place. All checks come before any change."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.checkpoint import random_states
 from autopar.checkpoint.agree import meet, together
-from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
+from autopar.checkpoint.call import absolute, check_timeout, patience, same_call
+from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.lazy import read_shard
+from autopar.checkpoint.optimizer_state import Restoration, prepare
+from autopar.checkpoint.plain_data import decode
 from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
-from autopar.checkpoint.save import absolute, check_timeout, patience, same_call
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import State, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, listed, local_tensors, owns, state_of
+from autopar.checkpoint.verification import share_of_verification
 from autopar.errors import CheckpointError, nearest
-from autopar.layout import Layout
 
-__all__ = ["load"]
+__all__ = ["Wanted", "load"]
 
 
-def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float) -> None:
+class Wanted:
+    """What besides the model is to be loaded.
+
+    Attributes:
+        optimizer, lr_scheduler: filled in place.
+        extra: a dict that receives the user's own data.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        extra: MutableMapping[str, Any] | None = None,
+    ) -> None:
+        self.optimizer, self.lr_scheduler, self.extra = optimizer, lr_scheduler, extra
+
+    def check(self) -> None:
+        """Raise CheckpointError if an argument is not what it should be."""
+        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise CheckpointError(f"optimizer={self.optimizer!r} must be a torch.optim.Optimizer")
+        if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "load_state_dict"):
+            raise CheckpointError(f"lr_scheduler={self.lr_scheduler!r} has no load_state_dict")
+        if self.extra is not None and not isinstance(self.extra, MutableMapping):
+            raise CheckpointError("extra= must be a dict here: it receives what was saved with extra=")
+
+    def present(self) -> dict[str, bool]:
+        """Which were given."""
+        return {
+            "optimizer": self.optimizer is not None,
+            "lr_scheduler": self.lr_scheduler is not None,
+            "extra": self.extra is not None,
+        }
+
+
+def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wanted: Wanted, verify: bool) -> None:
     """See :func:`autopar.checkpoint.attach.from_parallelized`."""
     state = state_of(model)
     mpu = state.mpu
     meet(mpu, "from_parallelized", patience(timeout))
-    t, p = mpu.tp.rank, mpu.pp.rank
-    shards: Shards | None = None
-    tensors: dict[str, torch.Tensor] = {}
+    loading: _Loading | None = None
 
     def check() -> dict[str, Any]:
-        nonlocal shards, tensors
+        nonlocal loading
         check_timeout(timeout)
-        folder = Path(absolute(directory))
-        _check_mesh(Manifest.read(folder), state, folder)
-        shards = Shards(folder, which={(0, p), (t, p)})
-        tensors = local_tensors(model)
-        _check_model(shards.manifest, state, tensors, folder)
-        for name in tensors:
-            shards.verify(name, t, p)
+        wanted.check()
+        loading = _Loading(model, Path(absolute(directory)), wanted)
         return {
             "function": "from_parallelized",
-            "directory": str(folder),
-            "the id of the checkpoint": shards.manifest.save_id,
+            "directory": str(loading.shards.folder),
+            "the id of the checkpoint": loading.shards.manifest.save_id,
+            "verify": bool(verify),
+            **wanted.present(),
         }
 
+    def read_all() -> None:
+        assert loading is not None
+        if verify:
+            loading.verify()
+
     def fill() -> None:
-        assert shards is not None
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(shards.local(name, t, p))
+        assert loading is not None
+        loading.fill()
 
     try:
         together(mpu, check, check=same_call)
+        together(mpu, read_all)
         together(mpu, fill, lambda: "The model is partly loaded.")
-        assert shards is not None
-        _warn_of_casts(shards.manifest, tensors)
+        assert loading is not None
+        _warn_of_casts(loading)
     finally:
-        if shards is not None:
-            shards.close()
+        if loading is not None:
+            loading.shards.close()
 
 
-def _check_mesh(manifest: Manifest, state: State, folder: Path) -> None:
-    ours = state.mpu.sizes
-    if (manifest.sizes.tp, manifest.sizes.pp) != (ours.tp, ours.pp):
-        raise CheckpointError(
-            f"{folder} was saved with {sizes_text(manifest.sizes)}; this model runs with {sizes_text(ours)}\n"
-            "  This version cannot load into another mesh. Run `autopar merge SRC DST`, load DST with from_pretrained "
-            "and call autopar.initialize."
-        )
+class _Loading:
+    """One rank's part in one call. Making it checks everything that can be checked without reading tensors."""
+
+    def __init__(self, model: nn.Module, folder: Path, wanted: Wanted) -> None:
+        self.state = state_of(model)
+        self.wanted = wanted
+        self.shards = Shards(folder, self._parts(wanted))
+        self.restoration: Restoration | None = None
+        try:
+            self.tensors = local_tensors(model)
+            _check_model(self.shards, self.state, self.tensors)
+            self._check_training(model)
+        except BaseException:
+            self.shards.close()
+            raise
+
+    @staticmethod
+    def _parts(wanted: Wanted) -> list[str]:
+        chosen = {"optimizer": wanted.optimizer, "extra": wanted.lr_scheduler or wanted.extra}
+        return ["model", *(part for part, given in chosen.items() if given is not None)]
+
+    def _check_training(self, model: nn.Module) -> None:
+        training, folder = self.shards.manifest.training, self.shards.folder
+        for name, given in self.wanted.present().items():
+            if given and name not in training:
+                has = (
+                    ", ".join(key for key in ("optimizer", "lr_scheduler", "extra") if key in training) or "none of it"
+                )
+                raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
+        if self.wanted.optimizer is not None:
+            mine = owns(self.wanted.optimizer)
+            parameters = {self.state.plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+            self.restoration = prepare(
+                self.wanted.optimizer,
+                model,
+                self.state.plan,
+                self.state.mpu.tp.rank,
+                training["optimizer"],
+                self.shards.manifest.parts["optimizer"].tensors,
+                owns=lambda name: mine(parameters[name]),
+            )
+
+    def verify(self) -> None:
+        """This rank's share of reading everything once and comparing checksums."""
+        mpu, manifest = self.state.mpu, self.shards.manifest
+        parts = [part for part in self._parts(self.wanted) if part in manifest.parts]
+        for held in share_of_verification(list(self.shards.held(parts)), manifest.sizes, mpu.sizes, mpu.rank):
+            self.shards.verify(held)
+
+    def fill(self) -> None:
+        """Read this rank's ranges into their places."""
+        plan, tp = self.state.plan, self.state.mpu.tp.rank
+        plain = self._decode()  # what could still fail comes first
+        for name, tensor in self.tensors.items():
+            read_shard(self.shards.lazy(name), plan.tensors[name].layout, tp, tensor)
+        if self.restoration is not None:
+            for name, place in self.restoration.wanted.items():
+                read_shard(self.shards.lazy(name, "optimizer"), place.layout, tp, place.tensor)
+            self.restoration.finish()
+        self._restore(plain)
+
+    def _decode(self) -> dict[str, Any]:
+        training, wanted = self.shards.manifest.training, self.wanted
+        extra = self.shards.manifest.parts.get("extra")
+        chosen = [name for name in ("lr_scheduler", "extra") if getattr(wanted, name) is not None]
+        tensors = {name: self.shards.lazy(name, "extra").read() for name in extra.tensors} if extra and chosen else {}
+        return {name: decode(training[name], tensors, name) for name in chosen}
+
+    def _restore(self, plain: Mapping[str, Any]) -> None:
+        wanted, mpu = self.wanted, self.state.mpu
+        if wanted.lr_scheduler is not None:
+            wanted.lr_scheduler.load_state_dict(plain["lr_scheduler"])
+        if wanted.extra is not None:
+            wanted.extra.update(plain["extra"])
+        states = self.shards.manifest.training.get("random_states")
+        if states is not None and (wanted.optimizer is not None or wanted.lr_scheduler is not None):
+            chosen = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank)
+            mpu.random_tracker = random_states.restore(chosen, mpu.random_tracker)
 
 
-def _check_model(manifest: Manifest, state: State, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the model's tensors, laid out the same way."""
-    saved, plan = manifest.tensors, state.plan
+def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless the checkpoint holds exactly the model's tensors, whole shapes and kinds."""
+    manifest, folder, plan = shards.manifest, shards.folder, state.plan
+    saved = manifest.tensors
     missing = [name for name in plan.tensors if name not in saved]
     unexpected = [name for name in saved if name not in plan.tensors]
     if missing or unexpected:
@@ -91,34 +200,20 @@ def _check_model(manifest: Manifest, state: State, tensors: dict[str, torch.Tens
             raise CheckpointError(
                 f"{name} has shape {list(theirs.shape)} in {folder} and {list(mine.shape)} in the model"
             )
-        if not _same_layout(theirs.layout, mine.layout):
-            raise CheckpointError(
-                f"{name} is shared out differently in {folder} than in the model: another policy was used\n"
-                f"  Policy {manifest.policy} in {MANIFEST}, {plan.policy} now. "
-                "Run `autopar merge SRC DST` and load DST with from_pretrained."
-            )
     for name, tensor in tensors.items():
         dtype = dtype_of(saved[name].dtype)
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
             raise CheckpointError(
                 f"{name} is {saved[name].dtype} in {folder} and {dtype_name(tensor.dtype)} in the model"
             )
-    gone = [name for name in tensors if name not in manifest.on_stage(state.mpu.pp.rank)]
-    if gone:
-        raise CheckpointError(f"stage {state.mpu.pp.rank} has {listed(gone)}, in {folder} another stage has it")
 
 
-def _same_layout(one: Layout | None, other: Layout | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dim == other.dim and all(one.ranges(t) == other.ranges(t) for t in range(one.axis_size))
-
-
-def _warn_of_casts(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-    cast = [name for name, tensor in tensors.items() if manifest.tensors[name].dtype != dtype_name(tensor.dtype)]
+def _warn_of_casts(loading: _Loading) -> None:
+    saved = loading.shards.manifest.tensors
+    cast = [name for name, tensor in loading.tensors.items() if saved[name].dtype != dtype_name(tensor.dtype)]
     if cast:
         warnings.warn(
-            f"{len(cast)} tensors were converted on loading, {cast[0]} from {manifest.tensors[cast[0]].dtype} "
-            f"to {dtype_name(tensors[cast[0]].dtype)}",
+            f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
+            f"to {dtype_name(loading.tensors[cast[0]].dtype)} ({MANIFEST} says what was saved)",
             stacklevel=4,
         )

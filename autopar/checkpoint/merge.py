@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -15,12 +18,23 @@ from tqdm import tqdm
 
 from autopar.checkpoint.folder import Staging, fsync_files
 from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.lazy import InMemory, LazyTensor
+from autopar.checkpoint.pieces import lazy_piece
 from autopar.checkpoint.safetensors_stream import SafetensorsWriter, dtype_of, nbytes
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
 from autopar.policy.plan import Piece
 
-__all__ = ["FORMATS", "check_format", "merge_checkpoint", "write_merged"]
+__all__ = [
+    "FORMATS",
+    "check_format",
+    "files_along",
+    "merge_checkpoint",
+    "parse_dtype",
+    "refuse_own_place",
+    "write_dtype",
+    "write_merged",
+]
 
 # File names of the weights, as transformers knows them.
 FORMATS = {
@@ -39,9 +53,13 @@ _ALONG = (
     "merges.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template.*",
     "*.jinja",
     "*processor_config.json",
     "*.py",
+    "README.md",
+    "LICENSE*",
 )
 
 
@@ -57,7 +75,9 @@ def merge_checkpoint(
     *,
     max_shard_size: int | str = "5GB",
     format: str = "safetensors",
+    dtype: str | torch.dtype | None = None,
     force: bool = False,
+    verify: bool = True,
     progress: bool | None = None,
 ) -> dict[str, Any]:
     """Write the Hugging Face checkpoint that ``save_pretrained`` of the plain model would have written.
@@ -67,7 +87,9 @@ def merge_checkpoint(
         destination: folder to make; it appears when it is whole.
         max_shard_size: split the weights into files of at most this size (a larger tensor gets a file of its own).
         format: ``safetensors`` or ``bin`` (``pytorch_model.bin``, which needs one file's tensors in memory at once).
+        dtype: convert floating-point tensors, for example to ``bfloat16``; by default they stay as they are.
         force: replace a checkpoint in ``destination``; other files there are kept.
+        verify: compare every checksum.
         progress: show a progress bar; by default on a terminal.
 
     Returns:
@@ -78,19 +100,22 @@ def merge_checkpoint(
     """
     check_format(format)
     size = parse_size(max_shard_size)
+    chosen = parse_dtype(dtype)
     folder, target = Path(source), Path(os.path.abspath(destination))
     show = sys.stderr.isatty() if progress is None else progress
     with Shards(folder) as shards:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
-        real = folder.resolve()
-        if target.resolve() in (real, *real.parents):
-            raise CheckpointError(f"cannot merge {folder} into {target}: it would replace what it is read from")
+        if verify:
+            shards.verify_along()
+        refuse_own_place("merge", folder, target)
         staging = Staging(target, replace=force)
         try:
-            files = write_merged(shards, staging.temp, size, format, progress=show)
-            for path in _along(folder):
+            files = write_merged(shards, staging.temp, size, format, progress=show, dtype=chosen, verify=verify)
+            for path in files_along(folder):
                 shutil.copyfile(path, staging.temp / path.name)
+            if chosen is not None:
+                write_dtype(staging.temp / "config.json", chosen)
             fsync_files(staging.temp)
             staging.commit()
         except OSError as error:
@@ -105,14 +130,47 @@ def merge_checkpoint(
         }
 
 
-def _along(folder: Path) -> Iterable[Path]:
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """``torch.bfloat16`` for ``bfloat16``. Raises CheckpointError unless it is a floating-point dtype."""
+    if dtype is None:
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise CheckpointError(f"dtype={dtype!r} must be float32, bfloat16, float16 or float64")
+    return found
+
+
+def refuse_own_place(verb: str, folder: Path, target: Path) -> None:
+    """Raise CheckpointError if ``target`` is the folder that is read, or one around it."""
+    real = folder.resolve()
+    if target.resolve() in (real, *real.parents):
+        raise CheckpointError(f"cannot {verb} {folder} into {target}: it would replace what it is read from")
+
+
+def write_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Note in a ``config.json`` that the weights were converted."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def files_along(folder: Path) -> Iterable[Path]:
+    """The small files of a checkpoint that every form of it needs: config, tokenizer, templates, code."""
     found = {folder / "config.json"}
     for pattern in _ALONG:
         found.update(path for path in folder.glob(pattern) if path.is_file())
     return sorted(found)
 
 
-def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str, progress: bool) -> dict[str, int]:
+def write_merged(
+    shards: Shards,
+    folder: Path,
+    max_shard_size: int,
+    format: str,
+    progress: bool,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+) -> dict[str, int]:
     """Write the weights of ``shards`` into ``folder``, whole and under the names that ``save_pretrained`` uses.
 
     Returns file name -> bytes. Raises CheckpointError if a checksum is wrong, ``OSError`` if a file cannot be written.
@@ -120,32 +178,31 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
     from huggingface_hub import split_state_dict_into_shards_factory
 
     manifest = shards.manifest
-    source = _Source(shards)
+    source = _Source(shards, dtype)
     specs = source.specs
     pattern, index_name = FORMATS[format]
     split = split_state_dict_into_shards_factory(
         specs, get_storage_size=lambda spec: nbytes(*spec), filename_pattern=pattern, max_shard_size=max_shard_size
     )
     files: dict[str, int] = {}
-    with tqdm(
-        total=split.metadata["total_size"], desc="merging", unit="B", unit_scale=True, disable=not progress
-    ) as bar:
+    total = split.metadata["total_size"]
+    with (
+        _verified_meanwhile(shards, verify),
+        tqdm(total=total, desc="merging", unit="B", unit_scale=True, disable=not progress) as bar,
+    ):
         for file, saved in split.filename_to_tensors.items():
             if format == "safetensors":
-                chosen = {name: specs[name] for name in saved}
-                with SafetensorsWriter(folder / file, chosen, {"format": "pt"}) as writer:
-                    for name in writer.order:
-                        writer.write(name, source.read(name))
-                        bar.update(nbytes(*specs[name]))
+                source.write(folder / file, {name: specs[name] for name in saved}, bar.update)
             else:
                 tensors = {}
                 for name in saved:
-                    tensor = source.read(name)
-                    tensors[name] = tensor if tensor._base is None else tensor.clone()  # a part, without the rest
+                    tensors[name] = source.lazy(name).read().to(specs[name][0])
                     bar.update(nbytes(*specs[name]))
                 torch.save(tensors, folder / file)
             files[file] = (folder / file).stat().st_size
-    files |= _write_outside(shards, folder)
+        if source.outside:  # the user's own modules, which from_pretrained does not ask for
+            source.write(folder / OUTSIDE, source.outside, lambda _: None)
+            files[OUTSIDE] = (folder / OUTSIDE).stat().st_size
     if split.is_sharded:
         index = {
             "metadata": {"total_parameters": manifest.total_parameters(), **split.metadata},
@@ -156,47 +213,77 @@ def write_merged(shards: Shards, folder: Path, max_shard_size: int, format: str,
     return files
 
 
+@contextmanager
+def _verified_meanwhile(shards: Shards, verify: bool) -> Iterator[None]:
+    """Verify all of the model's shards in a thread while the body writes; raises at the end if a checksum is wrong."""
+    if not verify:
+        yield
+        return
+    held = sorted(shards.held(("model",)), key=lambda item: item.file)
+    for item in held:
+        shards.open(item)
+    stop = Event()
+
+    def run() -> None:
+        for item in held:
+            if stop.is_set():
+                return
+            shards.verify(item)
+
+    with ThreadPoolExecutor(1, "autopar verify") as pool:
+        done = pool.submit(run)
+        try:
+            yield
+        except BaseException:
+            stop.set()
+            raise
+        done.result()
+
+
 class _Source:
-    """The tensors of a merged checkpoint by the names that they have there.
+    """The tensors of a merged checkpoint by the names that they have there, as they lie in the shards."""
 
-    Stacked experts are read once for all their parts: the two that were read last stay in memory.
-    """
-
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Shards, dtype: torch.dtype | None) -> None:
         self._shards = shards
         self._places: dict[str, tuple[str, Piece | None]] = {}
-        self._recent: dict[str, torch.Tensor] = {}
         self.specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self.outside: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, tensor in shards.manifest.tensors.items():
+            stored = dtype_of(tensor.dtype)
+            out = stored if dtype is None or not stored.is_floating_point else dtype
             for piece in tensor.pieces if tensor.saved_as is None else ():
                 self._places[piece.name] = (name, piece)
-                self.specs[piece.name] = (dtype_of(tensor.dtype), piece.shape)
+                self.specs[piece.name] = (out, piece.shape)
             if tensor.saved_as is not None:
                 self._places[tensor.saved_as] = (name, None)
-                self.specs[tensor.saved_as] = (dtype_of(tensor.dtype), tensor.shape)
+                self.specs[tensor.saved_as] = (out, tensor.shape)
+            if tensor.outside:
+                self._places[name] = (name, None)
+                self.outside[name] = (out, tensor.shape)
 
-    def read(self, saved_as: str) -> torch.Tensor:
-        """One tensor, whole. Raises CheckpointError if a checksum is wrong."""
+    def lazy(self, saved_as: str) -> LazyTensor:
+        """One tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
         name, piece = self._places[saved_as]
+        whole = self._shards.lazy(name)
         if piece is None:
-            return self._shards.whole(name)
-        if name not in self._recent:
-            while len(self._recent) > 1:
-                del self._recent[next(iter(self._recent))]
-            self._recent[name] = self._shards.whole(name)
+            return whole
+        part = lazy_piece(whole, piece)
+        if part is not None:
+            return part
         try:
-            return piece.of(self._recent[name])
+            return InMemory(piece.of(whole.read()).clone())
         except RuntimeError as error:
-            raise CheckpointError(f"the manifest describes {saved_as} wrongly: {error}") from error
+            raise CheckpointError(f"the manifest describes {piece.name} wrongly: {error}") from error
 
-
-def _write_outside(shards: Shards, folder: Path) -> dict[str, int]:
-    """The user's own modules around the Hugging Face model, which ``from_pretrained`` does not ask for."""
-    tensors = {name: t for name, t in shards.manifest.tensors.items() if t.outside}
-    if not tensors:
-        return {}
-    specs = {name: (dtype_of(t.dtype), t.shape) for name, t in tensors.items()}
-    with SafetensorsWriter(folder / OUTSIDE, specs, {"format": "pt"}) as writer:
-        for name in writer.order:
-            writer.write(name, shards.whole(name))
-    return {OUTSIDE: (folder / OUTSIDE).stat().st_size}
+    def write(
+        self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], progress: Callable[[int], Any]
+    ) -> None:
+        """Write one safetensors file with these tensors."""
+        with SafetensorsWriter(path, specs, {"format": "pt"}) as writer:
+            for name in writer.order:
+                lazy, dtype = self.lazy(name), specs[name][0]
+                if lazy.dtype == dtype:
+                    writer.copy(name, lazy)
+                else:
+                    writer.write(name, lazy.read().to(dtype))
+                progress(nbytes(*specs[name]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.checkpoint.checksum import checksum, checksum_of
+from autopar.checkpoint.lazy import LazyTensor, RangeFile, Stored, memory
 from autopar.errors import CheckpointError
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
@@ -43,7 +44,7 @@ _CODES: dict[str, torch.dtype] = {
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 _RANK = {code: rank for rank, code in enumerate(_CODES)}
 _MAX_HEADER = 100_000_000
-_CHUNK = 1 << 24
+_CHUNK = 1 << 22
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,11 +74,6 @@ class Entry(NamedTuple):
     stop: int
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
-
-
 class SafetensorsWriter:
     """Writes one file; a context manager. Tensors must come in the order of :attr:`order`.
 
@@ -88,7 +84,8 @@ class SafetensorsWriter:
 
     Attributes:
         order: the names in the order in which they lie in the file.
-        checksums: name -> CRC-32 of what was written.
+        checksums: name -> checksum of what was written.
+        header: checksum of everything before the first tensor.
     """
 
     def __init__(
@@ -99,9 +96,10 @@ class SafetensorsWriter:
         for name, (dtype, _) in self._tensors.items():
             if dtype not in _CODE_OF:
                 raise CheckpointError(f"{name} has dtype {dtype_name(dtype)}, which a safetensors file cannot hold")
-        self.order = sorted(self._tensors, key=lambda name: (-_RANK[_CODE_OF[self._tensors[name][0]]], name))
-        self.checksums: dict[str, int] = {}
+        self.order = self.sorted_names({name: dtype for name, (dtype, _) in self._tensors.items()})
+        self.checksums: dict[str, str] = {}
         self._next = iter(self.order)
+        self._written = 0
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
         for name in self.order:
@@ -111,16 +109,44 @@ class SafetensorsWriter:
             offset = stop
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        self._file = open(path, "wb")  # noqa: SIM115  (closed by __exit__)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+        text = len(text).to_bytes(8, "little") + text
+        self.header = checksum(text)
+        self._append(text)
+
+    @staticmethod
+    def sorted_names(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+        """The order in which a file holds tensors of these dtypes."""
+        return sorted(dtypes, key=lambda name: (-_RANK[_CODE_OF[dtypes[name]]], name))
+
+    def _append(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:  # one call writes at most 2 GiB
+            view = view[self._file.write(view) :]
+
+    def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if name != next(self._next, None) or (dtype, shape) != self._tensors[name]:
+            raise ValueError(f"{name} is not the tensor that comes next in {self.path.name}")
+        self._written += 1
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor; it is copied to the CPU and made contiguous. Raises ``ValueError`` out of order."""
-        if name != next(self._next, None) or (tensor.dtype, tuple(tensor.shape)) != self._tensors[name]:
-            raise ValueError(f"{name} is not the tensor that comes next in {self.path.name}")
-        data = _bytes(tensor.detach().to("cpu").contiguous())
-        self._file.write(data)
-        self.checksums[name] = zlib.crc32(data)
+        self._is_next(name, tensor.dtype, tuple(tensor.shape))
+        on_cpu = tensor.detach().to("cpu").contiguous()
+        data = memory(on_cpu)
+        self._append(data)
+        self.checksums[name] = checksum(data)
+
+    def copy(self, name: str, lazy: LazyTensor) -> None:
+        """Write the next tensor from where it lies, without a checksum. Raises ``ValueError`` out of order."""
+        self._is_next(name, lazy.dtype, lazy.shape)
+        runs = lazy.runs()
+        if runs is None:
+            whole = lazy.read()
+            self._append(memory(whole))
+            return
+        for file, offset, length in runs:
+            file.copy_to(self._file.fileno(), offset, length)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -128,9 +154,8 @@ class SafetensorsWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if error is None:
-                if len(self.checksums) != len(self.order):
-                    raise ValueError(f"{self.path.name} lacks {len(self.order) - len(self.checksums)} tensors")
-                self._file.flush()
+                if self._written != len(self.order):
+                    raise ValueError(f"{self.path.name} lacks {len(self.order) - self._written} tensors")
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
@@ -142,88 +167,95 @@ class SafetensorsReader:
     Attributes:
         metadata: the strings of the header.
         entries: name -> :class:`Entry`, in the order of the header.
+        header: checksum of everything before the first tensor.
 
     Raises:
-        CheckpointError: with the file's name, if the header is malformed or points outside of the file.
+        CheckpointError: with the file's name, if the header is malformed or does not describe the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = RangeFile(path)
+        self.header = ""
         try:
-            self._file = open(path, "rb")  # noqa: SIM115  (closed by __exit__)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        try:
-            self.metadata, self.entries = self._header()
-        except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+            self.metadata, self.entries = self._read_header()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             self._file.close()
-            raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
+            said = f"its header lacks or does not know {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
 
-    def _header(self) -> tuple[dict[str, str], dict[str, Entry]]:
-        size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
+        try:
+            size = os.stat(self.path).st_size
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        if size < 8:
+            raise ValueError(f"it has {size} bytes, its header alone should have more than 8")
+        start = bytearray(8)
+        self._file.read_into(memoryview(start), 0)
+        length = int.from_bytes(start, "little")
         begin = 8 + length
-        if size < 8 or length > _MAX_HEADER or begin > size:
+        if length > _MAX_HEADER or begin > size:
             raise ValueError(f"it has {size} bytes, its header alone should have {begin}")
-        header = json.loads(self._file.read(length))
+        text = bytearray(length)
+        self._file.read_into(memoryview(text), 8)
+        self.header = checksum(bytes(start + text))
+        header = json.loads(text)
         if not isinstance(header, dict):
             raise ValueError("its header is no mapping")
         metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
         entries: dict[str, Entry] = {}
         for name, entry in header.items():
             dtype, shape = _CODES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-            start, stop = (int(offset) for offset in entry["data_offsets"])
-            if min(shape, default=0) < 0 or start < 0 or stop - start != nbytes(dtype, shape):
+            first, last = (int(offset) for offset in entry["data_offsets"])
+            if min(shape, default=0) < 0 or first < 0 or last - first != nbytes(dtype, shape):
                 raise ValueError(f"the sizes of {name} in its header contradict each other")
-            if begin + stop > size:
-                raise ValueError(f"it ends before {name}: it has {size} bytes, {name} ends at {begin + stop}")
-            entries[name] = Entry(dtype, shape, begin + start, begin + stop)
+            if begin + last > size:
+                raise ValueError(f"it ends before {name}: it has {size} bytes, {name} ends at {begin + last}")
+            entries[name] = Entry(dtype, shape, begin + first, begin + last)
+        reached = begin
+        for name, at in sorted(entries.items(), key=lambda item: item[1].start):
+            if at.start != reached:
+                raise ValueError(f"{name} begins at byte {at.start}, what is before it ends at {reached}")
+            reached = at.stop
+        if reached != size:
+            raise ValueError(f"it has {size} bytes, its tensors end at {reached}")
         return metadata, entries
 
-    def read(self, name: str, checksum: int | None = None) -> torch.Tensor:
-        """One tensor, on the CPU. Raises CheckpointError if it cannot be read or its CRC-32 is not ``checksum``."""
+    def lazy(self, name: str) -> Stored:
+        """One tensor, to be read by the part. Nothing is verified."""
+        entry = self.entries[name]
+        return Stored(self._file, entry.start, entry.dtype, entry.shape)
+
+    def read(self, name: str, expected: str | None = None) -> torch.Tensor:
+        """One tensor, on the CPU. Raises CheckpointError if it cannot be read or its checksum is not ``expected``."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        data = _bytes(tensor)
-        try:
-            self._file.seek(entry.start)
-            done = self._file.readinto(data)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if done != len(data):
-            raise CheckpointError(f"{self.path} is truncated: it ends inside {name}")
-        if checksum is not None and zlib.crc32(data) != checksum:
+        data = memory(tensor)
+        self._file.read_into(data, entry.start)
+        if expected is not None and checksum(data) != expected:
             raise self._damaged(name)
         return tensor
 
-    def verify(self, name: str, checksum: int) -> None:
-        """Raise CheckpointError if the bytes of ``name`` do not have that CRC-32; needs little memory."""
-        actual = 0
-        for chunk in self._chunks(self.entries[name]):
-            actual = zlib.crc32(chunk, actual)
-        if actual != checksum:
+    def verify(self, name: str, expected: str) -> None:
+        """Raise CheckpointError if the bytes of ``name`` do not have that checksum; needs little memory."""
+        if checksum_of(self._chunks(self.entries[name])) != expected:
             raise self._damaged(name)
 
     def _damaged(self, name: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} is damaged: the bytes of {name} are not those that were saved (CRC-32 differs)"
+            f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
         )
 
-    def _chunks(self, entry: Entry) -> Iterator[bytes]:
-        try:
-            self._file.seek(entry.start)
-            left = entry.stop - entry.start
-            while left:
-                chunk = self._file.read(min(left, _CHUNK))
-                if not chunk:
-                    raise CheckpointError(f"{self.path} is truncated")
-                left -= len(chunk)
-                yield chunk
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+    def _chunks(self, entry: Entry) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(_CHUNK, entry.stop - entry.start)))
+        for at in range(entry.start, entry.stop, _CHUNK):
+            chunk = buffer[: min(_CHUNK, entry.stop - at)]
+            self._file.read_into(chunk, at)
+            yield chunk
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a later read opens it again."""
         self._file.close()
 
     def __enter__(self) -> SafetensorsReader:

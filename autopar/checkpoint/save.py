@@ -1,202 +1,223 @@
-"""Save a parallelized model: every rank writes its shard, rank 0 the rest; the folder appears whole or not at all."""
+"""Save a parallelized model: every rank writes its shards, rank 0 the rest; the folder appears whole or not at all."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from autopar.checkpoint.agree import first, meet, together
+from autopar.checkpoint.agree import Peers, first, meet, together
+from autopar.checkpoint.call import Request, check_timeout, patience, same_call
+from autopar.checkpoint.checksum import file_checksum
 from autopar.checkpoint.folder import Staging, fsync_files
-from autopar.checkpoint.format import FileRecord, Manifest, parse_size, shard_name, versions
-from autopar.checkpoint.merge import check_format, write_merged
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter, dtype_name
+from autopar.checkpoint.format import Manifest, versions
+from autopar.checkpoint.merge import write_merged
+from autopar.checkpoint.optimizer_facts import merge as merge_facts
+from autopar.checkpoint.part import FileRecord, Part, shard_name
+from autopar.checkpoint.rotation import rotate
+from autopar.checkpoint.safetensors_stream import SafetensorsWriter
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import State, listed, local_tensors, state_of, write_config
+from autopar.checkpoint.snapshot import Snapshot, snapshot
+from autopar.checkpoint.state import State, listed, state_of, write_config
 from autopar.errors import CheckpointError
+from autopar.policy.plan import TensorPlan
 
-__all__ = ["same_call", "save"]
+__all__ = ["save", "write_shard"]
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of one call, resolved."""
-
-    directory: str
-    merge: bool
-    max_shard_size: int
-    format: str
-
-    @classmethod
-    def of(cls, directory: object, merge: object, max_shard_size: int | str, format: str) -> Request:
-        """Raises CheckpointError for arguments that make no sense."""
-        if type(merge) is not bool:
-            raise CheckpointError(f"merge_checkpoints={merge!r} must be True or False")
-        check_format(format)
-        if format != "safetensors" and not merge:
-            raise CheckpointError(f"format={format!r} needs merge_checkpoints=True; shards are always safetensors")
-        return cls(absolute(directory), merge, parse_size(max_shard_size), format)
-
-
-def absolute(directory: object) -> str:
-    """Absolute path. Raises CheckpointError unless ``directory`` is a path."""
-    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
-        raise CheckpointError(f"directory={directory!r} must be a path")
-    return os.path.abspath(os.fsdecode(directory))
-
-
-def patience(timeout: object) -> float:
-    """The time-out for meeting; the default if it is not a positive number, which is then reported together."""
-    ok = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
-    return float(timeout) if ok else 20.0  # type: ignore[arg-type]
-
-
-def same_call(calls: list[dict[str, Any]]) -> None:
-    """Raise CheckpointError if the ranks were not called alike."""
-    for rank, call in enumerate(calls):
-        for key, value in calls[0].items():
-            if call.get(key) != value:
-                raise CheckpointError(
-                    f"ranks were called differently: {key} is {value!r} on rank 0 and {call.get(key)!r} on rank {rank}"
-                )
-
-
-def check_timeout(timeout: object) -> None:
-    """Raise CheckpointError unless it is a positive number."""
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-        raise CheckpointError(f"timeout={timeout!r} must be a number of seconds above 0")
-
-
 def save(
     model: nn.Module,
-    directory: str | os.PathLike[str],
-    merge_checkpoints: bool,
-    max_shard_size: int | str,
-    format: str,
+    arguments: Mapping[str, Any],
     timeout: float,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """See :func:`autopar.checkpoint.attach.save_parallelized`."""
+    """See :func:`autopar.checkpoint.attach.save_parallelized`. ``arguments`` are those of :meth:`Request.of`."""
     state = state_of(model)
     mpu = state.mpu
+    state.background.wait()
     meet(mpu, "save_parallelized", patience(timeout))
     request: Request | None = None
+    mine: Snapshot | None = None
 
     def check() -> dict[str, Any]:
-        nonlocal request
+        nonlocal request, mine
         check_timeout(timeout)
-        request = Request.of(directory, merge_checkpoints, max_shard_size, format)
-        local_tensors(model)
+        request = Request.of(**arguments)
+        training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
+        given = [name for name, value in training.items() if value is not None]
+        if request.merge and given:
+            raise CheckpointError(
+                f"{given[0]}= cannot be saved with merge_checkpoints=True: a Hugging Face checkpoint has no place for "
+                "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
+            )
+        mine = snapshot(model, optimizer, lr_scheduler, extra)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
-        return {"function": "save_parallelized", "model": model_id, **vars(request)}
+        return {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
 
     together(mpu, check, check=same_call)
-    assert request is not None
-    staging: Staging | None = None
+    assert request is not None and mine is not None
+    writing = _Writing(model, state, request, mine)
+    if request.async_save:
+        state.background.start(mpu, _copied_on_all(mpu, mine), writing.run)
+    else:
+        writing.run(mpu, mine)
 
-    def untouched() -> str:
-        if staging is not None and staging.committed:
-            return f"{staging.target} is written and whole."
-        return f"Nothing was written to {request.directory}; a checkpoint that was there is untouched."
 
-    def doubt() -> str:
-        return untouched() if mpu.rank == 0 else f"{request.directory} holds the previous or the new checkpoint, whole."
+def _copied_on_all(peers: Peers, mine: Snapshot) -> Snapshot:
+    """The copy of each rank. A rank whose memory does not suffice stops all of them."""
+    copies: list[Snapshot] = []
+    together(peers, lambda: copies.append(mine.copied()))
+    return copies[0]
 
-    def prepare() -> list[str]:
-        nonlocal staging
-        staging = Staging(Path(request.directory))
-        if request.merge:
-            (staging.temp / _SHARDS).mkdir()
-        return [str(staging.temp / _SHARDS if request.merge else staging.temp), staging.id]
 
+class _Writing:
+    """One save after all checks: the part that can go on in the background."""
+
+    def __init__(self, model: nn.Module, state: State, request: Request, mine: Snapshot) -> None:
+        self.state, self.request = state, request
+        self.staging: Staging | None = None
+        self.model = model
+
+    def _untouched(self) -> str:
+        if self.staging is not None and self.staging.committed:
+            return f"{self.staging.target} is written and whole."
+        return f"Nothing was written to {self.request.directory}; a checkpoint that was there is untouched."
+
+    def _doubt(self) -> str:
+        if self.state.mpu.rank == 0:
+            return self._untouched()
+        return f"{self.request.directory} holds the previous or the new checkpoint, whole."
+
+    def run(self, peers: Peers, mine: Snapshot) -> None:
+        """Write, and put the folder in its place. Every rank runs it."""
+        try:
+            folder, save_id = first(peers, self._prepare, self._untouched)
+            reports = together(peers, lambda: _write(mine, self.state, Path(folder), save_id), self._untouched)
+            first(peers, lambda: self._finish(Path(folder), save_id, reports), self._doubt)
+        finally:
+            if self.staging is not None:
+                self.staging.discard()
+
+    def _prepare(self) -> list[str]:
+        self.staging = Staging(Path(self.request.directory))
+        if self.request.merge:
+            (self.staging.temp / _SHARDS).mkdir()
+        return [str(self.staging.temp / _SHARDS if self.request.merge else self.staging.temp), self.staging.id]
+
+    def _finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
+        assert self.staging is not None
+        temp = self.staging.temp
+        known = {path.name for path in temp.iterdir()}
+        write_config(self.model, temp)
+        along = {path.name: file_checksum(path) for path in temp.iterdir() if path.name not in known}
+        _manifest(self.state, save_id, reports, along).write(folder)
+        if self.request.merge:
+            with Shards(folder) as shards:
+                write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
+            shutil.rmtree(folder)
+        fsync_files(temp)
+        self.staging.commit()
+        if self.request.keep_last is not None:
+            rotate(self.staging.target, self.request.keep_last)
+
+
+def _write(mine: Snapshot, state: State, folder: Path, save_id: str) -> dict[str, Any]:
+    """Write this rank's files; what to say about them in the manifest."""
+    mpu = state.mpu
+    written = {}
+    for part, tensors in mine.tensors.items():
+        if not tensors and (mpu.dp.rank != 0 or part == "extra"):
+            continue
+        dp = mpu.dp.rank if part == "optimizer" and mine.by_replica else None
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
+                "there\n  Save to a file system that all nodes share."
+            )
+        record = write_shard(folder, save_id, part, (mpu.tp.rank, mpu.pp.rank, dp), tensors)
+        written[part] = record.to_json()
+    return {
+        "files": written,
+        "dtypes": mine.dtypes,
+        "parameters": list(mine.parameters),
+        "plans": {name: plan.to_json() for name, plan in mine.plans.items()},
+        "facts": mine.facts,
+        "training": mine.training if mpu.rank == 0 else {},
+        "extra": {n: [list(t.shape), str(t.dtype)] for n, t in mine.tensors.get("extra", {}).items()},
+        "random": mine.random_state and {
+            "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, "state": mine.random_state
+        },
+    }  # fmt: skip
+
+
+def write_shard(
+    folder: Path, save_id: str, part: str, place: tuple[int, int, int | None], tensors: Mapping[str, torch.Tensor]
+) -> FileRecord:
+    """Write one shard file of rank ``(tp, pp, dp)``. Raises CheckpointError if that is not possible."""
+    path = folder / shard_name(part, *place)
+    metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     try:
-        folder, save_id = first(mpu, prepare, untouched)
-        reports = together(mpu, lambda: _write_shard(model, Path(folder), save_id), untouched)
-
-        def finish() -> None:
-            assert staging is not None
-            manifest = _manifest(model, save_id, reports)
-            write_config(model, staging.temp)
-            manifest.write(Path(folder))
-            if request.merge:
-                _merge(staging.temp, request)
-            fsync_files(staging.temp)
-            staging.commit()
-
-        first(mpu, finish, doubt)
-    finally:
-        if staging is not None:
-            staging.discard()
-
-
-def _merge(temp: Path, request: Request) -> None:
-    with Shards(temp / _SHARDS) as shards:
-        write_merged(shards, temp, request.max_shard_size, request.format, progress=False)
-    shutil.rmtree(temp / _SHARDS)
-
-
-def _write_shard(model: nn.Module, folder: Path, save_id: str) -> dict[str, Any] | None:
-    """Write this rank's file, if its replica is the one that writes; what to say about it in the manifest."""
-    mpu = state_of(model).mpu
-    if mpu.dp.rank != 0:
-        return None
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files there\n"
-            "  Save to a file system that all nodes share."
-        )
-    plan = state_of(model).plan
-    tensors = local_tensors(model)
-    mine = {name: t for name, t in tensors.items() if mpu.tp.rank == 0 or plan.tensors[name].layout is not None}
-    path = folder / shard_name(mpu.tp.rank, mpu.pp.rank)
-    metadata = {
-        "format": "pt",
-        "autopar_save_id": save_id,
-        "autopar_tp": str(mpu.tp.rank),
-        "autopar_pp": str(mpu.pp.rank),
-    }
-    try:
-        with SafetensorsWriter(path, {n: (t.dtype, tuple(t.shape)) for n, t in mine.items()}, metadata) as writer:
+        with SafetensorsWriter(path, specs, metadata) as writer:
             for name in writer.order:
-                writer.write(name, mine[name])
+                writer.write(name, tensors[name])
+        return FileRecord(*place, path.stat().st_size, writer.header, writer.checksums)
     except OSError as error:
         raise CheckpointError(f"cannot write {path.name} into {folder}: {error.strerror or error}") from error
-    return {
-        "file": path.name,
-        "bytes": path.stat().st_size,
-        "crc32": writer.checksums,
-        "dtypes": {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()},
-        "parameters": [name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)],
-    }
 
 
-def _manifest(model: nn.Module, save_id: str, reports: list[dict[str, Any] | None]) -> Manifest:
+def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
     """The manifest, from the reports of all ranks. Raises CheckpointError if they do not fit together."""
-    state: State = state_of(model)
     dtypes: dict[str, str] = {}
+    files: dict[str, dict[str, FileRecord]] = {}
+    plans: dict[str, TensorPlan] = {}
     for rank, report in enumerate(reports):
-        for name, dtype in (report or {"dtypes": {}})["dtypes"].items():
+        for name, dtype in report["dtypes"].items():
             if dtypes.setdefault(name, dtype) != dtype:
                 raise CheckpointError(f"{name} is {dtypes[name]} on one rank and {dtype} on rank {rank}")
+        for part, entry in report["files"].items():
+            record = FileRecord.from_json(entry)
+            files.setdefault(part, {})[shard_name(part, record.tp, record.pp, record.dp)] = record
+        for name, entry in report["plans"].items():
+            plan = TensorPlan.from_json(name, entry)
+            if plans.setdefault(name, plan) != plan:
+                raise CheckpointError(f"the optimizer's {name} differs between ranks in shape or dtype")
     absent = [name for name in state.plan.tensors if name not in dtypes]
     if absent:
         raise CheckpointError(f"no stage holds {listed(absent)}")
-    written: list[Mapping[str, Any]] = [report for report in reports if report is not None]
+    model = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()}
+    parts = {"model": Part("model", model, files["model"])}
+    training = dict(reports[0]["training"])
+    if reports[0]["facts"] is not None:
+        parts["optimizer"] = Part("optimizer", plans, files.get("optimizer", {}))
+        training["optimizer"] = merge_facts([report["facts"] for report in reports])
+    if "extra" in files:
+        loose = {
+            name: TensorPlan(name, tuple(shape), dtype.removeprefix("torch."))
+            for name, (shape, dtype) in reports[0]["extra"].items()
+        }
+        parts["extra"] = Part("extra", loose, files["extra"])
+    if reports[0]["random"]:
+        training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(
         save_id=save_id,
         sizes=state.mpu.sizes,
         model_type=state.plan.model_type,
         policy=state.plan.policy,
         hf_prefix=state.hf_prefix,
-        tensors={name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()},
-        parameters=frozenset(name for report in written for name in report["parameters"]),
-        files={report["file"]: FileRecord(report["bytes"], report["crc32"]) for report in written},
+        parts=parts,
+        parameters=frozenset(name for report in reports for name in report["parameters"]),
+        along=along,
+        training=training,
         versions=versions(),
     )
     try:

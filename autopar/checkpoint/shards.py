@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import MANIFEST, Manifest, shard_name, sizes_text
-from autopar.checkpoint.safetensors_stream import SafetensorsReader, dtype_name
+from autopar.checkpoint.checksum import file_checksum
+from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
+from autopar.checkpoint.lazy import Joined, LazyTensor, Narrowed
+from autopar.checkpoint.part import FileRecord, Part
+from autopar.checkpoint.safetensors_stream import SafetensorsReader, dtype_name, nbytes
 from autopar.errors import CheckpointError
 
-__all__ = ["Shards"]
+__all__ = ["Held", "Shards"]
+
+
+class Held(NamedTuple):
+    """One tensor in one shard file."""
+
+    part: str
+    name: str
+    tp: int
+    file: str
+    bytes: int
 
 
 class Shards:
-    """The shard files of one checkpoint; a context manager.
+    """The shard files of one checkpoint; a context manager. Files are opened when they are first needed.
 
     Args:
         folder: of the checkpoint.
-        which: ``(t, p)`` of the shards to open; all by default. Presence and size of the others are checked too.
+        parts: which parts are going to be used; presence and size of all their files are checked at once.
 
     Attributes:
         manifest: the checkpoint's.
@@ -29,113 +42,171 @@ class Shards:
         CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
     """
 
-    def __init__(self, folder: Path, which: Iterable[tuple[int, int]] | None = None) -> None:
+    def __init__(self, folder: Path, parts: Iterable[str] = ("model",)) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        wanted = None if which is None else set(which)
         self._readers: dict[str, SafetensorsReader] = {}
-        self._stack = ExitStack()
-        self._check_presence()
+        used = [self.manifest.parts[name] for name in parts if name in self.manifest.parts]
+        self._check_presence(used)
         try:
-            for t, p, name in self.manifest.shards:
-                actual, expected = (folder / name).stat().st_size, self.manifest.files[name].bytes
-                if actual != expected or wanted is None or (t, p) in wanted:
-                    self._open(t, p, actual, expected)
+            for part in used:
+                for name, record in part.files.items():
+                    if (folder / name).stat().st_size != record.bytes:
+                        self._open(part, name)
         except BaseException:
             self.close()
             raise
 
-    def _check_presence(self) -> None:
+    def _check_presence(self, parts: list[Part]) -> None:
         manifest = self.manifest
-        absent = [(t, p, name) for t, p, name in manifest.shards if not (self.folder / name).is_file()]
+        files = {name: record for part in parts for name, record in part.files.items()}
+        absent = [name for name in files if not (self.folder / name).is_file()]
         if not absent:
             return
-        total = manifest.sizes.tp * manifest.sizes.pp
-        t, p, name = absent[0]
-        rank = p * manifest.sizes.dp * manifest.sizes.tp + t
+        record = files[absent[0]]
+        rank = (record.pp * manifest.sizes.dp + (record.dp or 0)) * manifest.sizes.tp + record.tp
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         raise CheckpointError(
-            f"{self.folder} is incomplete: {total - len(absent)} of {total} shards found, {name} is missing{more}.\n"
+            f"{self.folder} is incomplete: {len(files) - len(absent)} of {len(files)} shards found, "
+            f"{absent[0]} is missing{more}.\n"
             f"  It was saved with {sizes_text(manifest.sizes)} ({self.folder / MANIFEST}).\n"
             f"  Copy the file from the node that ran rank {rank}, or save again."
         )
 
-    def _open(self, t: int, p: int, actual: int, expected: int) -> None:
-        name = shard_name(t, p)
-        path = self.folder / name
+    def _open(self, part: Part, name: str) -> SafetensorsReader:
+        if name in self._readers:
+            return self._readers[name]
+        path, record = self.folder / name, part.files[name]
+        actual = path.stat().st_size if path.is_file() else 0
+        truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
         try:
-            reader = self._stack.enter_context(SafetensorsReader(path))
+            reader = SafetensorsReader(path)
         except CheckpointError as error:
-            if actual != expected:
-                raise CheckpointError(
-                    f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {expected}"
-                ) from error
+            if actual != record.bytes:
+                raise CheckpointError(truncated) from error
             raise
-        found = tuple(reader.metadata.get(f"autopar_{key}") for key in ("save_id", "tp", "pp"))
-        if found[0] != self.manifest.save_id:
+        try:
+            self._check_origin(reader, record)
+            if actual != record.bytes:
+                raise CheckpointError(truncated)
+            self._check_entries(reader, part, record)
+        except BaseException:
+            reader.close()
+            raise
+        self._readers[name] = reader
+        return reader
+
+    def _check_origin(self, reader: SafetensorsReader, record: FileRecord) -> None:
+        path, save_id = reader.path, self.manifest.save_id
+        found = reader.metadata.get("autopar_save_id")
+        if found != save_id:
             raise CheckpointError(
-                f"{path} belongs to another save: its id is {found[0]}, {MANIFEST} says {self.manifest.save_id}\n"
+                f"{path} belongs to another save: its id is {found}, {MANIFEST} says {save_id}\n"
                 "  Files of two saves were mixed in one folder."
             )
-        if found[1:] != (str(t), str(p)):
-            raise CheckpointError(
-                f"{path} is the shard of tensor-parallel rank {found[1]}, stage {found[2]}: "
-                f"{shard_name(int(found[1] or 0), int(found[2] or 0))} was copied or renamed to it"
-            )
-        if actual != expected:
-            raise CheckpointError(
-                f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {expected}"
-            )
-        self._check_entries(reader, t, name)
-        self._readers[name] = reader
+        own = reader.metadata.get("autopar_file")
+        if own != path.name:
+            raise CheckpointError(f"{path} was saved as {own}: {own} was copied or renamed to it")
+        if reader.header != record.header and set(reader.entries) == set(record.checksums):
+            raise CheckpointError(f"{path} is damaged: its header is not the one that was saved (its checksum differs)")
 
-    def _check_entries(self, reader: SafetensorsReader, t: int, name: str) -> None:
-        expected = self.manifest.files[name].checksums
-        if set(reader.entries) != set(expected):
-            odd = sorted(set(reader.entries) ^ set(expected))
+    def _check_entries(self, reader: SafetensorsReader, part: Part, record: FileRecord) -> None:
+        if set(reader.entries) != set(record.checksums):
+            odd = sorted(set(reader.entries) ^ set(record.checksums))
             raise CheckpointError(f"{reader.path} does not hold what {MANIFEST} says; they differ in {odd[0]}")
         for key, entry in reader.entries.items():
-            plan = self.manifest.tensors[key]
-            due = plan.local_shape(t)
+            plan = part.tensors[key]
+            due = plan.local_shape(record.tp)
             if entry.shape != due or dtype_name(entry.dtype) != plan.dtype:
                 raise CheckpointError(
                     f"{reader.path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
                     f"{MANIFEST} says {plan.dtype} {list(due)}"
                 )
 
-    def owner(self, name: str, t: int, p: int) -> tuple[SafetensorsReader, int]:
-        """The open file that has the shard of rank ``t`` of stage ``p``, and the shard's checksum."""
-        file = shard_name(t if self.manifest.tensors[name].layout is not None else 0, p)
-        return self._readers[file], self.manifest.files[file].checksums[name]
+    def held(self, parts: Iterable[str]) -> Iterator[Held]:
+        """Every tensor of every shard file of some parts, with its size."""
+        for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
+            for file, record in part.files.items():
+                for name in record.checksums:
+                    plan = part.tensors[name]
+                    size = nbytes(getattr(torch, plan.dtype), plan.local_shape(record.tp))
+                    yield Held(part.name, name, record.tp, file, size)
 
-    def local(self, name: str, t: int, p: int) -> torch.Tensor:
-        """The shard of ``name`` that rank ``t`` of stage ``p`` holds, checksum verified."""
-        reader, checksum = self.owner(name, t, p)
-        return reader.read(name, checksum)
-
-    def verify(self, name: str, t: int, p: int) -> None:
+    def verify(self, held: Held) -> None:
         """Raise CheckpointError if the bytes of that shard are not those that were saved."""
-        reader, checksum = self.owner(name, t, p)
-        reader.verify(name, checksum)
+        part = self.manifest.parts[held.part]
+        self._open(part, held.file).verify(held.name, part.files[held.file].checksums[held.name])
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor, assembled from all shards; one shard is in memory at a time."""
-        plan = self.manifest.tensors[name]
-        p = self.manifest.stage_of(name)
+    def open(self, held: Held) -> None:
+        """Raise CheckpointError if the file of that shard is not the one that the manifest describes."""
+        self._open(self.manifest.parts[held.part], held.file)
+
+    def open_file(self, name: str) -> None:
+        """Raise CheckpointError if that file is not the one that the manifest describes."""
+        self._open(next(part for part in self.manifest.parts.values() if name in part.files), name)
+
+    def verify_along(self) -> None:
+        """Raise CheckpointError if a small file of the save is missing or is not the one that was saved."""
+        for name in self.manifest.along:
+            self.verify_one_along(name)
+
+    def verify_one_along(self, name: str) -> None:
+        """Raise CheckpointError if that small file is missing or is not the one that was saved."""
+        path = self.folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{self.folder} is incomplete: {name} is missing")
+        if file_checksum(path) != self.manifest.along[name]:
+            raise CheckpointError(
+                f"{path} is not the file that was saved (its checksum differs)\n"
+                "  If it was edited on purpose, pass verify=False (--no-verify)."
+            )
+
+    def lazy(self, name: str, part: str = "model") -> LazyTensor:
+        """The whole tensor, to be read by the part from the shards that hold it. Nothing is verified.
+
+        Raises:
+            CheckpointError: a file is not what the manifest says.
+        """
+        there = self.manifest.parts[part]
+        plan = there.tensors[name]
         if plan.layout is None:
-            return self.local(name, 0, p)
+            return self._open(there, there.holder(name, 0)).lazy(name)
+        pieces: list[tuple[int, LazyTensor]] = []
+        for tp in range(self.manifest.sizes.tp):
+            if not plan.layout.owned(tp):
+                continue
+            shard = self._open(there, there.holder(name, tp)).lazy(name)
+            for (start, _), (low, high) in zip(plan.layout.owned(tp), plan.layout.owned_local(tp), strict=True):
+                whole = (low, high) == (0, shard.shape[plan.layout.dim])
+                pieces.append((start, shard if whole else Narrowed(shard, plan.layout.dim, low, high)))
+        if not pieces:  # a dim of size 0
+            return self._open(there, there.holder(name, 0)).lazy(name)
+        ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
+        return ordered[0] if len(ordered) == 1 else Joined(ordered, plan.layout.dim)
+
+    def whole(self, name: str, part: str = "model") -> torch.Tensor:
+        """The whole tensor, checksums verified; one shard is in memory at a time beside it."""
+        there = self.manifest.parts[part]
+        plan = there.tensors[name]
+        if plan.layout is None:
+            return self._shard(there, name, 0)
         full: torch.Tensor | None = None
-        for t in reversed(range(self.manifest.sizes.tp)):  # a lower rank has the last word where several hold a unit
-            shard = self.local(name, t, p)
+        for tp in reversed(range(self.manifest.sizes.tp)):  # a lower rank has the last word where several hold a unit
+            shard = self._shard(there, name, tp)
             if full is None:
                 full = torch.empty(plan.shape, dtype=shard.dtype)
-            plan.layout.write(full, shard, t)
+            plan.layout.write(full, shard, tp)
         assert full is not None
         return full
 
+    def _shard(self, part: Part, name: str, tp: int) -> torch.Tensor:
+        file = part.holder(name, tp)
+        return self._open(part, file).read(name, part.files[file].checksums[name])
+
     def close(self) -> None:
         """Close the files."""
-        self._stack.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def __enter__(self) -> Shards:
         return self

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.checkpoint.background import Background
 from autopar.errors import CheckpointError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 
-__all__ = ["STATE", "State", "listed", "local_tensors", "state_of", "write_config"]
+__all__ = ["STATE", "State", "listed", "local_tensors", "owns", "shared_by_replicas", "state_of", "write_config"]
 
 STATE = "_autopar_checkpoint"
 
@@ -28,16 +29,24 @@ class State:
     Attributes:
         plan, mpu: of the model.
         hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
+        holders: tensor name -> the stages that hold it; empty without a pipeline.
+        background: the save that is being written while training goes on.
     """
 
     plan: Plan
     mpu: MPU
     hf_path: str
+    holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    background: Background = field(default_factory=Background, compare=False)
 
     @property
     def hf_prefix(self) -> str:
         """What the Hugging Face model's names begin with in the root model's state dict."""
         return f"{self.hf_path}." if self.hf_path else ""
+
+    def writes(self, name: str) -> bool:
+        """Whether this stage writes a tensor that it holds; the first of those that hold it does."""
+        return min(self.holders.get(name, (self.mpu.pp.rank,))) == self.mpu.pp.rank
 
 
 def state_of(model: nn.Module) -> State:
@@ -92,6 +101,16 @@ def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 "  Was it resized or replaced after the model was parallelized?"
             )
     return {name: found[name] for name in plan.tensors if name in found}
+
+
+def owns(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], bool]:
+    """Whether this rank keeps the optimizer's state of a parameter; it does unless replicas share the state out."""
+    return getattr(getattr(optimizer, "_autopar", None), "owns", None) or (lambda parameter: True)
+
+
+def shared_by_replicas(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all data-parallel replicas hold the same state of the optimizer."""
+    return getattr(getattr(optimizer, "_autopar", None), "owns", None) is None
 
 
 def write_config(model: nn.Module, folder: Path) -> None:

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 
 import pytest
 
 from autopar.checkpoint import Manifest, merge_checkpoint
+from autopar.checkpoint.check import check_checkpoint
 from autopar.errors import CheckpointError
-from tests.checkpoint.tiny import save_alone
+from tests.checkpoint.tiny import rewrite_manifest, save_alone
 
 
 def break_missing(folder):
@@ -54,8 +54,8 @@ def break_config(folder):
         (break_missing, "ckpt is incomplete: 3 of 4 shards found, model-tp1-pp1.safetensors is missing"),
         (break_truncated, r"model-tp1-pp0\.safetensors is truncated or overwritten: it has 200 bytes, it was saved"),
         (break_inside, r"model-tp1-pp0\.safetensors is truncated or overwritten"),
-        (break_swapped, r"model-tp0-pp0\.safetensors is the shard of tensor-parallel rank 1, stage 0"),
-        (break_copied, r"model-tp1-pp1\.safetensors is the shard of tensor-parallel rank 0, stage 1"),
+        (break_swapped, r"model-tp0-pp0\.safetensors was saved as model-tp1-pp0\.safetensors"),
+        (break_copied, r"model-tp1-pp1\.safetensors was saved as model-tp0-pp1\.safetensors"),
         (break_mixed, r"model-tp1-pp0\.safetensors belongs to another save"),
         (break_bit, r"model-tp1-pp0\.safetensors is damaged"),
         (break_config, r"config\.json is missing"),
@@ -80,7 +80,9 @@ def test_the_message_for_a_missing_shard_says_where_it_is(tmp_path):
     assert "rank 3" in lines[2]
 
 
-def damaged(change):
+def edited(change):
+    """An edit in place as one that returns what it edited."""
+
     def apply(data):
         change(data)
         return data
@@ -89,43 +91,48 @@ def damaged(change):
 
 
 def drop(key):
-    return damaged(lambda data: data.pop(key))
+    return edited(lambda data: data.pop(key))
+
+
+def tensors(data):
+    return data["parts"]["model"]["tensors"]
+
+
+def files(data):
+    return data["parts"]["model"]["files"]
 
 
 def escape(data):
-    data["files"]["../secret.safetensors"] = data["files"].pop("model-tp1-pp0.safetensors")
-    return data
+    files(data)["../secret.safetensors"] = files(data).pop("model-tp1-pp0.safetensors")
+
+
+def another_rank(data):
+    files(data)["model-tp7-pp0.safetensors"] = {**files(data).pop("model-tp1-pp0.safetensors"), "tp": 7}
+
+
+def replica(data):
+    files(data)["model-tp1-pp0-dp3.safetensors"] = {**files(data).pop("model-tp1-pp0.safetensors"), "dp": 3}
 
 
 def uncovered(data):
-    data["tensors"]["gate"]["layout"]["blocks"][0]["shares"] = [[0, 3], [4, 7]]
-    return data
+    tensors(data)["gate"]["layout"]["blocks"][0]["shares"] = [[0, 3], [4, 7]]
 
 
 def three_ranks(data):
-    data["tensors"]["gate"]["layout"]["blocks"][0]["shares"] = [[0, 3], [3, 5], [5, 7]]
-    return data
-
-
-def twice(data):
-    data["tensors"]["gate"]["saved_as"] = "proj.weight"
-    return data
+    tensors(data)["gate"]["layout"]["blocks"][0]["shares"] = [[0, 3], [3, 5], [5, 7]]
 
 
 def unheld(data):
-    for record in data["files"].values():
-        record["crc32"].pop("gate", None)
-    return data
-
-
-def half_held(data):
-    data["files"]["model-tp1-pp0.safetensors"]["crc32"].pop("gate")
-    return data
+    for record in files(data).values():
+        record["xxh3"].pop("gate", None)
 
 
 def stranger(data):
-    data["files"]["model-tp0-pp0.safetensors"]["crc32"]["stranger"] = 1
-    return data
+    files(data)["model-tp0-pp0.safetensors"]["xxh3"]["stranger"] = "0" * 16
+
+
+def held_twice(data):
+    files(data)["model-tp1-pp0.safetensors"]["xxh3"]["step"] = "0" * 16
 
 
 @pytest.mark.parametrize(
@@ -133,32 +140,61 @@ def stranger(data):
     [
         (lambda data: [], "autopar.json is no manifest"),
         (lambda data: None, "autopar.json is no manifest"),
-        (damaged(lambda d: d.update(format_version=2)), "format_version 2; this version of autopar reads 1"),
+        (edited(lambda d: d.update(format_version=1)), "format_version 1; this version of autopar reads 2"),
         (drop("format_version"), "'format_version' is missing"),
-        (drop("tensors"), "damaged: 'tensors' is missing"),
+        (drop("parts"), "damaged: 'parts' is missing"),
+        (edited(lambda d: d["parts"].pop("model")), "damaged: 'model' is missing"),
+        (edited(lambda d: d["parts"].update(models=d["parts"]["model"])), "it has a part 'models'"),
         (drop("save_id"), "damaged: 'save_id' is missing"),
-        (damaged(lambda d: d.update(mesh=3)), "damaged"),
-        (damaged(lambda d: d["mesh"].update(tensor_parallel_size=0)), "damaged: the mesh"),
-        (damaged(lambda d: d["mesh"].update(tensor_parallel_size=3)), "lacks the file 'model-tp2-pp0.safetensors'"),
-        (damaged(lambda d: d.update(tensors=[])), "damaged"),
-        (damaged(lambda d: d["tensors"]["gate"].update(dtype="object")), "damaged: 'object' is no dtype"),
-        (damaged(lambda d: d["tensors"]["gate"].update(shape=[8, 3])), "damaged: the layout of gate"),
-        (escape, r"names the file '\.\./secret\.safetensors'"),
-        (uncovered, "no rank holds unit 3 of 7 ffn"),
-        (three_ranks, "shared out over 3 ranks in a mesh of 2"),
-        (twice, "two tensors are saved as proj.weight"),
-        (unheld, "no file holds gate"),
-        (half_held, "should hold 5 tensors"),
-        (stranger, "holds stranger, which is no tensor"),
+        (edited(lambda d: d.update(mesh=3)), "damaged"),
+        (edited(lambda d: d["mesh"].update(tensor_parallel_size=0)), "damaged: the mesh"),
+        (edited(lambda d: d["mesh"].update(data_parallel_size=10**9)), "damaged: the mesh"),
+        (edited(lambda d: d["mesh"].update(tensor_parallel_size=3)), "should lie in 3 files and lies in 2"),
+        (edited(lambda d: d["mesh"].update(tensor_parallel_size=1)), "is no shard of the mesh"),
+        (edited(lambda d: d["parts"]["model"].update(tensors=[])), "damaged"),
+        (edited(lambda d: tensors(d)["gate"].update(dtype="object")), "damaged: 'object' is no dtype"),
+        (edited(lambda d: tensors(d)["gate"].update(shape=[8, 3])), "damaged: the layout of gate"),
+        (edited(lambda d: tensors(d)["gate"].update(saved_as="proj.weight")), "two tensors are saved as proj.weight"),
+        (edited(lambda d: d["along"].update({"../config.json": "0" * 16})), r"names the file '\.\./config\.json'"),
+        (edited(lambda d: d["along"].update({"/etc/passwd": "0" * 16})), "names the file '/etc/passwd'"),
+        (edited(lambda d: files(d)["model-tp0-pp0.safetensors"].update(header_xxh3="..")), "'..' is no checksum"),
+        (edited(escape), r"names the file '\.\./secret\.safetensors', which is none of its shards"),
+        (edited(another_rank), r"model-tp7-pp0\.safetensors is no shard of the mesh \(2, 1, 1\)"),
+        (edited(replica), r"model-tp1-pp0-dp3\.safetensors is no shard of the mesh"),
+        (edited(uncovered), "no rank holds unit 3 of 7 ffn"),
+        (edited(three_ranks), "shared out over 3 ranks in a mesh of 2"),
+        (edited(unheld), "gate should lie in 2 files and lies in 0"),
+        (edited(lambda d: files(d)["model-tp0-pp0.safetensors"]["xxh3"].pop("gate")), "gate should lie in 2 files and"),
+        (edited(held_twice), "step should lie in 1 files and lies in 2"),
+        (edited(stranger), "holds stranger, which is no tensor of the model"),
     ],
 )
-def test_manifest_garbage(tmp_path, change, message):
+def test_a_manifest_that_contradicts_itself(tmp_path, change, message):
+    """Even if its own checksum is right."""
     save_alone(tmp_path, 2)
-    path = tmp_path / "autopar.json"
     Manifest.read(tmp_path)
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(CheckpointError, match=message):
-        merge_checkpoint(tmp_path, tmp_path / "merged")
+    rewrite_manifest(tmp_path, change)
+    for read in (lambda: merge_checkpoint(tmp_path, tmp_path / "merged"), lambda: check_checkpoint(tmp_path)):
+        with pytest.raises(CheckpointError, match=message):
+            read()
+
+
+@pytest.mark.parametrize("change", [edited(lambda d: d.update(policy="other.yaml")), edited(lambda d: None)])
+def test_a_manifest_that_was_changed(tmp_path, change):
+    """Its own checksum is that of other bytes, even if the JSON is the same."""
+    save_alone(tmp_path, 2)
+    (tmp_path / "autopar.json").write_bytes((tmp_path / "autopar.json").read_bytes().replace(b'"tiny"', b'"tiny" '))
+    with pytest.raises(CheckpointError, match=r"autopar\.json was changed after it was written: its own checksum"):
+        Manifest.read(tmp_path)
+    rewrite_manifest(tmp_path, change)
+    Manifest.read(tmp_path)
+    rewrite_manifest(tmp_path, edited(lambda d: d.update(hf_prefix="x.")), checksum_too=False)
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        Manifest.read(tmp_path)
+    text = (tmp_path / "autopar.json").read_bytes()
+    (tmp_path / "autopar.json").write_bytes(text[: text.rindex(b",\n")] + b"\n}\n")  # no checksum at all
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        Manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
@@ -170,10 +206,8 @@ def test_a_manifest_that_is_no_json(tmp_path, text):
 
 def test_a_header_that_contradicts_the_manifest(tmp_path):
     save_alone(tmp_path, 2)
-    path = tmp_path / "autopar.json"
-    data = json.loads(path.read_text())
-    data["tensors"]["norm.weight"]["dtype"] = "float16"  # as wide as bfloat16
-    path.write_text(json.dumps(data))
+    as_wide = edited(lambda d: tensors(d)["norm.weight"].update(dtype="float16"))
+    rewrite_manifest(tmp_path, as_wide)
     with pytest.raises(CheckpointError, match=r"holds norm\.weight as bfloat16 \[4\], autopar.json says float16 \[4\]"):
         merge_checkpoint(tmp_path, tmp_path / "merged")
 

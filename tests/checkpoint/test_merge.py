@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.safetensors_stream import SafetensorsReader
+from autopar.checkpoint.lazy import LazyTensor
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import KV_HEADS, WIDTH, same, save_alone, saved_state
@@ -47,17 +48,20 @@ def test_what_lies_in_which_file(tmp_path):
         assert set(reader.entries) == {"embed.weight", "qkv.weight", "qkv.bias", "proj.weight", "gate"}
         assert reader.entries["embed.weight"].shape == (4, 4)
         assert reader.entries["qkv.bias"].shape == ((1 + 2) * WIDTH,)  # one query head, its KV head twice
-        assert reader.metadata["autopar_tp"] == "3"
+        assert reader.metadata["autopar_file"] == "model-tp3-pp0.safetensors"
+        assert reader.metadata["autopar_save_id"] == manifest.save_id
     assert KV_HEADS < 4
-    assert manifest.to_json() == json.loads((tmp_path / "autopar.json").read_text())
+    written = json.loads((tmp_path / "autopar.json").read_text())
+    assert written.pop("xxh3")
+    assert manifest.to_json() == written
 
 
 def test_a_lower_rank_has_the_last_word_where_several_hold_a_unit(tmp_path):
     save_alone(tmp_path, 4)
     with Shards(tmp_path) as shards:
-        local = shards.local
-        own = [local("qkv.bias", t, 0) for t in range(4)]
-        shards.local = lambda name, t, p: own[t] + 100 * t  # type: ignore[method-assign]
+        part = shards.manifest.parts["model"]
+        own = [shards._shard(part, "qkv.bias", t) for t in range(4)]
+        shards._shard = lambda part, name, t: own[t] + 100 * t  # type: ignore[method-assign]
         whole = shards.whole("qkv.bias")
     layout = Manifest.read(tmp_path).tensors["qkv.bias"].layout
     for t, owner in enumerate((0, 0, 2, 2)):  # ranks 0 and 1 share a KV head, 2 and 3 the other
@@ -125,14 +129,14 @@ def test_merging_keeps_one_tensor_in_memory(tmp_path, monkeypatch, format, most)
     save_alone(tmp_path / "ckpt", 4)
     made: list[weakref.ref[torch.Tensor]] = []
     alive = []
-    whole = Shards.whole
+    read = LazyTensor.read
 
-    def counting(self, name):
-        tensor = whole(self, name)
+    def counting(self, *args):
+        tensor = read(self, *args)
         made.append(weakref.ref(tensor))
         alive.append(sum(ref() is not None for ref in made))
         return tensor
 
-    monkeypatch.setattr(Shards, "whole", counting)
+    monkeypatch.setattr(LazyTensor, "read", counting)
     merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", format=format)
     assert max(alive) == most

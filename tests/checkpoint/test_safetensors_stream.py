@@ -67,6 +67,19 @@ def test_one_flipped_bit_is_noticed(tmp_path):
                 method("weight", writer.checksums["weight"])
 
 
+def test_one_flipped_bit_in_the_header_is_noticed(tmp_path):
+    """Where the JSON still says the same sizes: a name, the metadata, a blank."""
+    writer = write(tmp_path / "file", {"weight": torch.randn(3)}, {"format": "pt", "who": "me"})
+    good = (tmp_path / "file").read_bytes()
+    with SafetensorsReader(tmp_path / "file") as reader:
+        assert reader.header == writer.header
+    for old, new in ((b"weight", b"wEight"), (b'"me"', b'"mE"'), (b"}} ", b"}}\n")):
+        assert (old in good) and old != new
+        (tmp_path / "file").write_bytes(good.replace(old, new))
+        with SafetensorsReader(tmp_path / "file") as reader:
+            assert reader.header != writer.header
+
+
 def test_the_writer_insists_on_order_shape_and_completeness(tmp_path):
     specs = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
     with pytest.raises(ValueError, match="b is not the tensor"), SafetensorsWriter(tmp_path / "f", specs, {}) as writer:

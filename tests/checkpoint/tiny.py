@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from autopar.checkpoint import attach, save
-from autopar.checkpoint.state import write_config
+from autopar.checkpoint.checksum import NAME, checksum, file_checksum
+from autopar.checkpoint.snapshot import snapshot
+from autopar.checkpoint.state import state_of, write_config
 from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
 from autopar.mesh import MeshSizes
 from autopar.policy.plan import Plan, TensorPlan
@@ -87,7 +93,13 @@ def fake_mpu(tp: int = 1, t: int = 0, pp: int = 1, p: int = 0) -> SimpleNamespac
     """Enough of an MPU to write one shard."""
     axis = lambda size, rank: SimpleNamespace(size=size, rank=rank)  # noqa: E731
     return SimpleNamespace(
-        tp=axis(tp, t), pp=axis(pp, p), dp=axis(1, 0), sizes=MeshSizes(tp, pp, 1), rank=p * tp + t, world_size=tp * pp
+        tp=axis(tp, t),
+        pp=axis(pp, p),
+        dp=axis(1, 0),
+        sizes=MeshSizes(tp, pp, 1),
+        rank=p * tp + t,
+        world_size=tp * pp,
+        random_tracker=None,
     )
 
 
@@ -96,15 +108,46 @@ def tiny(mpu: object, seed: int = 0, plan: Plan | None = None) -> TinyModel:
     plan = plan or make_plan(mpu.sizes.tp)
     model = TinyModel(TinyConfig(), seed)
     shard(model, plan, mpu.tp.rank)
-    attach(model, plan, mpu, model, "")
+    attach(model, plan, mpu, model, "", {"embed.weight": [0, 1]} if mpu.sizes.pp > 1 else None)
     return model
+
+
+def moment(name: str, key: str, seed: int, like: TensorPlan) -> torch.Tensor:
+    """The whole tensor of an optimizer's state, made from its name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}::{key}".encode()) + seed)
+    return torch.rand(like.shape, generator=generator).to(getattr(torch, like.dtype))
+
+
+def with_moments(model: Any, seed: int = 0) -> torch.optim.AdamW:
+    """The optimizer of a parallelized model, as if it had taken 3 steps; its state depends on names and seed only."""
+    state = state_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25 + seed)
+    for name, parameter in model.named_parameters():
+        due = state.plan.tensors[state.plan.canonical(name)]
+        optimizer.state[parameter] = {"step": torch.tensor(3.0 + seed)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = moment(due.name, key, seed, due)
+            shard = whole if due.layout is None else due.layout.shard(whole, state.mpu.tp.rank)
+            optimizer.state[parameter][key] = shard
+    return optimizer
 
 
 STAGES = [("embed", "qkv", "step"), ("proj", "norm", "gate", "head", "mask", "scratch")]
 
 
-def save_alone(folder: Path, tp: int, seed: int = 0, pp: int = 1, save_id: str = "0123456789abcdef") -> TinyModel:
-    """Write a checkpoint with the shards of all ranks from one process; returns the plain model."""
+def save_alone(
+    folder: Path,
+    tp: int,
+    seed: int = 0,
+    pp: int = 1,
+    save_id: str = "0123456789abcdef",
+    optimizer: bool = False,
+    **training: Any,
+) -> TinyModel:
+    """Write a checkpoint with the shards of all ranks from one process; returns the plain model.
+
+    ``training``: ``lr_scheduler`` and ``extra``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     reports = []
     for p in range(pp):
@@ -113,11 +156,26 @@ def save_alone(folder: Path, tp: int, seed: int = 0, pp: int = 1, save_id: str =
             if pp > 1:
                 for name in [name for s, names in enumerate(STAGES) if s != p for name in names]:
                     delattr(model, name)
-            reports.append(save._write_shard(model, folder, save_id))
-    save._manifest(model, save_id, reports).write(folder)
-    model = tiny(fake_mpu(), seed)
-    write_config(model, folder)
-    return model
+            mine = snapshot(model, with_moments(model, seed) if optimizer else None, **training)
+            reports.append(save._write(mine, state_of(model), folder, save_id))
+    plain = tiny(fake_mpu(), seed)
+    write_config(plain, folder)
+    along = {"config.json": file_checksum(folder / "config.json")}
+    save._manifest(state_of(model), save_id, reports, along).write(folder)
+    return plain
+
+
+def rewrite_manifest(folder: Path, change: Callable[[Any], Any], checksum_too: bool = True) -> None:
+    """Edit ``autopar.json``; ``change`` returns the new content, or returns the old one edited."""
+    path = folder / "autopar.json"
+    data = json.loads(path.read_text())
+    old = data.pop(NAME)
+    data = change(data)
+    text = json.dumps(data, indent=1).encode()
+    if isinstance(data, Mapping):
+        text = text.removesuffix(b"\n}")
+        text += f',\n "{NAME}": "{checksum(text) if checksum_too else old}"\n}}\n'.encode()
+    path.write_bytes(text)
 
 
 def saved_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -140,3 +198,9 @@ def with_layout(plan: Plan, name: str, layout: Layout) -> Plan:
 def local(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the tensors of this rank."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of all tensors in an optimizer's state, in the order of its parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [v.clone() for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]

@@ -106,6 +106,13 @@ def test_05_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
     assert "transformer.wte.weight: [300, 128]" in text
 
 
+def test_09_training_goes_on_with_the_same_losses(printed: dict[str, str]) -> None:
+    text = printed["09_resume_on_another_mesh"]
+    assert number(text, "largest difference of losses after resuming: #") < 1e-5
+    assert number(text, "logits differ by #") == 0
+    assert "resumed at step 2" in text
+
+
 def test_the_demo_goes_the_whole_way(printed: dict[str, str]) -> None:
     text = printed["demo"]
     assert number(text, "logits differ by at most #") < 1e-5

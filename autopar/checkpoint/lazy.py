@@ -1,0 +1,386 @@
+"""Tensors that lie in files and are read by the part: whole ones, joined ones, parts and views of them.
+
+A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
+straight into their final place when dtype and device are the file's. Nothing is mapped into memory: pages of a map
+stay resident and count (measured: 1.5 times the share, plain reads need 1.0).
+
+    LazyTensor
+    ├── Stored       bytes of a contiguous tensor in a file
+    ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
+    ├── Narrowed     a range of one along a dim
+    ├── Permuted     with its dims in another order
+    ├── Unsqueezed   with one more dim of size 1
+    ├── Squeezed     with one dim of size 1 less
+    └── InMemory     a tensor that is there already
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.errors import CheckpointError
+from autopar.layout import Layout, Range
+
+__all__ = [
+    "Box",
+    "InMemory",
+    "Joined",
+    "LazyTensor",
+    "Narrowed",
+    "Permuted",
+    "RangeFile",
+    "Run",
+    "Squeezed",
+    "Stored",
+    "Unsqueezed",
+    "memory",
+    "read_shard",
+]
+
+Box = tuple[Range, ...]
+"""For each dim the ``[start, stop)`` that is wanted."""
+
+Run = tuple["RangeFile", int, int]
+"""A file, the byte where a run begins, and its length."""
+
+_BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
+_SHORT = 512  # bytes: shorter runs than that are read together with what lies between them
+
+
+class RangeFile:
+    """A file that is read by byte ranges; opened at the first read. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
+        try:
+            if self._handle is None:
+                self._handle = os.open(self.path, os.O_RDONLY)
+            done = os.preadv(self._handle, [target], offset)
+            while done < len(target):  # one call reads at most 2 GiB
+                more = os.preadv(self._handle, [target[done:]], offset + done)
+                if more == 0:
+                    raise CheckpointError(
+                        f"{self.path} is truncated: it ends at byte {offset + done}, {offset + len(target)} are needed"
+                    )
+                done += more
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def copy_to(self, target: int, offset: int, length: int) -> None:
+        """Append a run of bytes to the open file ``target``; inside the kernel, where that works."""
+        buffer = memoryview(bytearray(0))
+        while length:
+            if self._handle is None:
+                self.read_into(memoryview(bytearray(1)), offset)
+            assert self._handle is not None
+            try:
+                done = os.copy_file_range(self._handle, target, length, offset) if not buffer else 0
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):
+                    raise
+                done = 0
+            if done == 0:  # other file systems, or the end of the file, which read_into reports
+                if not buffer:
+                    buffer = memoryview(bytearray(_BOUNCE))
+                part = buffer[: min(length, _BOUNCE)]
+                self.read_into(part, offset)
+                done = os.write(target, part)
+            offset, length = offset + done, length - done
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> RangeFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LazyTensor(ABC):
+    """A tensor that is read by the box.
+
+    Attributes:
+        shape, dtype: as it is stored.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+
+    @abstractmethod
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
+
+    def runs(self) -> list[Run] | None:
+        """The bytes of the whole tensor as runs in files, in order; None where they lie scattered."""
+        return None
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """The elements of ``box`` (all of them by default) as a new contiguous tensor on the CPU."""
+        box = whole_box(self.shape) if box is None else box
+        out = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+        self.read_into(out, box)
+        return out
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def _with(box: Box, dim: int, wanted: Range) -> Box:
+    return (*box[:dim], wanted, *box[dim + 1 :])
+
+
+class Stored(LazyTensor):
+    """``shape`` elements of ``dtype``, contiguous in ``file`` from byte ``offset`` on."""
+
+    def __init__(self, file: RangeFile, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        super().__init__(shape, dtype)
+        self.file = file
+        self.offset = offset
+
+    def runs(self) -> list[Run] | None:
+        """See :class:`LazyTensor`."""
+        return [(self.file, self.offset, math.prod(self.shape) * self.dtype.itemsize)]
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        if out.numel() == 0:
+            return
+        inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
+        direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
+        if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
+            self._read_runs(out, box, inner)
+        else:
+            self._read_over(out, box)
+
+    def _run_dim(self, box: Box) -> int:
+        cut = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
+        return cut[-1] if cut else 0
+
+    def _scattered(self, box: Box, inner: int) -> bool:
+        """Whether the runs are so short that reading what lies between them is cheaper."""
+        start, stop = box[inner] if box else (0, 1)
+        run = (stop - start) * math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
+        return inner > 0 and run < _SHORT
+
+    def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
+        size = self.dtype.itemsize
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        start, stop = box[inner] if box else (0, 1)
+        length = (stop - start) * (strides[inner] if box else 1) * size
+        first = self.offset + sum(low * stride for (low, _), stride in zip(box, strides, strict=True)) * size
+        view = memory(out)
+        steps = list(zip(strides[:inner], out.stride()[:inner], strict=True))
+        for index in itertools.product(*(range(high - low) for low, high in box[:inner])):
+            there = sum(i * step for i, (step, _) in zip(index, steps, strict=True)) * size
+            here = sum(i * step for i, (_, step) in zip(index, steps, strict=True)) * size
+            self.file.read_into(view[here : here + length], first + there)
+
+    def _read_over(self, out: torch.Tensor, box: Box) -> None:
+        """Through a small buffer: another dtype, a GPU, other strides, or very short runs."""
+        inner = self._run_dim(box)
+        wide = box
+        if self._scattered(box, inner):
+            wide = _with(box, inner, (0, self.shape[inner]))
+        row = math.prod(stop - start for start, stop in wide[1:]) * self.dtype.itemsize
+        start, stop = box[0] if box else (0, 1)
+        if row > 2 * _BOUNCE and stop - start > 0 and len(box) > 1:
+            for at in range(start, stop):  # one row is large: share its own rows out
+                part = Stored(
+                    self.file,
+                    self.offset + at * math.prod(self.shape[1:]) * self.dtype.itemsize,
+                    self.dtype,
+                    self.shape[1:],
+                )
+                part.read_into(out[at - start], box[1:])
+            return
+        step = max(1, _BOUNCE // max(row, 1))
+        for low in range(start, stop, step):
+            high = min(stop, low + step)
+            if not box:
+                buffer = torch.empty((), dtype=self.dtype)
+                self._read_runs(buffer, box, 0)
+                out.copy_(buffer)
+                continue
+            piece = _with(wide, 0, (low, high))
+            buffer = torch.empty([b - a for a, b in piece], dtype=self.dtype)
+            self._read_runs(buffer, piece, self._run_dim(piece))
+            if wide is not box:
+                buffer = buffer.narrow(inner, box[inner][0], box[inner][1] - box[inner][0])
+            out[low - start : high - start].copy_(buffer)
+
+
+def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:
+    expected = 1
+    for dim in reversed(range(inner, out.ndim)):
+        if out.shape[dim] != 1 and out.stride(dim) != expected:
+            return False
+        expected *= out.shape[dim]
+    return all(step >= 0 for step in out.stride()[:inner])
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The memory from the first to the last element of a tensor on the CPU, writable.
+
+    ``Tensor.numpy`` would do, but it makes the storage one that can never be resized, which sharded data parallelism
+    needs to do later.
+    """
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    raw = (ctypes.c_char * (span * tensor.element_size())).from_address(tensor.data_ptr())
+    return memoryview(raw).cast("B")
+
+
+class Joined(LazyTensor):
+    """``parts`` side by side along ``dim``; their other sizes and dtypes are equal."""
+
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        super().__init__(shape, parts[0].dtype)
+        self.parts = tuple(parts)
+        self.dim = dim
+
+    def runs(self) -> list[Run] | None:
+        """See :class:`LazyTensor`."""
+        if math.prod(self.shape[: self.dim]) != 1:
+            return None
+        each = [part.runs() for part in self.parts]
+        return None if None in each else [run for runs in each if runs for run in runs]
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        start, stop = box[self.dim]
+        begin = 0
+        for part in self.parts:
+            end = begin + part.shape[self.dim]
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                wanted = _with(box, self.dim, (low - begin, high - begin))
+                part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
+            begin = end
+
+
+class Narrowed(LazyTensor):
+    """The range ``[start, stop)`` of ``base`` along ``dim``."""
+
+    def __init__(self, base: LazyTensor, dim: int, start: int, stop: int) -> None:
+        super().__init__((*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), base.dtype)
+        self.base, self.dim, self.start = base, dim, start
+
+    def runs(self) -> list[Run] | None:
+        """See :class:`LazyTensor`."""
+        runs = self.base.runs()
+        if runs is None or len(runs) != 1 or math.prod(self.shape[: self.dim]) != 1:
+            return None
+        file, offset, _ = runs[0]
+        step = math.prod(self.shape[self.dim + 1 :]) * self.dtype.itemsize
+        return [(file, offset + self.start * step, self.shape[self.dim] * step)]
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        low, high = box[self.dim]
+        self.base.read_into(out, _with(box, self.dim, (low + self.start, high + self.start)))
+
+
+class Permuted(LazyTensor):
+    """``base`` with its dims in the order ``dims``, as ``Tensor.permute`` has them."""
+
+    def __init__(self, base: LazyTensor, dims: Sequence[int]) -> None:
+        super().__init__([base.shape[dim] for dim in dims], base.dtype)
+        self.base, self.dims = base, tuple(dims)
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        back = [self.dims.index(dim) for dim in range(len(self.dims))]
+        self.base.read_into(out.permute(back), tuple(box[dim] for dim in back))
+
+
+class Unsqueezed(LazyTensor):
+    """``base`` with a dim of size 1 at ``dim``."""
+
+    def __init__(self, base: LazyTensor, dim: int) -> None:
+        super().__init__((*base.shape[:dim], 1, *base.shape[dim:]), base.dtype)
+        self.base, self.dim = base, dim
+
+    def runs(self) -> list[Run] | None:
+        """See :class:`LazyTensor`."""
+        return self.base.runs()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        if box[self.dim] == (0, 1):
+            self.base.read_into(out.squeeze(self.dim), (*box[: self.dim], *box[self.dim + 1 :]))
+
+
+class Squeezed(LazyTensor):
+    """``base`` without ``dim``, whose size is 1."""
+
+    def __init__(self, base: LazyTensor, dim: int) -> None:
+        super().__init__((*base.shape[:dim], *base.shape[dim + 1 :]), base.dtype)
+        self.base, self.dim = base, dim
+
+    def runs(self) -> list[Run] | None:
+        """See :class:`LazyTensor`."""
+        return self.base.runs()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        self.base.read_into(out.unsqueeze(self.dim), (*box[: self.dim], (0, 1), *box[self.dim :]))
+
+
+class InMemory(LazyTensor):
+    """A tensor that is there already."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self.tensor = tensor.detach()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """See :class:`LazyTensor`."""
+        part = self.tensor
+        for dim, (start, stop) in enumerate(box):
+            part = part.narrow(dim, start, stop - start)
+        out.copy_(part)
+
+
+@torch.no_grad()
+def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Tensor) -> None:
+    """Read what ``rank`` holds of ``lazy`` by ``layout`` (None: all of it) into ``out``, its final storage.
+
+    Raises ``ValueError`` if ``out`` does not have the shard's shape.
+    """
+    due = lazy.shape if layout is None else layout.local_shape(lazy.shape, rank)
+    if tuple(out.shape) != due:
+        raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(due)}")
+    box = whole_box(lazy.shape)
+    if layout is None:
+        lazy.read_into(out, box)
+        return
+    offset = 0
+    for start, stop in layout.ranges(rank):
+        lazy.read_into(out.narrow(layout.dim, offset, stop - start), _with(box, layout.dim, (start, stop)))
+        offset += stop - start

@@ -1,0 +1,170 @@
+"""The random states of one rank as plain JSON, and which of the saved ones a rank of another mesh goes on with.
+
+A state holds Python's, numpy's and torch's default generators, the current GPU's, and the named streams of the
+toolbox's tracker (``mpu.random_tracker``). No collective: each rank takes and restores its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.checkpoint.plain_data import Json, decode, encode_inline
+from autopar.errors import CheckpointError
+from autopar.random_state import RandomStateTracker, StreamState
+
+__all__ = ["choose", "restore", "take"]
+
+_WHERE = "random states"
+_MT19937 = 624  # words of numpy's state
+_SPREAD = 1 << 20  # more than there are tensor-parallel ranks
+
+
+def take(tracker: RandomStateTracker | None = None) -> Json:
+    """All random states of this process.
+
+    Args:
+        tracker: of the named streams (``mpu.random_tracker``); None if there are none.
+
+    Raises:
+        CheckpointError: if numpy's default generator was replaced by one that cannot be written down.
+    """
+    default = np.random.get_state(legacy=False)
+    if default["bit_generator"] != "MT19937":
+        raise CheckpointError(f"numpy's default generator is {default['bit_generator']}; only MT19937 can be restored")
+    return {
+        "python": encode_inline(random.getstate(), f"{_WHERE}.python"),
+        "numpy": encode_inline(default, f"{_WHERE}.numpy"),
+        "torch": encode_inline(torch.get_rng_state(), f"{_WHERE}.torch"),
+        "cuda": encode_inline(torch.cuda.get_rng_state() if torch.cuda.is_available() else None, f"{_WHERE}.cuda"),
+        "streams": encode_inline(None if tracker is None else dict(tracker.get_states()), f"{_WHERE}.streams"),
+    }
+
+
+def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomStateTracker | None:
+    """Go on with the states that :func:`take` or :func:`choose` returned.
+
+    The GPU's state is left as it is if none was saved, and ignored without a GPU.
+
+    Args:
+        tracker: whose named streams are set. Streams that were saved need one; None makes a new one.
+
+    Returns:
+        The tracker that has the streams: ``tracker``, or the new one; None if there are none.
+
+    Raises:
+        CheckpointError: if ``value`` is damaged; then nothing has changed.
+    """
+    states = _checked(value)
+    if states["streams"] is not None:
+        tracker = RandomStateTracker() if tracker is None else tracker
+        tracker.set_states(states["streams"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    return tracker
+
+
+def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int) -> Json:
+    """The state with which the rank at ``(tp, pp, dp)`` goes on.
+
+    * A rank that was there when the checkpoint was saved has its own state again.
+    * One that was not has that of stage 0 and tensor-parallel rank 0 of its replica: the default generators of a
+      replica are alike. Its named streams are new ones, because those differ between tensor-parallel ranks.
+    * A replica that was not there goes on like replica 0 if the replicas that were there had equal states (they draw
+      alike on purpose, or there was only one); otherwise all its states are derived from replica 0's.
+
+    Derived means: seeded with a number that the saved generator draws next, plus a number of the rank's own. The same
+    checkpoint and mesh always give the same states.
+
+    Args:
+        saved: one entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "state": what take returned}``.
+
+    Raises:
+        CheckpointError: if an entry is damaged, or that of the first rank is missing.
+    """
+    try:
+        states = {(int(entry["tp"]), int(entry["pp"]), int(entry["dp"])): entry["state"] for entry in saved}
+        first = states[0, 0, 0]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {error!r}") from error
+    replicas = [state for (t, p, _), state in states.items() if t == p == 0]
+    if (0, 0, dp) not in states and any(state != first for state in replicas):
+        return _seeded(first, tp, dp)
+    replica = dp if (0, 0, dp) in states else 0
+    for coordinates in ((tp, pp, replica), (tp, 0, replica)):
+        if coordinates in states:
+            return states[coordinates]
+    return _own_streams(states[0, 0, replica], tp)
+
+
+def _seeded(base: Json, tp: int, dp: int) -> Json:
+    """States of a new replica. The tensor-parallel ranks of a replica share the default generators, not the streams."""
+    states = _checked(base)
+    seed = _draw(states["torch"]) + dp * _SPREAD
+    fresh = {
+        "python": random.Random(seed).getstate(),
+        "numpy": np.random.RandomState(seed % (1 << 32)).get_state(legacy=False),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "cuda": torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_available() else None,
+        "streams": _reseeded(states["streams"], dp * _SPREAD + tp),
+    }
+    return {key: encode_inline(value, f"{_WHERE}.{key}") for key, value in fresh.items()}
+
+
+def _own_streams(base: Json, tp: int) -> Json:
+    streams = _reseeded(_checked(base)["streams"], tp)
+    return {**base, "streams": encode_inline(streams, f"{_WHERE}.streams")}
+
+
+def _reseeded(streams: Mapping[str, StreamState] | None, own: int) -> dict[str, StreamState] | None:
+    if streams is None:
+        return None
+    tracker = RandomStateTracker()
+    for name, stream in streams.items():
+        tracker.add(name, _draw(stream["cpu"]) + own)
+    return tracker.get_states()
+
+
+def _draw(state: torch.Tensor) -> int:
+    generator = torch.Generator()
+    generator.set_state(state)
+    return int(torch.randint(1 << 60, (), generator=generator))
+
+
+def _checked(value: Json) -> dict[str, Any]:
+    """The decoded states. Raises CheckpointError unless every generator takes its own."""
+    keys = ("python", "numpy", "torch", "cuda", "streams")
+    if not isinstance(value, Mapping) or set(value) != set(keys):
+        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: they are not {', '.join(keys)}")
+    states = {key: decode(value[key], where=f"{_WHERE}.{key}") for key in keys}
+    try:
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        if not 0 <= states["numpy"]["state"]["pos"] <= _MT19937:  # numpy would read beyond its memory
+            raise ValueError("the position of numpy's generator is impossible")
+        torch.Generator().set_state(states["torch"])
+        _check_cuda(states["cuda"])
+        for name, stream in (states["streams"] or {}).items():
+            if not isinstance(name, str) or set(stream) != {"seed", "cpu", "cuda"}:
+                raise ValueError(f"{name!r} is no stream")
+            if type(stream["seed"]) is not int or not -(1 << 63) <= stream["seed"] < 1 << 64:
+                raise ValueError(f"the seed of stream {name!r} is {stream['seed']!r}")
+            torch.Generator().set_state(stream["cpu"])
+            _check_cuda(stream["cuda"])
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {str(error).splitlines()[0]}") from error
+    return states
+
+
+def _check_cuda(state: Any) -> None:
+    if state is not None and (not isinstance(state, torch.Tensor) or state.dtype != torch.uint8):
+        raise ValueError("the state of the GPU's generator is no tensor of bytes")
+    if state is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state)

@@ -1,0 +1,121 @@
+"""What one rank contributes to a checkpoint, collected and checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.checkpoint import random_states
+from autopar.checkpoint.optimizer_state import take
+from autopar.checkpoint.plain_data import encode
+from autopar.checkpoint.state import local_tensors, owns, shared_by_replicas, state_of
+from autopar.errors import CheckpointError
+from autopar.policy.plan import TensorPlan
+
+__all__ = ["Snapshot", "snapshot"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's share of a checkpoint.
+
+    Attributes:
+        tensors: part -> name -> what this rank writes.
+        dtypes: of all the model's tensors that this rank holds, also those that others write.
+        parameters: the names among them that are parameters.
+        plans: of the optimizer's tensors on this rank.
+        facts: of the optimizer, or None.
+        training: the scheduler and the user's data as JSON.
+        random_state: of this process, or None.
+        by_replica: the replicas hold different parts of the optimizer's state.
+    """
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    dtypes: Mapping[str, str]
+    parameters: tuple[str, ...]
+    plans: Mapping[str, TensorPlan]
+    facts: Any
+    training: Mapping[str, Any]
+    random_state: Any
+    by_replica: bool
+
+    def copied(self) -> Snapshot:
+        """The same with tensors of its own in host memory, so that training can go on while they are written."""
+        copies = {
+            part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for part, tensors in self.tensors.items()
+        }
+        return replace(self, tensors=copies)
+
+
+def snapshot(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Collect this rank's share; tensors are the live ones, not copies. No communication.
+
+    Raises:
+        CheckpointError: the model is not the one that was parallelized, or something cannot be saved; names it.
+    """
+    state = state_of(model)
+    plan, mpu = state.plan, state.mpu
+    first_replica = mpu.dp.rank == 0
+    held = local_tensors(model)
+    chosen: dict[str, dict[str, torch.Tensor]] = {"model": {}}
+    if first_replica:
+        chosen["model"] = {
+            name: tensor
+            for name, tensor in held.items()
+            if (mpu.tp.rank == 0 or plan.tensors[name].layout is not None) and state.writes(name)
+        }
+    plans: dict[str, TensorPlan] = {}
+    facts = None
+    by_replica = False
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
+        by_replica = not shared_by_replicas(optimizer)
+        taken = take(optimizer, model, plan, mpu.tp.rank)
+        facts = taken.facts
+        mine = owns(optimizer)
+        parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+        for name, tensor in taken.tensors.items():
+            parameter, _, key = name.partition("::")
+            cut = taken.plans[name].layout is not None
+            here = cut or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
+            if here and state.writes(parameter) and (mine(parameters[parameter]) if by_replica else first_replica):
+                chosen.setdefault("optimizer", {})[name] = tensor
+                plans[name] = taken.plans[name]
+    training: dict[str, Any] = {}
+    loose: dict[str, torch.Tensor] = {}
+    if lr_scheduler is not None:
+        if not hasattr(lr_scheduler, "state_dict"):
+            raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
+        training["lr_scheduler"], tensors = encode(lr_scheduler.state_dict(), "lr_scheduler")
+        loose |= tensors
+    if extra is not None:
+        if not isinstance(extra, Mapping):
+            raise CheckpointError(f"extra={extra!r} must be a dict")
+        training["extra"], tensors = encode(dict(extra), "extra")
+        loose |= tensors
+    if loose and mpu.rank == 0:
+        chosen["extra"] = loose
+    if optimizer is not None:
+        chosen.setdefault("optimizer", {})
+    resumable = optimizer is not None or lr_scheduler is not None
+    return Snapshot(
+        tensors=chosen,
+        dtypes={name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()},
+        parameters=tuple(name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)),
+        plans=plans,
+        facts=facts,
+        training=training,
+        random_state=random_states.take(mpu.random_tracker) if resumable else None,
+        by_replica=by_replica,
+    )

@@ -1,0 +1,159 @@
+"""Cut a Hugging Face checkpoint into the shards of a mesh beforehand: one process, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from autopar.checkpoint.folder import Staging
+from autopar.checkpoint.format import Manifest, versions
+from autopar.checkpoint.lazy import InMemory, LazyTensor
+from autopar.checkpoint.merge import parse_dtype, refuse_own_place
+from autopar.checkpoint.reshard import check_sizes, finish, write_part
+from autopar.checkpoint.safetensors_stream import dtype_of, nbytes
+from autopar.checkpoint.stages import stages_by_size
+from autopar.checkpoint.state import listed
+from autopar.errors import CheckpointError, nearest
+from autopar.lazy_model import lazy_init
+from autopar.mesh import MeshSizes
+from autopar.policy.match import find_policy
+from autopar.policy.plan import Plan
+from autopar.policy.resolve import make_plan
+from autopar.policy.schema import Policy
+from autopar.sources import sources_of
+
+__all__ = ["split_checkpoint"]
+
+
+def split_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    tp: int,
+    pp: int = 1,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    dtype: str | torch.dtype | None = None,
+    force: bool = False,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Write the sharded checkpoint that a model of ``tp`` x ``pp`` ranks would have saved.
+
+    ``from_pretrained`` reads the ranges of each rank from a Hugging Face checkpoint as it is; shards are for file
+    systems that are slow at that, and for nodes that are to be sent their own files only.
+
+    Args:
+        source: folder with ``config.json`` and weights (safetensors or ``pytorch_model.bin``).
+        destination: folder to make; it appears when it is whole.
+        tp, pp: sizes of the mesh.
+        policy: see :func:`autopar.initialize`.
+        dtype: convert the weights; by default they are what the config says.
+        force: replace a checkpoint in ``destination``; other files there are kept.
+        progress: show a progress bar; by default on a terminal.
+
+    Returns:
+        ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
+
+    Raises:
+        CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
+        ConfigError, UnsupportedModelError, PolicyError: the model cannot be cut like that.
+    """
+    check_sizes(tp, pp)
+    folder, target = Path(source), Path(os.path.abspath(destination))
+    chosen = parse_dtype(dtype)
+    refuse_own_place("split", folder, target)
+    model = _open(folder, chosen)
+    plan = make_plan(model, find_policy(model, policy), tp)
+    sources = _sources(model, plan)
+    bytes_of = {name: nbytes(dtype_of(tensor.dtype), tensor.shape) for name, tensor in plan.tensors.items()}
+    staging = Staging(target, replace=force)
+    try:
+        show = sys.stderr.isatty() if progress is None else progress
+        with tqdm(total=sum(bytes_of.values()), desc="splitting", unit="B", unit_scale=True, disable=not show) as bar:
+
+            def read(name: str) -> torch.Tensor:
+                bar.update(bytes_of[name])
+                return sources[name].read().to(dtype_of(plan.tensors[name].dtype))
+
+            stages = stages_by_size(bytes_of, pp)
+            part = write_part(staging.temp, staging.id, "model", plan.tensors, read, (tp, pp), stages)
+        manifest = Manifest(
+            save_id=staging.id,
+            sizes=MeshSizes(tp, pp, 1),
+            model_type=plan.model_type,
+            policy=plan.policy,
+            hf_prefix="",
+            parts={"model": part},
+            parameters=frozenset(plan.canonical(name) for name, _ in model.named_parameters()),
+            versions=versions(),
+        )
+        return finish(staging, manifest, folder, chosen)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        staging.discard()
+
+
+def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model of the folder with its weights on the meta device."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        names = config.get("architectures") or []
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no Hugging Face checkpoint: config.json is missing") from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{folder} comes with its own code, which split does not run\n"
+            "  Load it with autopar.from_pretrained(..., trust_remote_code=True) and call save_parallelized."
+        )
+    kind = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        hint = nearest(str(names[0]), dir(transformers)) if names else ""
+        raise CheckpointError(f"{path} says architectures={names}, which is no model of transformers.{hint}")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of reading headers; the bar that matters is ours
+    try:
+        with lazy_init():
+            loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
+                folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+            )
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    model, info = loaded
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing or unexpected:
+        what = f"it lacks {listed(missing)}" if missing else f"it also holds {listed(unexpected)}"
+        raise CheckpointError(f"{folder} does not hold exactly a {kind.__name__}: {what}")
+    return model
+
+
+def _sources(model: PreTrainedModel, plan: Plan) -> dict[str, LazyTensor]:
+    """Canonical name -> where its values come from."""
+    found: dict[str, LazyTensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        start = f"{path}." if path else ""
+        for name, lazy in sources_of(module).items():
+            if lazy is not None:
+                found.setdefault(plan.canonical(start + name), lazy)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(plan.canonical(start + name), InMemory(buffer))
+    absent = [name for name in plan.tensors if name not in found]
+    if absent:
+        raise CheckpointError(f"the checkpoint has no values for {listed(absent)}")
+    return found

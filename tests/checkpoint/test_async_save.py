@@ -1,0 +1,280 @@
+"""Saving while training goes on: the values are those of the call, and errors come at the next one."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import autopar
+from autopar.checkpoint import Manifest, snapshot
+from autopar.checkpoint.check import check_checkpoint
+from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.shards import Shards
+from autopar.errors import CheckpointError
+from autopar.mesh import MPU
+from tests.checkpoint.tiny import (
+    TinyConfig,
+    TinyModel,
+    local,
+    moment,
+    same,
+    saved_state,
+    state_tensors,
+    tiny,
+    with_moments,
+)
+from tests.small import gpt2, parallel
+from tests.worlds import PRELOAD, distributed, join, raises_everywhere
+
+
+@contextmanager
+def held_up():
+    """Writing waits until the event that this gives is set."""
+    go, write = threading.Event(), SafetensorsWriter.write
+
+    def waiting(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        assert go.wait(60)
+        write(self, name, tensor)
+
+    SafetensorsWriter.write = waiting  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        SafetensorsWriter.write = write  # type: ignore[method-assign]
+
+
+@contextmanager
+def full_disk(rank: int):
+    write = SafetensorsWriter.write
+
+    def full(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == rank:
+        SafetensorsWriter.write = full  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SafetensorsWriter.write = write  # type: ignore[method-assign]
+
+
+def scramble(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+
+@distributed(world_size=2)
+def test_training_goes_on_and_what_is_saved_is_what_was_there_at_the_call(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu, 0)
+    optimizer = with_moments(model)
+    weights, moments, lr = local(model), state_tensors(optimizer), optimizer.param_groups[0]["lr"]
+    extra = {"ema": torch.ones(3), "list": [1], "tensors": [torch.zeros(2)]}
+    with held_up() as go:
+        model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer, extra=extra, async_save=True)
+        assert not (tmp_path / "ckpt").exists()
+        scramble(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 77.0
+        extra["ema"].zero_()
+        extra["list"].append(2)
+        extra["tensors"][0].add_(1)
+        numbers = torch.ones(3)
+        dist.all_reduce(numbers)  # training has the default group for itself
+        assert numbers.tolist() == [2, 2, 2] and not (tmp_path / "ckpt").exists()
+        go.set()
+        model.wait_for_save()
+    assert os.listdir(tmp_path) == ["ckpt"]
+    found: dict[str, Any] = {}
+    model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer, extra=found)
+    assert same(local(model), weights) and optimizer.param_groups[0]["lr"] == lr
+    assert all(torch.equal(*pair) for pair in zip(state_tensors(optimizer), moments, strict=True))
+    assert found["ema"].tolist() == [1, 1, 1] and found["list"] == [1] and found["tensors"][0].tolist() == [0, 0]
+    model.wait_for_save()  # nothing to wait for
+
+
+@distributed(world_size=2)
+def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    model.save_parallelized(tmp_path / "ckpt")
+    first = Manifest.read(tmp_path / "ckpt").save_id
+    what = "the save in the background failed: cannot write model-tp1-pp0.safetensors"
+    said = (what, "No space left", "by rank 1 of 2")
+    calls = {
+        "wait": model.wait_for_save,
+        "save": lambda: model.save_parallelized(tmp_path / "ckpt"),
+        "async": lambda: model.save_parallelized(tmp_path / "ckpt", async_save=True),
+        "load": lambda: model.from_parallelized(tmp_path / "ckpt"),
+    }
+    for name, call in calls.items():
+        with full_disk(1):
+            model.save_parallelized(tmp_path / "ckpt", async_save=True)
+            while model._autopar_checkpoint.background._thread.is_alive():
+                time.sleep(0.01)
+        with raises_everywhere(CheckpointError, *said):
+            call()
+        assert os.listdir(tmp_path) == ["ckpt"], name
+        assert Manifest.read(tmp_path / "ckpt").save_id == first, name
+        dist.barrier()
+        model.wait_for_save()  # it is said once
+    (tmp_path / "file").write_text("x")
+    model.save_parallelized(tmp_path / "file" / "below", async_save=True)  # no folder can be made there
+    with raises_everywhere(CheckpointError, "the save in the background failed: cannot make", "below"):
+        model.wait_for_save()
+    model.save_parallelized(tmp_path / "ckpt", async_save=True)
+    model.wait_for_save()
+    assert Manifest.read(tmp_path / "ckpt").save_id != first
+
+
+@distributed(world_size=2)
+def test_wrong_arguments_are_refused_at_the_call(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    for arguments, message in (
+        ({"async_save": "yes"}, "async_save='yes' must be True or False"),
+        ({"async_save": True, "format": "bin"}, "needs merge_checkpoints=True"),
+        ({"async_save": True, "keep_last": 0}, "keep_last=0 must be"),
+        ({"async_save": True, "extra": {"f": print}}, "extra.f"),
+        ({"async_save": mpu.rank == 0}, "ranks were called differently: async_save is True on rank 0 and False"),
+    ):
+        with raises_everywhere(CheckpointError, message):
+            model.save_parallelized(tmp_path / "ckpt", **arguments)
+    assert os.listdir(tmp_path) == []
+
+
+@distributed(world_size=2)
+def test_a_rank_without_memory_for_the_copy_stops_all_of_them(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    copied = snapshot.Snapshot.copied
+
+    def no_memory(self: Any) -> Any:
+        raise MemoryError("no memory")
+
+    if mpu.rank == 1:
+        snapshot.Snapshot.copied = no_memory  # type: ignore[method-assign]
+    with raises_everywhere(CheckpointError, "MemoryError: no memory", "by rank 1 of 2"):
+        model.save_parallelized(tmp_path / "ckpt", async_save=True)
+    snapshot.Snapshot.copied = copied  # type: ignore[method-assign]
+    assert os.listdir(tmp_path) == []
+    model.save_parallelized(tmp_path / "ckpt", async_save=True)
+    model.wait_for_save()
+    assert Manifest.read(tmp_path / "ckpt")
+
+
+@distributed(world_size=2)
+def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    for number in range(5):
+        with torch.no_grad():
+            model.norm.weight.fill_(number)
+        model.save_parallelized(tmp_path / f"step-{number}", keep_last=2, async_save=True)
+    model.save_parallelized(tmp_path / "merged", merge_checkpoints=True, async_save=True)
+    model.wait_for_save()
+    assert sorted(os.listdir(tmp_path)) == ["merged", "step-3", "step-4"]
+    dist.barrier()
+    for number in (3, 4):
+        model.from_parallelized(tmp_path / f"step-{number}")
+        assert (model.norm.weight == number).all()
+    assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(saved_state(model))
+
+
+@distributed(world_size=2)
+def test_deparallelize_waits(tmp_path):
+    model = parallel(gpt2(), 2)
+    plain = gpt2()
+    with held_up() as go:
+        model.save_parallelized(tmp_path / "ckpt", async_save=True)
+        timer = threading.Timer(0.5, go.set)
+        timer.start()
+        start = time.monotonic()
+        autopar.deparallelize(model)
+        assert time.monotonic() - start > 0.3
+    with Shards(tmp_path / "ckpt") as shards:
+        for name in shards.manifest.tensors:
+            assert torch.equal(shards.whole(name), plain.state_dict()[name]), name
+    parallel(model, 1).save_parallelized(tmp_path / "again", async_save=True)
+    autopar.deparallelize(model)
+    assert Manifest.read(tmp_path / "again")
+
+
+@distributed(world_size=2)
+def test_a_deep_copy_has_nothing_to_wait_for(tmp_path):
+    model = tiny(MPU(tensor_parallel_size=2))
+    with held_up() as go:
+        model.save_parallelized(tmp_path / "ckpt", async_save=True)
+        twin = copy.deepcopy(model)
+        twin.wait_for_save()
+        assert not (tmp_path / "ckpt").exists()
+        go.set()
+        model.wait_for_save()
+    twin.save_parallelized(tmp_path / "twin", async_save=True)
+    twin.wait_for_save()
+    assert sorted(os.listdir(tmp_path)) == ["ckpt", "twin"]
+
+
+def script(rank: int, world: str, folder: str, how: str) -> None:
+    """What a user's script does; it ends as a script ends."""
+    torch.set_num_threads(1)
+    join(rank, 2, world, 60)
+    model = tiny(MPU(tensor_parallel_size=2), seed=4)
+    write = SafetensorsWriter.write
+
+    def slow(self: SafetensorsWriter, name: str, tensor: torch.Tensor) -> None:
+        time.sleep(0.05)
+        write(self, name, tensor)
+
+    SafetensorsWriter.write = slow  # type: ignore[method-assign]
+    model.save_parallelized(folder, optimizer=with_moments(model, seed=4), async_save=True)
+    if how == "destroys":
+        dist.destroy_process_group()
+    if how == "raises":
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("how", ["ends", "raises", "destroys"])
+def test_a_script_that_ends_without_waiting_leaves_a_whole_checkpoint(tmp_path, how):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="autopar-world-") as world:
+        ranks = [
+            context.Process(target=script, args=(rank, world, str(tmp_path / "ckpt"), how), daemon=True)
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            if process.is_alive():
+                process.kill()
+        assert [process.exitcode for process in ranks] == [3 if how == "raises" else 0] * 2
+    assert_whole(tmp_path / "ckpt", 4)
+
+
+def assert_whole(folder: Path, seed: int) -> None:
+    assert check_checkpoint(folder)["problems"] == []
+    plain = TinyModel(TinyConfig(), seed).state_dict()
+    with Shards(folder, ("model", "optimizer")) as shards:
+        for name, entry in shards.manifest.tensors.items():
+            assert torch.equal(shards.whole(name), plain[name]), name
+            if name in shards.manifest.parameters:
+                due = moment(name, "exp_avg", seed, entry)
+                assert torch.equal(shards.whole(f"{name}::exp_avg", "optimizer"), due), name

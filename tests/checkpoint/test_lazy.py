@@ -1,0 +1,135 @@
+"""Reading tensors by the box: every kind equals slicing the whole tensor, and only the needed bytes are read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from autopar.checkpoint import lazy as lazy_module
+from autopar.checkpoint.lazy import (
+    InMemory,
+    Joined,
+    LazyTensor,
+    Narrowed,
+    Permuted,
+    RangeFile,
+    Squeezed,
+    Stored,
+    Unsqueezed,
+    read_shard,
+)
+from autopar.errors import CheckpointError
+from autopar.layout import Block, Layout, share_out
+
+
+class Counting(RangeFile):
+    """Counts the bytes that are read."""
+
+    total = 0
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        self.total += len(target)
+        super().read_into(target, offset)
+
+
+def stored(path, tensor: torch.Tensor, before: int = 8) -> Stored:
+    path.write_bytes(bytes(before) + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + b"rest")
+    return Stored(Counting(path), before, tensor.dtype, tensor.shape)
+
+
+def cut(tensor: torch.Tensor, box) -> torch.Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def boxes(shape):
+    for box in itertools.product(*([(0, n), (0, n // 2), (1, n), (n // 2, n // 2 + 1)] for n in shape)):
+        if all(start < stop for start, stop in box):
+            yield box
+
+
+@pytest.mark.parametrize("short", [0, 512])
+def test_boxes_of_a_stored_tensor(tmp_path, monkeypatch, short):
+    monkeypatch.setattr(lazy_module, "_SHORT", short)
+    tensor = torch.randn(4, 6, 5)
+    source = stored(tmp_path / "file", tensor)
+    for box in boxes(tensor.shape):
+        assert torch.equal(source.read(box), cut(tensor, box)), box
+
+
+def test_a_small_buffer_is_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr(lazy_module, "_BOUNCE", 16)
+    tensor = torch.randn(4, 6, 5)
+    source = stored(tmp_path / "file", tensor)
+    for box in boxes(tensor.shape):
+        out = torch.empty_like(cut(tensor, box), dtype=torch.float64)
+        source.read_into(out, box)
+        assert torch.equal(out, cut(tensor, box).double()), box
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_other_strides_and_dtypes(tmp_path, dtype):
+    tensor = torch.randn(7, 9)
+    source = stored(tmp_path / "file", tensor)
+    wide = torch.zeros(9, 20, dtype=dtype).t()[3:10]  # [7, 9], transposed
+    wide_before = wide.clone()
+    source.read_into(wide, ((0, 7), (0, 9)))
+    assert not torch.equal(wide, wide_before)
+    assert torch.equal(wide, tensor.to(dtype))
+
+
+def test_views(tmp_path):
+    tensor = torch.randn(4, 6, 5)
+    base = stored(tmp_path / "file", tensor)
+    kinds: list[tuple[LazyTensor, torch.Tensor]] = [
+        (Permuted(base, (2, 0, 1)), tensor.permute(2, 0, 1)),
+        (Narrowed(base, 1, 2, 5), tensor[:, 2:5]),
+        (Unsqueezed(base, 1), tensor.unsqueeze(1)),
+        (Squeezed(Narrowed(base, 0, 1, 2), 0), tensor[1]),
+        (Joined([base, InMemory(tensor[:, :2])], 1), torch.cat([tensor, tensor[:, :2]], 1)),
+        (Permuted(Joined([Narrowed(base, 2, 1, 3), base], 2), (1, 2, 0)),
+         torch.cat([tensor[..., 1:3], tensor], 2).permute(1, 2, 0)),
+    ]  # fmt: skip
+    for source, expected in kinds:
+        assert source.shape == tuple(expected.shape)
+        for box in boxes(expected.shape):
+            assert torch.equal(source.read(box), cut(expected, box)), (type(source), box)
+
+
+def test_scalars_and_empty(tmp_path):
+    assert stored(tmp_path / "a", torch.tensor(3.5)).read() == 3.5
+    out = torch.zeros((), dtype=torch.float64)
+    stored(tmp_path / "b", torch.tensor(3.5)).read_into(out, ())
+    assert out == 3.5
+    assert stored(tmp_path / "c", torch.zeros(0, 4)).read().shape == (0, 4)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_reads_its_own_bytes(tmp_path, dim):
+    """Fused blocks, unevenly shared out: exactly the shard's bytes are read, straight into its place."""
+    tensor = torch.randn(3 * 9 * 64, 3 * 9 * 64)
+    layout = Layout.of(dim, [Block("heads", 9, 64, share_out(9, 2)) for _ in range(3)])
+    source = stored(tmp_path / "file", tensor)
+    for rank in range(2):
+        due = layout.shard(tensor, rank)
+        out = torch.nn.Parameter(torch.empty_like(due))
+        source.file.total = 0
+        read_shard(source, layout, rank, out)
+        assert torch.equal(out, due)
+        assert source.file.total == due.numel() * 4
+
+
+def test_a_shard_of_another_shape(tmp_path):
+    source = stored(tmp_path / "file", torch.randn(4, 6))
+    with pytest.raises(ValueError, match=r"of shape \[4, 5\] cannot take a shard of shape \[4, 6\]"):
+        read_shard(source, None, 0, torch.empty(4, 5))
+
+
+def test_truncated_and_missing(tmp_path):
+    source = stored(tmp_path / "file", torch.randn(40, 6))
+    (tmp_path / "file").write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match=r"file is truncated: it ends at byte 100, 968 are needed"):
+        source.read()
+    with pytest.raises(CheckpointError, match="gone cannot be read: No such file"):
+        Stored(RangeFile(tmp_path / "gone"), 0, torch.float32, (2,)).read()

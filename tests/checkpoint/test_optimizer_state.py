@@ -1,0 +1,256 @@
+"""The state of every torch optimizer, taken on each rank and restored onto any other sharing-out."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from autopar.checkpoint.optimizer_state import prepare, take
+from autopar.errors import CheckpointError
+from autopar.policy.match import find_policy
+from autopar.policy.plan import Plan, TensorPlan
+from autopar.policy.resolve import make_plan
+from tests.checkpoint.optimizers import (
+    FACTORED,
+    MODELS,
+    OPTIMIZERS,
+    Make,
+    assert_same,
+    by_name,
+    give,
+    one_step,
+    plan_of,
+    rank_of,
+    restore,
+    same,
+    saved_by_all,
+    stored,
+    trained,
+)
+from tests.small import gpt2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_sharing_out_to_any_other(name: str, kind: str):
+    make = OPTIMIZERS[name]
+    plain = trained(kind, make)
+    plans = {tp: plan_of(kind, tp) for tp in (1, 2, 3)}
+    assert any(t.layout and t.layout.replicated for t in plans[3].tensors.values()) is (kind == "llama")
+    for old in plans.values():
+        checkpoint = stored(saved_by_all(kind, make, old, plain))
+        for parameter, state in by_name(*plain, old).items():  # unsharded, it is the plain state
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    assert same(checkpoint[2][f"{parameter}::{key}"], value)
+        for new in plans.values():
+            for rank in range(new.tp):
+                mine, expected = (rank_of(kind, make, new, rank) for _ in range(2))
+                one_step(*mine, seed=9)  # what it had is dropped
+                for target, source in zip(mine[0].parameters(), expected[0].parameters(), strict=True):
+                    target.data.copy_(source.data)
+                give(plain, expected, new, rank)
+                restore(mine, new, rank, checkpoint)
+                assert_same(mine, expected, new)
+                for target in (mine, expected):
+                    one_step(*target, seed=7)
+                assert_same(mine, expected, new)
+                for target, source in zip(mine[0].parameters(), expected[0].parameters(), strict=True):
+                    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_factored_state_is_of_one_sharing_out(name: str):
+    make = FACTORED[name]
+    plan = plan_of("gpt2", 2)
+    ranks = [trained_rank("gpt2", make, plan, rank) for rank in range(2)]
+    taken = [take(optimizer, model, plan, rank) for rank, (model, optimizer) in enumerate(ranks)]
+    own = {n.partition("@")[0].rpartition("::")[2] for n in taken[0].tensors if n.endswith("@tp0")}
+    factors = {"row_var", "col_var"} if name == "torch" else {"exp_avg_sq_row", "exp_avg_sq_col", "RMS"}
+    assert own == factors
+    whole = next(n for n, t in plan.tensors.items() if t.layout is None and len(t.shape) == 2)
+    assert {f"{whole}::{key}" for key in factors} <= set(taken[1].tensors)
+    cut = next(n for n, t in plan.tensors.items() if t.layout is not None and len(t.shape) == 1)
+    key = "variance" if name == "torch" else "exp_avg_sq"
+    assert taken[0].plans[f"{cut}::{key}"].layout is plan.tensors[cut].layout
+    checkpoint = stored(taken)
+    for rank, expected in enumerate(ranks):
+        mine = rank_of("gpt2", make, plan, rank)
+        restore(mine, plan, rank, checkpoint)
+        assert_same(mine, expected, plan)
+    for tp in (1, 3):
+        other = plan_of("gpt2", tp)
+        model, optimizer = rank_of("gpt2", make, other, 0)
+        with pytest.raises(CheckpointError, match=r"Adafactor was saved with tensor_parallel_size=2.*\n.*\n.*=2"):
+            prepare(optimizer, model, other, 0, *checkpoint[:2])
+    shifted = copy.deepcopy(checkpoint[0])
+    for state in shifted["state"].values():
+        for entry in state.values():
+            for block in entry.get("layout", {"blocks": []})["blocks"]:
+                block["shares"].reverse()
+    model, optimizer = rank_of("gpt2", make, plan, 0)
+    with pytest.raises(CheckpointError, match="shares the parameter out differently"):
+        prepare(optimizer, model, plan, 0, shifted, checkpoint[1])
+
+
+def trained_rank(kind: str, make: Make, plan: Plan, rank: int) -> Any:
+    """After a step; whole parameters have the same gradient on all ranks, shares each their own."""
+    model, optimizer = rank_of(kind, make, plan, rank)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        torch.manual_seed(number if plan.tensors[plan.canonical(name)].layout is None else 1000 * rank + number)
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_factored_state_of_whole_parameters_is_not_cut(name: str):
+    plan = plan_of("gpt2", 1)
+    checkpoint = stored([take(*reversed(trained("gpt2", FACTORED[name])), plan, 0)])
+    target = rank_of("gpt2", FACTORED[name], plan, 0)
+    restore(target, plan, 0, checkpoint)
+    assert_same(target, trained("gpt2", FACTORED[name]), plan)
+    other = plan_of("gpt2", 2)
+    model, optimizer = rank_of("gpt2", FACTORED[name], other, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"was saved of the whole parameter with tensor_parallel_size=1, .*=2"):
+        prepare(optimizer, model, other, 1, *checkpoint[:2])
+    assert optimizer.state_dict() == before
+
+
+def test_statistics_that_have_the_shape_of_the_share_by_chance():
+    """A share of one row: the column factor has its shape, and is still no part of the whole one's."""
+    model = gpt2(n_layer=1)
+    plan = make_plan(model, find_policy(model), 2)
+    name = "transformer.wte.weight"
+    layout = plan.tensors[name].layout
+    one_row = type(layout).of(0, [type(layout.blocks[0])("vocab", 131, 1, ((0, 130), (130, 131)))])
+    tensors = {**plan.tensors, name: TensorPlan(**{**vars(plan.tensors[name]), "layout": one_row})}
+    plan = Plan(2, plan.model_type, plan.policy, tensors, plan.modules)
+    weight = model.transformer.wte.weight
+    weight.data = one_row.shard(weight.data, 1)
+    optimizer = optim.Adafactor([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["col_var"].shape == weight.shape
+    assert set(take(optimizer, model, plan, 1).tensors) == {
+        f"{name}::{k}" for k in ("step", "row_var@tp1", "col_var@tp1")
+    }
+
+
+def test_an_optimizer_that_has_not_stepped():
+    plan = plan_of("gpt2", 2)
+    target = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
+    taken = take(target[1], target[0], plan, 1)
+    assert taken.tensors == {} and taken.facts["state"] == {}
+    mine = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
+    one_step(*mine, seed=0)
+    restore(mine, plan, 1, stored([taken]))
+    assert not mine[1].state
+
+
+def test_only_some_parameters_have_stepped():
+    plan = plan_of("gpt2", 2)
+    model, optimizer = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 0)
+    model.transformer.wpe.weight.grad = torch.ones_like(model.transformer.wpe.weight)
+    optimizer.step()
+    checkpoint = stored([take(optimizer, model, plan, 0)])
+    assert list(checkpoint[0]["state"]) == ["transformer.wpe.weight"]
+    mine = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
+    restore(mine, plan, 1, checkpoint)
+    assert list(by_name(*mine, plan)) == ["transformer.wpe.weight"]
+
+
+def test_state_of_no_parameter_and_numbers_and_the_saved_dtype():
+    model = gpt2(n_layer=1).bfloat16()
+    plan = make_plan(model, find_policy(model), 1)
+    parameters = list(model.parameters())
+    optimizer = optim.SGD(parameters)
+    optimizer.state["seen"] = {"tokens": 12, "window": (1, 2.5)}
+    optimizer.state[parameters[0]] = {"master": parameters[0].detach().float(), "count": 3, "nothing": None}
+    mine = optim.SGD(parameters)
+    restore((model, mine), plan, 0, stored([take(optimizer, model, plan, 0)]))
+    assert optimizer.state.keys() == mine.state.keys()
+    assert all(same(value, mine.state[key]) for key, value in optimizer.state.items())
+    optimizer.state["odd"] = torch.ones(2)
+    with pytest.raises(CheckpointError, match="odd is a tensor that belongs to no parameter"):
+        take(optimizer, model, plan, 0)
+
+
+def test_counters_are_on_the_host_unless_they_are_captured():
+    model = gpt2(n_layer=1)
+    plan = make_plan(model, find_policy(model), 1)
+    one_step(model, optimizer := optim.NAdam(model.parameters()), seed=0)
+    checkpoint = stored([take(optimizer, model, plan, 0)])
+    far = gpt2(n_layer=1).to("meta")
+    for captured in (False, True):
+        for group in checkpoint[0]["groups"]:
+            group["options"]["capturable"] = captured
+        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2]).wanted
+        places = {(name.rpartition("::")[2], want.tensor.device.type) for name, want in wanted.items()}
+        counters = "meta" if captured else "cpu"
+        assert places == {("step", counters), ("mu_product", counters), ("exp_avg", "meta"), ("exp_avg_sq", "meta")}
+
+
+def test_options_keep_their_types_and_a_tensor_stays_the_same_object():
+    model = gpt2(n_layer=1)
+    plan = make_plan(model, find_policy(model), 1)
+    saved = optim.AdamW(model.named_parameters(), lr=torch.tensor(0.5), betas=(0.1, 0.2))
+    saved.param_groups[0]["milestones"] = [1, 2]
+    facts = stored([take(saved, model, plan, 0)])
+    mine = optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    rate = mine.param_groups[0]["lr"]
+    restore((model, mine), plan, 0, facts)
+    group = mine.param_groups[0]
+    assert group["lr"] is rate and rate == 0.5 and group["betas"] == (0.1, 0.2) and group["milestones"] == [1, 2]
+    assert "param_names" not in group and group["params"] == list(model.parameters())
+    as_number = optim.AdamW(model.parameters(), lr=0.25)
+    restore((model, mine), plan, 0, stored([take(as_number, model, plan, 0)]))
+    assert group["lr"] is rate and rate == 0.25
+    restore((model, as_number), plan, 0, facts)
+    assert torch.equal(as_number.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+def test_zero_gives_state_to_owned_parameters_only():
+    plan = plan_of("gpt2", 2)
+    plain = trained("gpt2", OPTIMIZERS["Adam"])
+    checkpoint = stored(saved_by_all("gpt2", OPTIMIZERS["Adam"], plan, plain))
+    mine = rank_of("gpt2", OPTIMIZERS["Adam"], plan, 1)
+    restore(mine, plan, 1, checkpoint, owns=lambda name: name.endswith("bias"))
+    assert all(name.endswith("bias") for name in by_name(*mine, plan)) and mine[1].state
+
+
+def test_stages_are_merged_and_each_takes_its_part():
+    """Stage 0 holds the embedding and the blocks, stage 1 the norm and the head, which is tied to the embedding."""
+    plain = trained("gpt2", partial(optim.AdamW, lr=0.1))
+    plan = make_plan(plain[0], find_policy(plain[0]), 1)
+    stages = []
+    for stage in range(2):
+        model = MODELS["gpt2"]()
+        if stage == 0:
+            del model.transformer.ln_f, model.lm_head
+        else:
+            del model.transformer.h, model.transformer.wpe, model.transformer.wte
+        names = {n for n, _ in model.named_parameters()}
+        groups = [[], []]
+        for index, group in enumerate(plain[1].param_groups):
+            whole = {id(p): plan.canonical(n) for n, p in plain[0].named_parameters()}
+            held = [plan.canonical(n) for n in names]
+            groups[index] = [whole[id(p)] for p in group["params"] if whole[id(p)] in held]
+        held = {plan.canonical(n): p for n, p in model.named_parameters()}
+        options = [{k: v for k, v in g.items() if k != "params"} for g in plain[1].param_groups]
+        optimizer = optim.AdamW([{"params": [held[n] for n in g], **o} for g, o in zip(groups, options, strict=True)])
+        stages.append((model, optimizer))
+    whole = stored([take(plain[1], plain[0], plan, 0)])
+    for stage in stages:
+        restore(stage, plan, 0, whole)
+    taken = [take(optimizer, model, plan, 0) for model, optimizer in stages]
+    assert 0 < len(taken[1].tensors) < len(taken[0].tensors) < len(whole[1])
+    back = rank_of("gpt2", partial(optim.AdamW, lr=0.3), plan, 0)
+    restore(back, plan, 0, stored(taken))
+    assert_same(back, plain, plan)

@@ -1,0 +1,236 @@
+"""A run that is saved, ended and resumed is the run that was never interrupted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import get_linear_schedule_with_warmup
+from transformers.optimization import Adafactor
+
+from autopar.checkpoint import Manifest
+from autopar.errors import CheckpointError
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+from tests.worlds import raises_everywhere
+
+DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+class Run:
+    """A model in training: AdamW with two groups, linear warm-up, data parallelism, one global batch a step."""
+
+    def __init__(self, tp: int, build: Callable[[], Any], seed: int, make: Any = None, vocab: int = 131) -> None:
+        torch.manual_seed(seed)
+        self.model = parallel(build(), tp)
+        self.vocab = vocab
+        mpu = self.model.mpu
+        parameters = list(self.model.parameters())
+        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "weight_decay": 0.1}]
+        self.optimizer = (make or (lambda p: torch.optim.AdamW(p, lr=1e-2)))(groups)
+        self.scheduler = get_linear_schedule_with_warmup(self.optimizer, 5, 20)
+        self.engine = self.model
+        if mpu.dp.size > 1:
+            self.engine = DistributedDataParallel(self.model, process_group=mpu.get_data_parallel_group())
+
+    def step(self, number: int) -> float:
+        """One optimizer step on the part of global batch ``number`` that this replica has; the mean loss."""
+        dp = self.model.mpu.dp
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(self.vocab, (4, 8), generator=generator).chunk(dp.size)[dp.rank]
+        loss = self.engine(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        losses = [0.0] * dist.get_world_size()
+        dist.all_gather_object(losses, loss.item())
+        return sum(losses) / len(losses)
+
+    def save(self, folder: Path, **more: Any) -> None:
+        self.model.save_parallelized(folder, optimizer=self.optimizer, lr_scheduler=self.scheduler, **more)
+
+    def load(self, folder: Path, **more: Any) -> None:
+        self.model.from_parallelized(folder, optimizer=self.optimizer, lr_scheduler=self.scheduler, **more)
+
+    def state(self) -> list[torch.Tensor]:
+        moments = [self.optimizer.state[p] for group in self.optimizer.param_groups for p in group["params"]]
+        values = [value for state in moments for value in state.values() if isinstance(value, torch.Tensor)]
+        return [tensor.detach().clone() for tensor in (*self.model.parameters(), *values)]
+
+
+def bit_exact(folder: Path, tp: int, build: Callable[[], Any], make: Any = None) -> None:
+    run = Run(tp, build, seed=1, make=make)
+    for number in range(10):
+        run.step(number)
+    run.save(folder)
+    kept = run.state()
+    expected = [run.step(number) for number in range(10, 20)]
+    assert not all(torch.equal(*pair) for pair in zip(kept, run.state(), strict=True))
+    resumed = Run(tp, lambda: build(seed=3), seed=99, make=make)  # other weights, other random numbers
+    resumed.step(0)
+    resumed.load(folder)
+    assert all(torch.equal(*pair) for pair in zip(kept, resumed.state(), strict=True))
+    assert [resumed.step(number) for number in range(10, 20)] == expected
+    assert all(torch.equal(*pair) for pair in zip(run.state(), resumed.state(), strict=True))
+    assert resumed.scheduler.state_dict() == run.scheduler.state_dict()
+    groups = [[{k: v for k, v in g.items() if k != "params"} for g in r.optimizer.param_groups] for r in (run, resumed)]
+    assert groups[0] == groups[1]
+    assert len(set(expected)) == 10
+
+
+@pooled(world_size=4)
+def test_resumed_on_the_same_mesh_it_is_bit_for_bit_the_same_run_with_dropout(tmp_path):
+    bit_exact(tmp_path / "2x2", 2, lambda **more: gpt2(**{**DROPOUT, **more}))
+    bit_exact(tmp_path / "4x1", 4, lambda **more: gpt2(**{**DROPOUT, **more}))
+    bit_exact(tmp_path / "1x4", 1, lambda **more: gpt2(**{**DROPOUT, **more}))
+
+
+@pooled(world_size=4)
+def test_without_its_random_states_dropout_would_be_another(tmp_path):
+    """The test above could not fail otherwise."""
+    run = Run(2, lambda: gpt2(**DROPOUT), seed=1)
+    run.step(0)
+    run.model.save_parallelized(tmp_path / "ckpt")
+    run.save(tmp_path / "all")
+    assert "random_states" not in Manifest.read(tmp_path / "ckpt").training
+    assert len(Manifest.read(tmp_path / "all").training["random_states"]) == 4
+    expected = run.step(1)
+    resumed = Run(2, lambda: gpt2(**DROPOUT), seed=1)
+    resumed.model.from_parallelized(tmp_path / "ckpt")
+    torch.manual_seed(5)
+    assert resumed.step(1) != expected
+
+
+@pooled(world_size=4)
+def test_resumed_on_another_mesh_the_losses_go_on(tmp_path):
+    for build in (gpt2, llama):
+        for old in (2, 4, 1):
+            run = Run(old, build, seed=1)
+            for number in range(10):
+                run.step(number)
+            folder = tmp_path / f"{build.__name__}-{old}"
+            run.save(folder)
+            expected = [run.step(number) for number in range(10, 20)]
+            for new in {1, 2, 4} - {old}:
+                resumed = Run(new, build, seed=5)
+                resumed.load(folder)
+                losses = [resumed.step(number) for number in range(10, 20)]
+                worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+                assert worst < 1e-5, f"{build.__name__} from tp {old} to {new}: off by {worst:.2e}"
+            assert max(expected) - min(expected) > 1e-2
+
+
+@pooled(world_size=2)
+def test_a_wrong_momentum_would_be_noticed(tmp_path):
+    """How far losses are off when the moments are not loaded: far more than 1e-5."""
+    run = Run(2, gpt2, seed=1)
+    for number in range(10):
+        run.step(number)
+    run.save(tmp_path / "ckpt")
+    expected = [run.step(number) for number in range(10, 20)]
+    resumed = Run(1, gpt2, seed=5)
+    resumed.model.from_parallelized(tmp_path / "ckpt", lr_scheduler=resumed.scheduler)
+    losses = [resumed.step(number) for number in range(10, 20)]
+    assert max(abs(one - other) for one, other in zip(losses, expected, strict=True)) > 1e-3
+
+
+def extra_of(rank: int) -> dict[str, Any]:
+    return {
+        "epoch": 3 + rank,
+        "best": (0.5, "val", None),
+        "ema": {"w": torch.arange(6.0).view(2, 3) + rank, "half": torch.ones(3, dtype=torch.bfloat16)},
+        "nested": [[torch.tensor(7)], {"deep": ({"x": torch.zeros(0, 2)},)}],
+        "odd": OrderedDict([(1, {"set", "of"}), ("two", float("inf"))]),
+        "array": np.arange(4, dtype=np.int16),
+        "strided": torch.arange(6.0).view(2, 3).t(),
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return type(other) is torch.Tensor and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and bool((one == other).all())
+    if isinstance(one, dict):
+        return type(one) is type(other) and list(one) == list(other) and all(equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pooled(world_size=2)
+def test_the_users_own_data(tmp_path):
+    run = Run(2, gpt2, seed=1)
+    rank = run.model.mpu.rank
+    run.model.save_parallelized(tmp_path / "ckpt", extra=extra_of(rank))  # rank 0's is saved
+    found: dict[str, Any] = {"kept": 1, "epoch": 0}
+    run.model.from_parallelized(tmp_path / "ckpt", extra=found)
+    assert found.pop("kept") == 1
+    assert equal(found, {"epoch": 3, **extra_of(0)})
+    run.save(tmp_path / "empty", extra={})
+    found = {}
+    run.load(tmp_path / "empty", extra=found)
+    assert found == {}
+    with raises_everywhere(CheckpointError, "extra.model", "which a checkpoint cannot hold"):
+        run.model.save_parallelized(tmp_path / "bad", extra={"model": run.model})
+    with raises_everywhere(CheckpointError, "must be a dict"):
+        run.model.save_parallelized(tmp_path / "bad", extra=[1])
+    assert not (tmp_path / "bad").exists()
+
+
+@pooled(world_size=2)
+def test_what_was_not_saved_cannot_be_loaded_and_nothing_changes(tmp_path):
+    run = Run(2, gpt2, seed=1)
+    run.step(0)
+    run.model.save_parallelized(tmp_path / "model")
+    run.model.save_parallelized(tmp_path / "some", lr_scheduler=run.scheduler)
+    run.step(1)
+    before = run.state()
+    for name, what, has in (
+        ("model", {"optimizer": run.optimizer}, "without optimizer=; of the training state it holds none of it"),
+        ("model", {"extra": {}}, "without extra="),
+        ("some", {"optimizer": run.optimizer}, "without optimizer=; of the training state it holds lr_scheduler"),
+    ):
+        with raises_everywhere(CheckpointError, has):
+            run.model.from_parallelized(tmp_path / name, **what)
+    for what, message in (
+        ({"optimizer": 3}, "optimizer=3 must be a torch.optim.Optimizer"),
+        ({"lr_scheduler": 3}, "lr_scheduler=3 has no load_state_dict"),
+        ({"extra": 3}, "extra= must be a dict"),
+        ({"optimizer": run.optimizer if run.model.mpu.rank else None}, "without optimizer="),
+    ):
+        with raises_everywhere(CheckpointError, message):
+            run.model.from_parallelized(tmp_path / "some", **what)
+    with raises_everywhere(CheckpointError, "optimizer= cannot be saved with merge_checkpoints=True"):
+        run.save(tmp_path / "merged", merge_checkpoints=True)
+    with raises_everywhere(CheckpointError, "ranks were called differently: saved with"):
+        run.model.save_parallelized(tmp_path / "x", optimizer=run.optimizer if run.model.mpu.rank else None)
+    run.save(tmp_path / "all")
+    other = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    with raises_everywhere(CheckpointError, "holds the state of torch.optim.adamw.AdamW, the optimizer is"):
+        run.model.from_parallelized(tmp_path / "all", optimizer=other)
+    assert all(torch.equal(*pair) for pair in zip(before, run.state(), strict=True))
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "x").exists()
+
+
+def factored(groups: Any) -> Adafactor:
+    return Adafactor(groups, lr=0.01, relative_step=False, scale_parameter=False)
+
+
+@pooled(world_size=4)
+def test_adafactor_goes_on_where_it_was_and_is_refused_elsewhere_by_name(tmp_path):
+    for name, make in (("torch", lambda p: torch.optim.Adafactor(p, lr=0.01)), ("transformers", factored)):
+        bit_exact(tmp_path / name, 2, lambda **more: gpt2(**{**DROPOUT, **more}), make=make)
+        resumed = Run(4, gpt2, seed=5, make=make)
+        before = resumed.state()
+        with raises_everywhere(CheckpointError, "Adafactor was saved with tensor_parallel_size=2", "of transformer."):
+            resumed.load(tmp_path / name)
+        assert all(torch.equal(*pair) for pair in zip(before, resumed.state(), strict=True))
+        resumed.model.from_parallelized(tmp_path / name)

@@ -1,0 +1,167 @@
+"""A Hugging Face checkpoint cut into shards beforehand: merged again it is the same, and what cannot be cut is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from typer.testing import CliRunner
+
+from autopar.checkpoint.check import check_checkpoint
+from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.merge import merge_checkpoint
+from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.cli import app
+from autopar.errors import CheckpointError
+from autopar.split import split_checkpoint
+
+LLAMA = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 50,
+         "num_hidden_layers": 2, "vocab_size": 100, "tie_word_embeddings": True}  # fmt: skip
+MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=131, n_positions=64)),
+    "uneven llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+                      num_hidden_layers=2, vocab_size=100, num_local_experts=4)
+    ),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, num_heads=4, d_ff=48, num_layers=2,
+                                                      vocab_size=100)),
+    "bert": lambda: BertForMaskedLM(BertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48,
+                                               num_hidden_layers=2, vocab_size=101)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_split_resharded_and_merged_is_the_original(tmp_path, kind):
+    MODELS[kind]().save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=3 if "llama" in kind else 4, pp=2)
+    reshard_checkpoint(tmp_path / "split", tmp_path / "other", tp=2)
+    merge_checkpoint(tmp_path / "other", tmp_path / "merged")
+    for folder in ("split", "other"):
+        assert check_checkpoint(tmp_path / folder)["problems"] == []
+        assert (tmp_path / folder / "tokenizer.json").is_file()
+    one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "merged"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
+
+
+def test_stages_are_about_equally_large(tmp_path):
+    MODELS["gpt2"]().save_pretrained(tmp_path / "hf")
+    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2, pp=2)
+    manifest = Manifest.read(tmp_path / "split")
+    stage = {name: record.pp for record in manifest.files.values() for name in record.checksums}
+    assert {stage[name] for name in stage if ".h.0." in name} == {0}
+    assert {stage[name] for name in stage if ".h.1." in name} == {1}
+
+
+def test_from_bin_files_and_into_another_dtype(tmp_path):
+    model = MODELS["gpt2"]()
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "hf" / "pytorch_model.bin")
+    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2, dtype="bfloat16")
+    merge_checkpoint(tmp_path / "split", tmp_path / "merged")
+    merged = GPT2LMHeadModel.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], tensor.bfloat16()), name
+
+
+def test_merge_into_another_dtype(tmp_path):
+    MODELS["mixtral"]().save_pretrained(tmp_path / "hf")
+    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2)
+    merge_checkpoint(tmp_path / "split", tmp_path / "merged", dtype="bfloat16")
+    original = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensor, original[name].bfloat16()), name
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(CheckpointError, match="dtype='int8' must be float32"):
+        merge_checkpoint(tmp_path / "split", tmp_path / "again", dtype="int8")
+
+
+def _without(folder, name):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _config(**changes):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "hf is no Hugging Face checkpoint: config.json is missing"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read: Expecting property"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "hf cannot be loaded: "),
+        (lambda folder: _without(folder, "transformer.h.1.mlp.c_fc.bias"),
+         "does not hold exactly a GPT2LMHeadModel: it lacks transformer.h.1.mlp.c_fc.bias"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "is no whole safetensors file"),
+        (_config(architectures=["GPT2LMHeadMode"]), "which is no model of transformers. Did you mean 'GPT2LMHeadModel'"),
+        (_config(auto_map={"AutoModel": "code.Model"}), "comes with its own code, which split does not run"),
+        (_config(n_embd=64), "tensors do not have the shapes of GPT2LMHeadModel"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split(tmp_path, damage, message):
+    MODELS["gpt2"]().save_pretrained(tmp_path / "hf")
+    damage(tmp_path / "hf")
+    result = CliRunner().invoke(app, ["split", str(tmp_path / "hf"), str(tmp_path / "split"), "--tp", "2"])
+    assert result.exit_code == 1
+    assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_command_line(tmp_path):
+    MODELS["gpt2"]().save_pretrained(tmp_path / "hf")
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    result = run("split", tmp_path / "hf", tmp_path / "split", "--tp", 2, "--json")
+    assert result.exit_code == 0, result.output
+    assert sorted(json.loads(result.stdout)["files"]) == ["model-tp0-pp0.safetensors", "model-tp1-pp0.safetensors"]
+    result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 4, "--pp", 2)
+    assert result.exit_code == 0, result.output
+    assert "resharded 28 tensors" in result.stdout and "model-tp3-pp1.safetensors" in result.stdout
+    result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 0)
+    assert "error: --tp 0 must be between 1 and 4096" in result.stderr
+    result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 2)
+    assert result.exit_code == 1 and "--force" in result.stderr
+    result = run("split", tmp_path / "hf", tmp_path / "five", "--tp", 5)
+    assert "tensor_parallel_size=5 does not fit GPT2LMHeadModel: 4 heads" in result.stderr
+    result = run("check", tmp_path / "other")
+    assert result.exit_code == 0 and "is whole: 8 files, 28 tensors" in result.stdout
+    path = tmp_path / "other" / "model-tp3-pp1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    result = run("check", tmp_path / "other")
+    assert result.exit_code == 1 and "model-tp3-pp1.safetensors is damaged: the bytes of " in result.stderr
+    result = run("inspect", tmp_path / "split", "--json")
+    held = {entry["name"]: entry["held_by"] for entry in json.loads(result.stdout)["tensors"]}
+    assert held["transformer.wte.weight"] == [
+        {"file": "model-tp0-pp0.safetensors", "tp": 0, "shape": [66, 32]},
+        {"file": "model-tp1-pp0.safetensors", "tp": 1, "shape": [65, 32]},
+    ]
