@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ from transformers import PreTrainedModel
 
 from autopar import checkpoint
 from autopar.config import ParallelConfig
+from autopar.data_parallel.activations import keep_on_cpu
+from autopar.data_parallel.attach import attach as attach_optimizer
+from autopar.data_parallel.fully_shard import check_offload
+from autopar.data_parallel.optimizer import ParallelStep
+from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU, start_process_group
 from autopar.policy.match import find_policy
@@ -36,15 +41,40 @@ __all__ = ["deparallelize", "initialize"]
 _log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Result = TypeVar("Result")
 
 
+@overload
 def initialize(
     model: Model,
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
-) -> Model:
+    optimizer: None = None,
+    lr_scheduler: None = None,
+) -> Model: ...
+
+
+@overload
+def initialize(
+    model: Model,
+    config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
+    *,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    optimizer: Optimizer,
+    lr_scheduler: Any = None,
+) -> tuple[Model, Optimizer]: ...
+
+
+def initialize(
+    model: Any,
+    config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
+    *,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+) -> Any:
     """Turn a Hugging Face model that sits in memory into this rank's share of a parallel one, in place.
 
     Every process calls it with the same model and config. Parameter objects keep their identity, so an optimizer made
@@ -56,26 +86,35 @@ def initialize(
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
         policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type.
+        optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
+            ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
+            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is shared out.
+        lr_scheduler: only checked to drive ``optimizer``; it goes on doing so.
 
     Returns:
-        ``model`` itself, with ``model.mpu`` (:class:`~autopar.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``.
+        ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
+        ``model.mpu`` (:class:`~autopar.mesh.MPU`), ``model.save_parallelized`` and ``model.from_parallelized``.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed = _on_every_rank(lambda: _check_call(model, config), dataclasses.astuple)
+    parsed, _ = _on_every_rank(
+        lambda: _check_call(model, config, optimizer, lr_scheduler),
+        lambda checked: [dataclasses.astuple(checked[0]), checked[1]],
+    )
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
         prefix, inner = hugging_face_model(model)
         by_expert = parsed.expert_parallel_size > 1
         plan = _on_every_rank(
-            lambda: _plan(model, prefix, inner, policy, mpu, by_expert), lambda made: _facts(made, model)
+            lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
+            lambda made: _facts(made, model),
         )
     except Exception:
         mpu.destroy()
         raise
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     parallelize.make_equal(model, mpu)
     share_random_state(mpu)
     region = Region(mpu.tp)
@@ -84,12 +123,15 @@ def initialize(
         model.to(mpu.device)
     if parsed.activation_checkpointing:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if parsed.cpu_checkpointing:
+            keep_on_cpu(inner)
     region.watch(model)
     attach(inner, plan, mpu, region, parsed.consistency_check)
     checkpoint.attach(model, plan, mpu, inner, prefix)
-    model.mpu = mpu  # type: ignore[assignment]
-    model._autopar = _State(plan, mpu, parsed)  # type: ignore[assignment]
-    return model
+    model.mpu = mpu
+    model._autopar = _State(plan, mpu, parsed)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer)
+    return model if optimizer is None else (model, optimizer)
 
 
 def deparallelize(model: Model) -> Model:
@@ -104,7 +146,11 @@ def deparallelize(model: Model) -> Model:
     state: _State | None = vars(model).get("_autopar")
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+    if state.config.zero_stage == 3:
+        raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     _, inner = hugging_face_model(model)
+    if state.step is not None and state.step.model is model:
+        state.step.remove()
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
     if state.config.activation_checkpointing:
@@ -120,6 +166,8 @@ class _State:
 
     def __init__(self, plan: Plan, mpu: MPU, config: ParallelConfig) -> None:
         self.plan, self.mpu, self.config = plan, mpu, config
+        self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
+        self.step: ParallelStep | None = None
 
 
 def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
@@ -159,7 +207,9 @@ def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
         )
 
 
-def _check_call(model: nn.Module, config: Any) -> ParallelConfig:
+def _check_call(
+    model: nn.Module, config: Any, optimizer: Any, lr_scheduler: Any
+) -> tuple[ParallelConfig, list[list[str]]]:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     _refuse_second(model)
@@ -168,7 +218,8 @@ def _check_call(model: nn.Module, config: Any) -> ParallelConfig:
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
     if parsed.activation_checkpointing and not inner.supports_gradient_checkpointing:
         raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave it out.")
-    return parsed
+    check_offload(parsed.zero_cpu_offload)
+    return parsed, check_optimizer(optimizer, lr_scheduler, model, parsed)
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -193,8 +244,12 @@ def _plan(
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     by_expert: bool,
+    optimizer: Any,
+    stage: int,
 ) -> Plan:
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
+    if optimizer is not None:
+        check_state(optimizer, model, plan, stage)
     if not rehearse(inner, prefix, plan) and policy is not None and plan.tp > 1:
         _log.warning(
             "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
