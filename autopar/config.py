@@ -262,17 +262,16 @@ def _check_section(
 
 
 def _problem(name: str, value: Any, kind: type) -> str | None:
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:  # True is no int
+    if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
         return f"{name} must be {_name(kind)}, not {_show(value)}"
     if name in _CHOICES:
         *most, last = _CHOICES[name]
         choices = f"{', '.join(map(str, most))} or {last}"
         return None if value in _CHOICES[name] else f"{name} must be {choices}, not {value}"
-    if kind is float and not (0 < value < math.inf or (name in _NUMBERS and value == 0)):
+    number: Any = value
+    if kind is float and not (0 < number < math.inf or (name in _NUMBERS and number == 0)):
         return f"{name} must be above 0, not {value}"
-    return f"{name} must be at least 1, not {value}" if kind is int and value < 1 else None
+    return f"{name} must be at least 1, not {value}" if kind is int and number < 1 else None
 
 
 def _unknown_section(section: object) -> str:

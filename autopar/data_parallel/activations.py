@@ -31,5 +31,9 @@ class Offloaded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_available():
             return self.plain(*args, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):  # inside, the recomputation's own hooks take over
+        with _save_on_cpu():  # inside, the recomputation's own hooks take over
             return self.plain(*args, **kwargs)
+
+
+def _save_on_cpu() -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
