@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
@@ -47,7 +46,7 @@ def gradient_norm(
     for name, parameter in parameters.items():
         canonical = plan.canonical(name)
         if parameter.grad is not None and canonical in counted:
-            parts += _parts(name, parameter.grad, plan.tensors[canonical].layout, mpu)
+            parts += _parts(parameter.grad, plan.tensors[canonical].layout, mpu)
     return _combine(parts, p, mpu, parameters.values())
 
 
@@ -56,19 +55,19 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _parts(name: str, gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
+def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
     """The parts of a local gradient that this rank counts."""
     local = local_part(gradient)
     if layout is None:
         return [local] if mpu.tp.rank == 0 else []
     if not layout.replicated:
         return [local]
-    if isinstance(gradient, DTensor):
-        raise ConfigError(
-            f"{name} is held by several tensor-parallel ranks (fewer KV heads than ranks) and shared out by FSDP: "
-            "its norm cannot be counted; use DistributedDataParallel"
-        )
-    return [gradient.narrow(layout.dim, start, stop - start) for start, stop in layout.owned_local(mpu.tp.rank)]
+    ranges = layout.owned_local(mpu.tp.rank)
+    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each dp rank a run of as many rows, rounded up
+        first = mpu.dp.rank * -(-gradient.shape[0] // mpu.dp.size)
+        rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]
+        ranges = tuple((start, stop) for start, stop in rows if start < stop)
+    return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]
 
 
 def _combine(parts: list[torch.Tensor], p: float, mpu: MPU, parameters: Iterable[nn.Parameter]) -> torch.Tensor:

@@ -29,9 +29,14 @@ def start(plain, tp=2, **more):
     return (*autopar.initialize(model, config, optimizer=optimizer, lr_scheduler=scheduler), scheduler)
 
 
+def one_kv_head():
+    """On two ranks, each of which holds all of it."""
+    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1)
+
+
 @distributed(world_size=4)
 def test_loss_gradients_norm_and_steps_are_the_plain_models():
-    for build in (gpt2, llama):
+    for build in (gpt2, llama, one_kv_head):
         plain = build()
         decayed = [p for p in plain.parameters() if p.ndim > 1]
         groups = [{"params": decayed}, {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0}]
