@@ -50,8 +50,8 @@ def average_gradients(parameters: Iterable[torch.Tensor], axis: Axis) -> None:
 def first_difference(tensors: Sequence[torch.Tensor | None], axis: Axis, device: torch.device) -> int | None:
     """The index of the first tensor that ranks of ``axis`` hold differently (None counts as zeros), or None.
 
-    Sums over the bits are compared, which do not depend on the order: equal tensors have equal sums on any device, others
-    practically never.
+    Sums over the bits are compared, which do not depend on the order: equal tensors have equal sums on any device,
+    others practically never.
     """
     if axis.size == 1 or not tensors:
         return None

@@ -58,6 +58,12 @@ class LossScale:
             self.steps, self.chances = 0, self.hysteresis
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
+    def limit(self, largest: float) -> None:
+        """Never be above ``largest`` from now on."""
+        self.scale, self.min_scale, self.max_scale = (
+            min(value, largest) for value in (self.scale, self.min_scale, self.max_scale)
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"scale": self.scale, "steps": self.steps, "chances": self.chances}

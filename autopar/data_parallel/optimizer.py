@@ -33,6 +33,7 @@ __all__ = ["ParallelStep"]
 _log = logging.getLogger(__name__)
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_LARGEST = 2.0**15  # power of two in fp16
 _PUBLIC = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")
 
 
@@ -67,7 +68,7 @@ class ParallelStep:
         self.gradient_norm: torch.Tensor | None = None
         self._shares = config.zero_stage == 1 and mpu.dp.size > 1
         self._unchecked = config.zero_stage != 3 and mpu.dp.size > 1  # whether gradients have been averaged over dp
-        self._scaled = False
+        self._used_scale = 0.0  # by scale_loss since the last step
         self._owners: dict[torch.Tensor, int] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._loads = [0] * mpu.dp.size
@@ -114,9 +115,17 @@ class ParallelStep:
     # -- what users call -------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; as it is without fp16."""
-        self._scaled = True
-        return loss if self.scale is None else loss * self.scale.scale
+        """``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; as it is without fp16.
+
+        A loss that is itself fp16 limits the scale to 32768: its gradient is the scale, and 65536 is infinite in fp16.
+        """
+        if self.scale is None:
+            return loss
+        if loss.dtype == torch.float16:
+            self.scale.limit(_LARGEST)
+            loss = loss.float()
+        self._used_scale = self.scale.scale
+        return loss * self._used_scale
 
     def remove(self) -> None:
         """Leave the optimizer as torch made it; its state stays what this rank has."""
@@ -136,7 +145,7 @@ class ParallelStep:
             )
         self._adopt()
         overflow = self._agree()
-        self._scaled = False
+        self._used_scale = 0.0
         self.step_was_skipped = overflow
         if overflow:
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
@@ -196,16 +205,20 @@ class ParallelStep:
             return False
         parameters = list(self._owners)
         locals_ = [local_part(p.grad) for p in parameters if p.grad is not None]
-        flags = [not _finite(locals_) if self.scale is not None else False, self._scaled, bool(locals_), False]
+        flags = [self.scale is not None and not _finite(locals_), bool(locals_), False, self._used_scale]
         different = None
         if self._unchecked:
             different = first_difference([p.grad for p in parameters], self.mpu.dp, self.mpu.device)
-            flags[3] = different is not None
-        verdict = torch.tensor(flags, dtype=torch.int32, device=self.mpu.device)
+            flags[2] = different is not None
+        verdict = torch.tensor(flags, dtype=torch.float64, device=self.mpu.device)
         if self.mpu.world_size > 1:
             dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-        overflow, scaled, any_gradient, drifted = map(bool, verdict.tolist())
-        if self.scale is not None and any_gradient and not scaled:
+        *verdicts, scale = verdict.tolist()
+        overflow, any_gradient, drifted = map(bool, verdicts)
+        if self.scale is not None and scale:
+            if scale < self.scale.scale:  # limited on the stage that has the loss
+                self.scale.limit(scale)
+        elif self.scale is not None and any_gradient:
             raise ConfigError(
                 "precision.dtype=fp16, and the loss of this step was not scaled: small gradients became zero.\n"
                 "  optimizer.scale_loss(loss).backward() instead of loss.backward()"

@@ -40,3 +40,12 @@ def test_a_saved_one_goes_on_where_it_was():
     other.load_state_dict(one.state_dict())
     assert other == one
     assert after(other, [0]) == after(one, [0]) == [16]
+
+
+def test_a_limit_holds_for_ever():
+    one = scale()
+    one.limit(4.0)
+    assert (one.scale, one.max_scale, one.min_scale) == (4, 4, 2)
+    assert after(one, [0] * 3) == [4, 4, 4]
+    one.limit(8.0)
+    assert one.max_scale == 4

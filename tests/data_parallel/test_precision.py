@@ -170,6 +170,24 @@ def test_a_loss_that_was_not_scaled_is_noticed():
     assert not optimizer.step_was_skipped
 
 
+@distributed(world_size=2)
+def test_a_loss_in_fp16_limits_the_scale_on_every_rank():
+    """The gradient of the loss is the scale; 65536 is infinite in fp16."""
+    model, optimizer = start(gpt2(), 2, precision={"dtype": "fp16"})
+    before = model.lm_head.weight.detach().clone()
+    loss = model(IDS[:2], labels=IDS[:2]).loss.half()
+    if dist.get_rank() == 1:
+        scaled = optimizer.scale_loss(loss)
+        assert torch.isfinite(scaled)
+        scaled.backward()
+    else:  # another stage of a pipeline never sees the loss
+        (loss.float() * 32768).backward()
+    optimizer.step()
+    assert optimizer.loss_scale == 32768 and not optimizer.step_was_skipped
+    assert not torch.equal(model.lm_head.weight, before)
+    assert optimizer._autopar.scale.max_scale == 32768
+
+
 @distributed(world_size=1)
 def test_at_the_smallest_scale_it_warns():
     settings = {"dtype": "fp16", "initial_scale": 4, "min_scale": 2, "hysteresis": 1}
