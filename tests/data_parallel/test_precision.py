@@ -120,6 +120,34 @@ def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
         autopar.clip_grad_norm_(model, 1.0)
 
 
+@distributed(world_size=1)
+def test_the_scale_is_taken_off_before_the_step_with_and_without_clipping():
+    """With SGD, whose steps are as large as the gradients."""
+    for limit in (0, 0.5):
+        plain = gpt2()
+        reference = torch.optim.SGD(plain.parameters(), lr=1.0)
+        model, optimizer = start(
+            copy.deepcopy(plain),
+            make=lambda m: torch.optim.SGD(m.parameters(), lr=1.0),
+            precision={"dtype": "fp16", "initial_scale": 4096},
+            gradient_clipping=limit,
+        )
+        before = copy.deepcopy(plain)
+        optimizer.scale_loss(model(IDS[:4], labels=IDS[:4]).loss).backward()
+        plain(IDS[:4], labels=IDS[:4]).loss.backward()
+        if limit:
+            assert torch.nn.utils.clip_grad_norm_(plain.parameters(), limit) > 2 * limit
+        optimizer.step()
+        reference.step()
+        moved = 0.0
+        for (name, new), old, ours in zip(
+            plain.named_parameters(), before.parameters(), model.parameters(), strict=True
+        ):
+            close(optimizer._autopar.master(ours) - old.data, (new - old).detach(), name, 1e-3)
+            moved = max(moved, (new - old).abs().max().item())
+        assert moved > 1e-2
+
+
 @distributed(world_size=4)
 def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
     settings = {"dtype": "fp16", "initial_scale": 1024, "hysteresis": 1, "growth_interval": 2}
