@@ -9,7 +9,6 @@ weights. The user's optimizer and model are never in a state in between, not eve
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from autopar.data_parallel.loss_scale import LossScale
 from autopar.data_parallel.masters import DTYPES, Masters, to_half
 from autopar.data_parallel.norm import gradient_norm, local_part
 from autopar.data_parallel.owners import assign, broadcast_from_owners
+from autopar.data_parallel.stand_in import StandIn
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
@@ -32,8 +32,7 @@ __all__ = ["ParallelStep"]
 
 _log = logging.getLogger(__name__)
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_LARGEST = 2.0**15  # power of two in fp16
+_LARGEST = 2.0**15  # of the powers of two that fp16 can hold
 _PUBLIC = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")
 
 
@@ -72,7 +71,7 @@ class ParallelStep:
         self._owners: dict[torch.Tensor, int] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._loads = [0] * mpu.dp.size
-        self._running: _StandIn | None = None
+        self._running: StandIn | None = None
         self._saved: Mapping[str, Any] = {}
         self._adopt()
         for parameter in [p for p in optimizer.state if not self.owns(p)]:
@@ -149,9 +148,9 @@ class ParallelStep:
         self.step_was_skipped = overflow
         if overflow:
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
-            self._running = _StandIn(optimizer, {})
+            self._running = StandIn(optimizer, {})
         else:
-            self._running = _StandIn(optimizer, self._stepped(self._multiplier()))
+            self._running = StandIn(optimizer, self._stepped(self._multiplier()))
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -323,42 +322,6 @@ class ParallelStep:
         if self.scale is not None and ours.get("loss_scale"):
             self.scale.load_state_dict(ours["loss_scale"])
         self._publish()
-
-
-class _StandIn:
-    """The object on which ``step`` runs: of the optimizer's class, with other tensors in its groups.
-
-    Args:
-        stepped: parameter -> the tensor that stands for it; parameters that are not in it are left out, and groups of
-            which nothing is left too.
-    """
-
-    def __init__(self, plain: Any, stepped: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        self.plain, self.stepped = plain, stepped
-        groups = [(g, [stepped[p] for p in g["params"] if p in stepped]) for g in plain.param_groups]
-        self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if tensors]
-        self.optimizer = object.__new__(type(plain))
-        vars(self.optimizer).update(vars(plain))
-        for name in _HOOKS:  # they are running; a step that calls its base class's step would run them again
-            setattr(self.optimizer, name, OrderedDict())
-        self.optimizer.param_groups = [group for _, group in self.groups]
-        self.optimizer.state = defaultdict(dict)
-        for parameter, tensor in stepped.items():
-            if parameter in plain.state:
-                self.optimizer.state[tensor] = plain.state[parameter]
-
-    def give_back(self) -> None:
-        """After the step: what it has written goes to the user's optimizer, new values of fp32 weights to the model."""
-        for group, ours in self.groups:
-            group.update({key: value for key, value in ours.items() if key != "params"})
-        own = ("param_groups", "state", *_HOOKS)
-        vars(self.plain).update({key: value for key, value in vars(self.optimizer).items() if key not in own})
-        for parameter, tensor in self.stepped.items():
-            if tensor in self.optimizer.state:
-                self.plain.state[parameter] = self.optimizer.state[tensor]
-            if tensor is not parameter:
-                parameter.data.copy_(tensor)
-                tensor.grad = None
 
 
 def _finite(tensors: list[torch.Tensor]) -> bool:

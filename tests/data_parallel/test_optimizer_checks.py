@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autopar
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError
 from tests.small import gpt2
 from tests.worlds import distributed, raises_everywhere
 
@@ -61,12 +62,8 @@ def test_what_is_refused():
 
 @distributed(world_size=2)
 def test_ranks_whose_groups_differ():
-    from autopar.errors import ConsistencyError
-
     model = gpt2()
     parameters = list(model.parameters())
-    import torch.distributed as dist
-
     optimizer = torch.optim.SGD(parameters if dist.get_rank() == 0 else parameters[::-1], lr=0.1)
     with raises_everywhere(ConsistencyError, "ranks [1] call autopar.initialize differently than rank 0"):
         autopar.initialize(model, {}, optimizer=optimizer)
