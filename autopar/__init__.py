@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
     from autopar.config import ParallelConfig
     from autopar.data_parallel.batches import prepare_dataloader
-    from autopar.data_parallel.gradients import GradScaler, clip_grad_norm_
+    from autopar.data_parallel.gradients import GradScaler, average_gradients, clip_grad_norm_
     from autopar.lazy_model import lazy_init
     from autopar.mesh import MPU
     from autopar.pretrained import from_pretrained
@@ -37,6 +37,7 @@ __all__ = [
     "PolicyError",
     "UnsupportedModelError",
     "__version__",
+    "average_gradients",
     "clip_grad_norm_",
     "deparallelize",
     "from_pretrained",
@@ -49,6 +50,7 @@ _HOMES = {
     "GradScaler": "autopar.data_parallel.gradients",
     "MPU": "autopar.mesh",
     "ParallelConfig": "autopar.config",
+    "average_gradients": "autopar.data_parallel.gradients",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,12 @@ from transformers import PreTrainedModel
 
 from autopar import checkpoint
 from autopar.config import ParallelConfig
-from autopar.errors import CheckpointError, ConfigError, ConsistencyError
-from autopar.materialize import Materializer, lazy_facts
+from autopar.data_parallel.activations import keep_on_cpu
+from autopar.data_parallel.attach import attach as attach_optimizer
+from autopar.data_parallel.fully_shard import check_offload
+from autopar.data_parallel.optimizer import ParallelStep
+from autopar.data_parallel.optimizer_state import check_optimizer, check_state
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU, start_process_group
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
@@ -32,23 +36,46 @@ from autopar.tensor_parallel.consistency import share_random_state
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 
-__all__ = ["deparallelize", "initialize", "on_every_rank"]
+__all__ = ["deparallelize", "initialize"]
 
 _log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Result = TypeVar("Result")
 
 
+@overload
 def initialize(
     model: Model,
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
-) -> Model:
-    """Turn a Hugging Face model into this rank's share of a parallel one, in place.
+    optimizer: None = None,
+    lr_scheduler: None = None,
+) -> Model: ...
 
-    The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do.
+
+@overload
+def initialize(
+    model: Model,
+    config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
+    *,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    optimizer: Optimizer,
+    lr_scheduler: Any = None,
+) -> tuple[Model, Optimizer]: ...
+
+
+def initialize(
+    model: Any,
+    config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
+    *,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+) -> Any:
+    """Turn a Hugging Face model that sits in memory into this rank's share of a parallel one, in place.
 
     Every process calls it with the same model and config. Parameter objects keep their identity, so an optimizer made
     before goes on working. Under nccl the share moves to this rank's GPU.
@@ -59,43 +86,52 @@ def initialize(
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
         policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type.
+        optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
+            ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
+            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is shared out.
+        lr_scheduler: only checked to drive ``optimizer``; it goes on doing so.
 
     Returns:
-        ``model`` itself, with ``model.mpu`` (:class:`~autopar.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``.
+        ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
+        ``model.mpu`` (:class:`~autopar.mesh.MPU`), ``model.save_parallelized`` and ``model.from_parallelized``.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed = on_every_rank(lambda: _check_call(model, config), dataclasses.astuple)
+    parsed, _ = _on_every_rank(
+        lambda: _check_call(model, config, optimizer, lr_scheduler),
+        lambda checked: [dataclasses.astuple(checked[0]), checked[1]],
+    )
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
         prefix, inner = hugging_face_model(model)
         by_expert = parsed.expert_parallel_size > 1
-        plan, lazy = on_every_rank(
-            lambda: _plan(model, prefix, inner, policy, mpu, by_expert), lambda made: _facts(made[0], model)
+        plan = _on_every_rank(
+            lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
+            lambda made: _facts(made, model),
         )
-        lazy.make_equal(mpu)
-        lazy.draw(mpu)
     except Exception:
         mpu.destroy()
         raise
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     parallelize.make_equal(model, mpu)
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
-    on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if parsed.cpu_checkpointing:
+            keep_on_cpu(inner)
     region.watch(model)
     attach(inner, plan, mpu, region, parsed.consistency_check)
     checkpoint.attach(model, plan, mpu, inner, prefix)
-    model.mpu = mpu  # type: ignore[assignment]
-    model._autopar = _State(plan, mpu, parsed)  # type: ignore[assignment]
-    return model
+    model.mpu = mpu
+    model._autopar = _State(plan, mpu, parsed)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer)
+    return model if optimizer is None else (model, optimizer)
 
 
 def deparallelize(model: Model) -> Model:
@@ -110,7 +146,11 @@ def deparallelize(model: Model) -> Model:
     state: _State | None = vars(model).get("_autopar")
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+    if state.config.zero_stage == 3:
+        raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     _, inner = hugging_face_model(model)
+    if state.step is not None and state.step.model is model:
+        state.step.remove()
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
     if state.config.activation_checkpointing:
@@ -126,13 +166,14 @@ class _State:
 
     def __init__(self, plan: Plan, mpu: MPU, config: ParallelConfig) -> None:
         self.plan, self.mpu, self.config = plan, mpu, config
+        self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
+        self.step: ParallelStep | None = None
 
 
-def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
+def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
     """Run ``step``; if it fails on one rank, or its facts differ between ranks, every rank raises.
 
-    A rank that fails raises its own error, the others a ConsistencyError (for a CheckpointError the same) that
-    quotes it.
+    A rank that fails raises its own error, the others a ConsistencyError that quotes it.
     """
     result: Result | None = None
     error: Exception | None = None
@@ -142,8 +183,7 @@ def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) ->
         text = json.dumps(facts(result), default=str)
         verdict = ("fine", hashlib.blake2b(text.encode(), digest_size=12).hexdigest())
     except Exception as caught:  # whatever it is, the peers must not wait for this rank
-        kind = "checkpoint" if isinstance(caught, CheckpointError) else "error"
-        error, verdict = caught, (kind, f"{type(caught).__name__}: {caught}")
+        error, verdict = caught, ("error", f"{type(caught).__name__}: {caught}")
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_process_group()
         verdicts: list[tuple[str, str]] = [verdict] * dist.get_world_size()
@@ -157,8 +197,6 @@ def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) ->
 
 def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
     for rank, (kind, text) in enumerate(verdicts):
-        if kind == "checkpoint":
-            raise CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
         if kind == "error":
             raise ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
     different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
@@ -169,7 +207,9 @@ def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
         )
 
 
-def _check_call(model: nn.Module, config: Any) -> ParallelConfig:
+def _check_call(
+    model: nn.Module, config: Any, optimizer: Any, lr_scheduler: Any
+) -> tuple[ParallelConfig, list[list[str]]]:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     _refuse_second(model)
@@ -178,7 +218,8 @@ def _check_call(model: nn.Module, config: Any) -> ParallelConfig:
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
     if parsed.activation_checkpointing and not inner.supports_gradient_checkpointing:
         raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave it out.")
-    return parsed
+    check_offload(parsed.zero_cpu_offload)
+    return parsed, check_optimizer(optimizer, lr_scheduler, model, parsed)
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -203,15 +244,19 @@ def _plan(
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     by_expert: bool,
-) -> tuple[Plan, Materializer]:
+    optimizer: Any,
+    stage: int,
+) -> Plan:
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
+    if optimizer is not None:
+        check_state(optimizer, model, plan, stage)
     if not rehearse(inner, prefix, plan) and policy is not None and plan.tp > 1:
         _log.warning(
             "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
             "the plain model's once.",
             type(inner).__name__,
         )
-    return plan, Materializer(model, inner, plan)
+    return plan
 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:
@@ -222,5 +267,4 @@ def _facts(plan: Plan, model: nn.Module) -> Any:
         [module.facts() for module in plan.modules.values()],
         [[a.path, a.name, a.values] for a in plan.attributes],
         [[name, p.is_meta, p.requires_grad] for name, p in model.named_parameters()],
-        lazy_facts(model),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,27 @@ _SECTIONS: dict[str, dict[str, type]] = {
         "pipeline_parallel_size": int,
         "expert_parallel_size": int,
     },
-    "activation_checkpointing": {"enable": bool},
+    "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
+    "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
+    "precision": {
+        "enable": bool,
+        "dtype": str,
+        "initial_scale": float,
+        "min_scale": float,
+        "max_scale": float,
+        "growth_interval": int,
+        "growth_factor": float,
+        "backoff_factor": float,
+        "hysteresis": int,
+    },
     "consistency_check": {"enable": bool},
+}
+_NUMBERS = ("gradient_clipping",)  # plain numbers at the top level
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero.stage": (0, 1, 3),
+    "zero_stage": (0, 1, 3),
+    "precision.dtype": ("fp32", "bf16", "fp16"),
+    "precision": ("fp32", "bf16", "fp16"),
 }
 
 
@@ -38,6 +58,14 @@ class ParallelConfig:
             travel to them, instead of a part of each expert.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
         consistency_check: compare inputs and random state over the tensor-parallel ranks on the first forward.
+        cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
+        zero_stage: 0; 1: the optimizer's state is shared out over data parallel; 3: weights and gradients too (FSDP2).
+        zero_cpu_offload: with stage 3, keep the shares in the CPU's memory.
+        gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
+        precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
+        initial_scale, min_scale, max_scale: of the loss, with fp16.
+        growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
+        hysteresis: overflows after which it is multiplied by ``backoff_factor``.
 
     The form a user writes has sections; a section that is present is on unless it says ``enable: false``::
 
@@ -53,13 +81,25 @@ class ParallelConfig:
     expert_parallel_size: int = 1
     activation_checkpointing: bool = False
     consistency_check: bool = True
+    cpu_checkpointing: bool = False
+    zero_stage: int = 0
+    zero_cpu_offload: bool = False
+    gradient_clipping: float = 0.0
+    precision: str = "fp32"
+    initial_scale: float = 65536.0
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    growth_interval: int = 1000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 2
 
     def __post_init__(self) -> None:
         problems = []
         for field in dataclasses.fields(self):
             problem = _problem(field.name, getattr(self, field.name), type(field.default))
             problems += [problem] if problem else []
-        _raise(problems)
+        _raise(problems or _contradictions(vars(self)))
 
     @classmethod
     def parse(
@@ -83,9 +123,14 @@ class ParallelConfig:
             raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {_show(loaded)}")
         problems: list[str] = []
         values: dict[str, dict[str, Any]] = {}
+        numbers: dict[str, Any] = {}
         for section, content in loaded.items():
             known = _SECTIONS.get(section) if isinstance(section, str) else None
-            if known is None:
+            if section in _NUMBERS:
+                problem = _problem(section, content, float)
+                problems += [problem] if problem else []
+                numbers[section] = content
+            elif known is None:
                 problems.append(_unknown_section(section))
             elif not isinstance(content, Mapping):
                 problems.append(f"section '{section}' must hold keys, not {_show(content)}")
@@ -96,13 +141,19 @@ class ParallelConfig:
             sizes = {}
         tp, pp = sizes.get("tensor_parallel_size", 1), sizes.get("pipeline_parallel_size", 1)
         ep = sizes.get("expert_parallel_size", 1)
+        training = {**numbers, **_training(values)}
+        recompute = _is_on(values, "activation_checkpointing", default=False)
+        if not problems:
+            asked = {"pipeline_parallel_size": pp, "activation_checkpointing": recompute}
+            problems = _contradictions({**_defaults(), **training, **asked})
         _raise(problems + _unfit(tp, pp, ep, world_size))
         return cls(
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
             expert_parallel_size=ep,
-            activation_checkpointing=_is_on(values, "activation_checkpointing", default=False),
+            activation_checkpointing=recompute,
             consistency_check=_is_on(values, "consistency_check", default=True),
+            **training,
         )
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -115,6 +166,45 @@ class ParallelConfig:
         if world_size % (tp * pp):
             raise ConfigError(_does_not_divide(tp, pp, world_size))
         return world_size // (tp * pp)
+
+
+def _training(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields that the sections ``zero``, ``precision`` and ``activation_checkpointing`` set."""
+    on = {section: content for section, content in values.items() if content.get("enable", True)}
+    renamed = {("zero", "stage"): "zero_stage", ("zero", "cpu_offload"): "zero_cpu_offload"}
+    renamed["precision", "dtype"] = "precision"
+    return {
+        renamed.get((section, key), key): value
+        for section in ("zero", "precision", "activation_checkpointing")
+        for key, value in on.get(section, {}).items()
+        if key != "enable"
+    }
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
+
+
+def _contradictions(values: Mapping[str, Any]) -> list[str]:
+    """Values that are right one by one and do not go together."""
+    problems = []
+    low, first, high = values["min_scale"], values["initial_scale"], values["max_scale"]
+    if not low <= first <= high:
+        problems.append(f"precision.initial_scale={first:g} must lie between min_scale={low:g} and max_scale={high:g}")
+    if values["growth_factor"] <= 1:
+        problems.append(f"precision.growth_factor must be above 1, not {values['growth_factor']:g}")
+    if values["backoff_factor"] >= 1:
+        problems.append(f"precision.backoff_factor must be below 1, not {values['backoff_factor']:g}")
+    if values["zero_cpu_offload"] and values["zero_stage"] != 3:
+        problems.append(f"zero.cpu_offload needs zero.stage 3, not {values['zero_stage']}")
+    if values["zero_stage"] == 3 and values["pipeline_parallel_size"] > 1:
+        problems.append(
+            f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
+            "be collected for each micro-batch. Use zero.stage 1."
+        )
+    if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
+        problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
+    return problems
 
 
 def _unfit(tp: int, pp: int, ep: int, world_size: int | None) -> list[str]:
@@ -172,16 +262,24 @@ def _check_section(
 
 
 def _problem(name: str, value: Any, kind: type) -> str | None:
-    if type(value) is not kind:  # True is no int
+    if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
         return f"{name} must be {_name(kind)}, not {_show(value)}"
-    return f"{name} must be at least 1, not {value}" if isinstance(value, int) and kind is int and value < 1 else None
+    if name in _CHOICES:
+        *most, last = _CHOICES[name]
+        choices = f"{', '.join(map(str, most))} or {last}"
+        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {value}"
+    number: Any = value
+    if kind is float and not (0 < number < math.inf or (name in _NUMBERS and number == 0)):
+        return f"{name} must be above 0, not {value}"
+    return f"{name} must be at least 1, not {value}" if kind is int and number < 1 else None
 
 
 def _unknown_section(section: object) -> str:
     for name, keys in _SECTIONS.items():
         if section in keys and section != "enable":
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
-    return f"unknown section '{section}'.{nearest(str(section), _SECTIONS)} Known: {', '.join(_SECTIONS)}"
+    known = [*_SECTIONS, *_NUMBERS]
+    return f"unknown section '{section}'.{nearest(str(section), known)} Known: {', '.join(known)}"
 
 
 def _read(path: Path) -> object:
@@ -198,7 +296,7 @@ def _read(path: Path) -> object:
 
 
 def _name(kind: type) -> str:
-    return {bool: "true or false", int: "an integer"}[kind]
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a word"}[kind]
 
 
 def _show(value: object) -> str:

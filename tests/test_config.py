@@ -127,3 +127,56 @@ def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():
     ]
     with pytest.raises(ConfigError, match="expert_parallel_size must be at least 1, not 0"):
         ParallelConfig.parse({"model_parallelism": {"expert_parallel_size": 0}})
+
+
+def test_zero_precision_and_clipping():
+    config = ParallelConfig.parse(
+        {
+            "zero": {"stage": 3, "cpu_offload": True},
+            "precision": {"dtype": "fp16", "initial_scale": 256, "growth_interval": 5, "hysteresis": 1},
+            "gradient_clipping": 1,
+            "activation_checkpointing": {"cpu_checkpointing": True},
+        }
+    )
+    assert (config.zero_stage, config.zero_cpu_offload, config.gradient_clipping) == (3, True, 1)
+    assert (config.precision, config.initial_scale, config.growth_interval, config.hysteresis) == ("fp16", 256, 5, 1)
+    assert config.activation_checkpointing and config.cpu_checkpointing
+    assert ParallelConfig.parse(config) == config
+    plain = ParallelConfig.parse(
+        {"zero": {"enable": False, "stage": 1}, "precision": {"enable": False, "dtype": "bf16"}}
+    )
+    assert plain == ParallelConfig() and plain.precision == "fp32" and plain.zero_stage == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"zero": {"stage": 2}}, "zero.stage must be 0, 1 or 3, not 2"),
+        ({"zero": {"stage": 1, "cpu_offload": True}}, "zero.cpu_offload needs zero.stage 3, not 1"),
+        ({"precision": {"dtype": "half"}}, "precision.dtype must be fp32, bf16 or fp16, not half"),
+        ({"precision": {"dtype": 16}}, r"precision.dtype must be a word, not 16 \(int\)"),
+        ({"precision": {"min_scale": 0}}, "precision.min_scale must be above 0, not 0"),
+        (
+            {"precision": {"initial_scale": 0.5}},
+            "initial_scale=0.5 must lie between min_scale=1 and max_scale=1.67772e",
+        ),
+        ({"precision": {"growth_factor": 1}}, "precision.growth_factor must be above 1, not 1"),
+        ({"precision": {"backoff_factor": 1.5}}, "precision.backoff_factor must be below 1, not 1.5"),
+        ({"precision": {"hysteresis": 0}}, "precision.hysteresis must be at least 1, not 0"),
+        ({"precision": {"dtyp": "bf16"}}, "unknown key 'dtyp' in section 'precision'. Did you mean 'dtype'?"),
+        ({"gradient_clipping": -1}, "gradient_clipping must be above 0, not -1"),
+        ({"gradient_clipping": True}, r"gradient_clipping must be a number, not True \(bool\)"),
+        ({"gradient_cliping": 1.0}, "unknown section 'gradient_cliping'. Did you mean 'gradient_clipping'?"),
+        ({"loss_scale": 2}, "unknown section 'loss_scale'"),
+        ({"initial_scale": 2}, "'initial_scale' belongs into the section 'precision'"),
+        (
+            {"zero": {"stage": 3}, "model_parallelism": {"pipeline_parallel_size": 2}},
+            "zero.stage=3 does not go with pipeline_parallel_size=2",
+        ),
+    ],
+)
+def test_each_mistake_about_training_has_its_message(source, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig.parse(source)
+    with pytest.raises(ConfigError, match="cpu_checkpointing=True needs activation_checkpointing=True"):
+        ParallelConfig(cpu_checkpointing=True)

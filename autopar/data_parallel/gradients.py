@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from autopar.data_parallel import averaging
+from autopar.data_parallel.norm import counted_here, gradient_norm, local_part
 from autopar.errors import ConfigError
-from autopar.layout import Layout
 from autopar.mesh import MPU
-from autopar.policy.plan import Plan
 
-__all__ = ["GradScaler", "clip_grad_norm_"]
+__all__ = ["GradScaler", "average_gradients", "clip_grad_norm_"]
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients of a parallelized model over data parallel, in place; every rank calls it.
+
+    For training loops without ``DistributedDataParallel``, after the backward pass of the last micro-batch and before
+    ``optimizer.step()``. A gradient that some replicas lack counts as zero there.
+
+    Raises:
+        ConfigError: the model is not parallelized.
+    """
+    root, state = _parallelized(model)
+    averaging.average_gradients(root.parameters(), state.mpu.dp)
 
 
 @torch.no_grad()
@@ -26,8 +37,9 @@ def clip_grad_norm_(
 
     ``torch.nn.utils.clip_grad_norm_`` sees only this rank's shards: it returns another, too small norm on each rank,
     scales the ranks differently, and replicated parameters drift apart. Here a shard counts where it lies, and what
-    several ranks hold (replicated parameters, KV heads on more ranks than one, tied weights) counts once. Gradients
-    are taken to be averaged over data parallel already, as ``DistributedDataParallel`` leaves them.
+    several ranks hold (replicated parameters, KV heads on more ranks than one, tied weights, also on two pipeline
+    stages) counts once. Gradients are taken to be averaged over data parallel already, as ``DistributedDataParallel``
+    leaves them.
 
     Args:
         model: what ``autopar.initialize`` returned, or a wrapper such as ``DistributedDataParallel`` around it.
@@ -39,28 +51,33 @@ def clip_grad_norm_(
         The norm before clipping, a scalar in fp32 (fp64 for fp64 gradients).
 
     Raises:
-        ConfigError: the model is not parallelized, ``max_norm`` or ``norm_type`` is no positive number.
+        ConfigError: the model is not parallelized, its precision is fp16, ``max_norm`` or ``norm_type`` is no positive
+            number.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
     """
     if not max_norm >= 0:
         raise ConfigError(f"max_norm must be a number of at least 0, not {max_norm}")
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be above 0, not {norm_type}")
-    root, plan, mpu = _parallelized(model)
-    gradients = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
-    parts = []
-    for name, parameter in root.named_parameters():  # a tied parameter comes once
-        if parameter.grad is not None:
-            parts += _counted_here(name, parameter.grad, plan.tensors[plan.canonical(name)].layout, mpu)
-    norm = _combine(parts, norm_type, mpu, gradients)
+    root, state = _parallelized(model)
+    if state.config.precision == "fp16":
+        raise ConfigError(
+            "clip_grad_norm_ would clip scaled gradients: with precision.dtype fp16 the optimizer takes the loss scale "
+            "off inside of step(). Write gradient_clipping into the config; optimizer.gradient_norm is the norm."
+        )
+    parameters = dict(root.named_parameters())  # a tied parameter comes once
+    if state.counted is None:
+        state.counted = counted_here(parameters, state.plan, state.mpu)
+    norm = gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(scale.to(local.device, local.dtype))
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            local.mul_(scale.to(local.device, local.dtype))
     return norm
 
 
@@ -92,47 +109,11 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
-def _parallelized(model: nn.Module) -> tuple[nn.Module, Plan, MPU]:
+def _parallelized(model: nn.Module) -> tuple[nn.Module, Any]:
     for module in model.modules():  # through wrappers
         state = vars(module).get("_autopar")
         if state is not None:
-            return module, state.plan, state.mpu
+            return module, state
     raise ConfigError(
         f"{type(model).__name__} is not parallelized: use torch.nn.utils.clip_grad_norm_, or autopar.initialize first"
     )
-
-
-def _counted_here(name: str, gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
-    """The parts of a local gradient that this rank counts."""
-    sharded = isinstance(gradient, DTensor)
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    if layout is None:
-        return [local] if mpu.tp.rank == 0 else []
-    if not layout.replicated:
-        return [local]
-    if sharded:
-        raise ConfigError(
-            f"{name} is held by several tensor-parallel ranks (fewer KV heads than ranks) and shared out by FSDP: "
-            "its norm cannot be counted; use DistributedDataParallel"
-        )
-    return [gradient.narrow(layout.dim, start, stop - start) for start, stop in layout.owned_local(mpu.tp.rank)]
-
-
-def _combine(parts: list[torch.Tensor], p: float, mpu: MPU, gradients: list[torch.Tensor]) -> torch.Tensor:
-    sharded = any(isinstance(gradient, DTensor) for gradient in gradients)  # FSDP2 over dp
-    axes = [axis for axis in ((mpu.tp, mpu.dp) if sharded else (mpu.tp,)) if axis.size > 1]
-    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-    parts = [part for part in parts if part.numel()]
-    if parts:
-        norms = torch.stack([torch.linalg.vector_norm(part, p, dtype=dtype).to(mpu.device) for part in parts])
-    else:
-        norms = torch.zeros(1, dtype=dtype, device=mpu.device)
-    if math.isinf(p):
-        pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
-        for axis in axes:
-            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
-        return pair[0] if pair[1] == 0 else pair[0] * math.nan
-    total = norms.pow(p).sum()
-    for axis in axes:
-        dist.all_reduce(total, group=axis.group)
-    return total.pow(1 / p)

@@ -1,0 +1,91 @@
+"""The norm of all gradients of a parallelized model, every logical parameter counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.layout import Layout
+from autopar.mesh import MPU
+from autopar.policy.plan import Plan
+
+__all__ = ["counted_here", "gradient_norm", "local_part"]
+
+
+def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
+    """Of the parameters that this stage holds, by canonical name, those that no earlier stage holds too.
+
+    Tied embeddings lie on the first and on the last stage. A collective over pp.
+    """
+    mine = frozenset(plan.canonical(name) for name in names)
+    if mpu.pp.size == 1:
+        return mine
+    held: list[frozenset[str]] = [mine] * mpu.pp.size
+    dist.all_gather_object(held, mine, group=mpu.pp.group)
+    return mine.difference(*held[: mpu.pp.rank])
+
+
+def gradient_norm(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, mpu: MPU, counted: frozenset[str], p: float = 2.0
+) -> torch.Tensor:
+    """The p-norm over one whole model replica, a scalar in fp32 (fp64 for fp64 gradients), the same on every rank.
+
+    A shard counts where it lies; what several ranks hold (replicated parameters, KV heads on more ranks than one,
+    tied weights on two stages) counts once. A collective over all ranks of the replica.
+
+    Args:
+        parameters: name -> parameter, those of this rank; one without gradient counts as zeros.
+        counted: what :func:`counted_here` says of them.
+    """
+    parts = []
+    for name, parameter in parameters.items():
+        canonical = plan.canonical(name)
+        if parameter.grad is not None and canonical in counted:
+            parts += _parts(parameter.grad, plan.tensors[canonical].layout, mpu)
+    return _combine(parts, p, mpu, parameters.values())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank of a tensor that FSDP may have shared out."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
+    """The parts of a local gradient that this rank counts."""
+    local = local_part(gradient)
+    if layout is None:
+        return [local] if mpu.tp.rank == 0 else []
+    if not layout.replicated:
+        return [local]
+    ranges = layout.owned_local(mpu.tp.rank)
+    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each dp rank a run of as many rows, rounded up
+        first = mpu.dp.rank * -(-gradient.shape[0] // mpu.dp.size)
+        rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]
+        ranges = tuple((start, stop) for start, stop in rows if start < stop)
+    return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]
+
+
+def _combine(parts: list[torch.Tensor], p: float, mpu: MPU, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    held = list(parameters)
+    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp
+    axes = [axis for axis in ((mpu.model, mpu.dp) if sharded else (mpu.model,)) if axis.size > 1]
+    dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in held) else torch.float32
+    parts = [part for part in parts if part.numel()]
+    if parts:
+        norms = torch.stack([torch.linalg.vector_norm(part, p, dtype=dtype).to(mpu.device) for part in parts])
+    else:
+        norms = torch.zeros(1, dtype=dtype, device=mpu.device)
+    if math.isinf(p):
+        pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
+        for axis in axes:
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
+        return pair[0] if pair[1] == 0 else pair[0] * math.nan
+    total = norms.pow(p).sum()
+    for axis in axes:
+        dist.all_reduce(total, group=axis.group)
+    return total.pow(1 / p)

@@ -1,0 +1,329 @@
+"""What happens around the ``step`` of the user's own optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
+
+The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
+hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a stand-in:
+an object of the same class whose groups hold what this rank has to step, the parameters that it owns or their fp32
+weights. The user's optimizer and model are never in a state in between, not even if ``step`` raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.config import ParallelConfig
+from autopar.data_parallel.averaging import first_difference
+from autopar.data_parallel.loss_scale import LossScale
+from autopar.data_parallel.masters import DTYPES, Masters, to_half
+from autopar.data_parallel.norm import gradient_norm, local_part
+from autopar.data_parallel.owners import assign, broadcast_from_owners
+from autopar.data_parallel.stand_in import StandIn
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.mesh import MPU
+from autopar.policy.plan import Plan
+
+__all__ = ["ParallelStep"]
+
+_log = logging.getLogger(__name__)
+
+_LARGEST = 2.0**15  # of the powers of two that fp16 can hold
+_PUBLIC = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")
+
+
+class ParallelStep:
+    """``optimizer._autopar``: who owns which parameter, its fp32 weight, and the hooks around ``optimizer.step()``.
+
+    On the optimizer itself it sets ``scale_loss(loss)``, ``loss_scale`` (1.0 without fp16), ``skipped_steps``,
+    ``step_was_skipped`` and ``gradient_norm`` (a tensor, None before the first step or without clipping).
+
+    Args:
+        optimizer: whose parameters are those of ``model``.
+        model: parallelized already; its parameters become those of ``precision.dtype`` here.
+        inner: the Hugging Face model in it.
+        counted: names that count in the norm here, see :func:`~autopar.data_parallel.norm.counted_here`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        model: nn.Module,
+        inner: PreTrainedModel,
+        plan: Plan,
+        mpu: MPU,
+        config: ParallelConfig,
+        counted: frozenset[str],
+    ) -> None:
+        self.optimizer, self.model, self.plan, self.mpu, self.counted = optimizer, model, plan, mpu, counted
+        self.max_norm = config.gradient_clipping
+        self.scale = LossScale.of(config) if config.precision == "fp16" else None
+        self.masters = Masters() if config.precision != "fp32" and config.zero_stage != 3 else None
+        self.skipped_steps, self.step_was_skipped = 0, False
+        self.gradient_norm: torch.Tensor | None = None
+        self._shares = config.zero_stage == 1 and mpu.dp.size > 1
+        self._unchecked = config.zero_stage != 3 and mpu.dp.size > 1  # whether gradients have been averaged over dp
+        self._used_scale = 0.0  # by scale_loss since the last step
+        self._owners: dict[torch.Tensor, int] = {}
+        self._names: dict[torch.Tensor, str] = {}
+        self._loads = [0] * mpu.dp.size
+        self._running: StandIn | None = None
+        self._saved: Mapping[str, Any] = {}
+        self._adopt()
+        for parameter in [p for p in optimizer.state if not self.owns(p)]:
+            del optimizer.state[parameter]
+        if self.masters is not None:
+            self._halve(inner, DTYPES[config.precision], self.masters)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._remember),
+            optimizer.register_load_state_dict_post_hook(self._load),
+        ]
+        optimizer._autopar, optimizer.scale_loss = self, self.scale_loss
+        self._publish()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelStep:
+        return self  # a copied model is not what the optimizer steps
+
+    # -- what checkpoints ask --------------------------------------------------------------------------------------
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """The dp rank that keeps the state of ``parameter``; None if every replica keeps it (no ZeRO-1)."""
+        return self._owners[parameter] if self._shares else None
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the state of ``parameter``, and its fp32 weight."""
+        return not self._shares or self._owners[parameter] == self.mpu.dp.rank
+
+    def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The fp32 weight that the optimizer steps instead of ``parameter``; None if that is the parameter itself.
+
+        Raises:
+            ConfigError: another rank owns the parameter.
+        """
+        if not self.owns(parameter):
+            raise ConfigError(f"dp rank {self.owner(parameter)} owns {self._names[parameter]}, not {self.mpu.dp.rank}")
+        return None if self.masters is None else self.masters.of(parameter)
+
+    # -- what users call -------------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; as it is without fp16.
+
+        A loss that is itself fp16 limits the scale to 32768: its gradient is the scale, and 65536 is infinite in fp16.
+        """
+        if self.scale is None:
+            return loss
+        if loss.dtype == torch.float16:
+            self.scale.limit(_LARGEST)
+            loss = loss.float()
+        self._used_scale = self.scale.scale
+        return loss * self._used_scale
+
+    def remove(self) -> None:
+        """Leave the optimizer as torch made it; its state stays what this rank has."""
+        for handle in self._handles:
+            handle.remove()
+        for name in ("_autopar", "scale_loss", *_PUBLIC):
+            vars(self.optimizer).pop(name, None)
+
+    # -- around step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
+                "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
+            )
+        self._adopt()
+        overflow = self._agree()
+        self._used_scale = 0.0
+        self.step_was_skipped = overflow
+        if overflow:
+            self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
+            self._running = StandIn(optimizer, {})
+        else:
+            self._running = StandIn(optimizer, self._stepped(self._multiplier()))
+        return (self._running.optimizer, *args[1:]), kwargs
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.give_back()
+        if self.step_was_skipped:
+            self.skipped_steps += 1
+        elif self._shares:
+            shared = [p for p in self._owners if p.requires_grad]
+            broadcast_from_owners([p.data for p in shared], [self._owners[p] for p in shared], self.mpu.dp)
+        if self.scale is not None:
+            self._update_scale(self.scale)
+        self._publish()
+
+    def _adopt(self) -> None:
+        """Give parameters an owner that have none: all at first, later those of a new group."""
+        new = [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._owners]
+        if not new:
+            return
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for parameter in new:
+            if parameter not in names:
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
+                    f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
+                )
+        sizes = [parameter.numel() for parameter in new]
+        for parameter, size, owner in zip(new, sizes, assign(sizes, self.mpu.dp.size, self._loads), strict=True):
+            self._owners[parameter], self._names[parameter] = owner, names[parameter]
+            self._loads[owner] += size
+
+    def _halve(self, inner: PreTrainedModel, dtype: torch.dtype, masters: Masters) -> None:
+        to_half(self.model, inner, dtype, masters, lambda parameter: parameter in self._owners and self.owns(parameter))
+        for parameter, entries in self.optimizer.state.items():
+            if parameter.dtype == dtype:
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        entries[key] = value.float()
+
+    def _agree(self) -> bool:
+        """Whether some rank's gradients overflowed, the same answer everywhere; one collective, none if not needed.
+
+        Raises:
+            ConfigError: fp16 gradients of a loss that was not scaled.
+            ConsistencyError: on the first step, gradients that differ between the replicas.
+        """
+        if self.scale is None and not self._unchecked:
+            return False
+        parameters = list(self._owners)
+        locals_ = [local_part(p.grad) for p in parameters if p.grad is not None]
+        flags = [self.scale is not None and not _finite(locals_), bool(locals_), False, self._used_scale]
+        different = None
+        if self._unchecked:
+            different = first_difference([p.grad for p in parameters], self.mpu.dp, self.mpu.device)
+            flags[2] = different is not None
+        verdict = torch.tensor(flags, dtype=torch.float64, device=self.mpu.device)
+        if self.mpu.world_size > 1:
+            dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+        *verdicts, scale = verdict.tolist()
+        overflow, any_gradient, drifted = map(bool, verdicts)
+        if self.scale is not None and scale:
+            if scale < self.scale.scale:  # limited on the stage that has the loss
+                self.scale.limit(scale)
+        elif self.scale is not None and any_gradient:
+            raise ConfigError(
+                "precision.dtype=fp16, and the loss of this step was not scaled: small gradients became zero.\n"
+                "  optimizer.scale_loss(loss).backward() instead of loss.backward()"
+            )
+        if overflow or not any_gradient:
+            return overflow
+        if drifted:
+            name = "" if different is None else f"  First on this rank: {self._names[parameters[different]]}.\n"
+            raise ConsistencyError(
+                f"the gradients of the {self.mpu.dp.size} data-parallel replicas differ: nothing has averaged them, "
+                f"and the replicas would drift apart.\n{name}"
+                "  Call the model through DistributedDataParallel(model, process_group="
+                "model.mpu.get_data_parallel_group()), or average before step():\n"
+                "  autopar.average_gradients(model)."
+            )
+        self._unchecked = False
+        return False
+
+    def _multiplier(self) -> torch.Tensor | float:
+        """What gradients are multiplied by before the step: one over the loss scale, and the clipping."""
+        scale = 1.0 if self.scale is None else self.scale.scale
+        if not self.max_norm:
+            return 1 / scale
+        named: dict[str, Any] = {name: parameter for parameter, name in self._names.items()}
+        self.gradient_norm = gradient_norm(named, self.plan, self.mpu, self.counted) / scale
+        return torch.clamp(self.max_norm / (self.gradient_norm + 1e-6), max=1.0) / scale
+
+    def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
+        """Each parameter that this rank steps -> what is stepped, with its gradient: itself, or its fp32 weight."""
+        stepped: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in self._owners:
+            owned, gradient = self.owns(parameter), parameter.grad
+            weight = self.master(parameter) if owned and gradient is not None else None
+            if weight is not None and gradient is not None:
+                weight.grad = gradient.float()
+                gradient = weight.grad
+            elif self.masters is not None and parameter.dtype in DTYPES.values():
+                gradient = None  # the owner's
+            if gradient is not None and not (isinstance(multiplier, float) and multiplier == 1):
+                local = local_part(gradient)
+                local.mul_(multiplier.to(local.device, local.dtype) if torch.is_tensor(multiplier) else multiplier)
+            if owned:
+                stepped[parameter] = parameter if weight is None else weight
+        return stepped
+
+    def _update_scale(self, scale: LossScale) -> None:
+        if self.step_was_skipped and scale.scale == scale.min_scale and self.mpu.rank == 0:
+            _log.warning(
+                "gradients overflow in fp16 although the loss scale is at precision.min_scale=%g: the step is skipped. "
+                "If that goes on, the loss diverges, or fp16 is too narrow for this model (bf16 is not).",
+                scale.min_scale,
+            )
+        scale.update(self.step_was_skipped)
+
+    @property
+    def loss_scale(self) -> float:
+        """What :meth:`scale_loss` multiplies by."""
+        return 1.0 if self.scale is None else self.scale.scale
+
+    def _publish(self) -> None:
+        for name in _PUBLIC:
+            setattr(self.optimizer, name, getattr(self, name))
+
+    # -- state_dict and load_state_dict ----------------------------------------------------------------------------
+
+    def _indexed(self) -> dict[int, torch.Tensor]:
+        """Parameters as torch numbers them in a state dict."""
+        return dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
+
+    def _save(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        weights = {
+            index: weight
+            for index, parameter in self._indexed().items()
+            if self.owns(parameter) and (weight := self.master(parameter)) is not None
+        }
+        scale = None if self.scale is None else self.scale.state_dict()
+        if weights or scale:
+            state_dict["autopar"] = {"masters": weights, "loss_scale": scale}
+
+    def _remember(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        self._adopt()
+        self._saved = state_dict
+
+    @torch.no_grad()
+    def _load(self, optimizer: Any) -> None:
+        """After torch loaded the state: back to fp32 what it cast to the parameter's dtype; drop what others own."""
+        saved, self._saved = self._saved, {}
+        ours = saved.get("autopar") or {}
+        for index, parameter in self._indexed().items():
+            if not self.owns(parameter):
+                optimizer.state.pop(parameter, None)
+                continue
+            weight = self.master(parameter)
+            if weight is None:
+                continue
+            if index in ours.get("masters", {}):
+                weight.copy_(ours["masters"][index])
+            for key, value in saved["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    now = optimizer.state[parameter][key]
+                    optimizer.state[parameter][key] = value.to(now.device, torch.float32, copy=True)
+        if self.scale is not None and ours.get("loss_scale"):
+            self.scale.load_state_dict(ours["loss_scale"])
+        self._publish()
+
+
+def _finite(tensors: list[torch.Tensor]) -> bool:
+    norms = [torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors if tensor.numel()]
+    return not norms or bool(torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all())

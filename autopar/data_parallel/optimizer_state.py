@@ -1,0 +1,138 @@
+"""An optimizer made before ``initialize``: does it belong to the model, and what becomes of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.config import ParallelConfig
+from autopar.errors import ConfigError
+from autopar.policy.plan import Plan
+
+__all__ = ["check_optimizer", "check_state", "drop_absent", "rebind", "shard_state"]
+
+
+def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups; nothing is changed.
+
+    Raises:
+        ConfigError: the config asks for what only an optimizer can do and there is none, it is no torch optimizer, it
+            has parameters that the model has not, or the scheduler drives another optimizer.
+    """
+    if optimizer is None:
+        _refuse_without(config, lr_scheduler)
+        return []
+    if not isinstance(optimizer, torch.optim.Optimizer) or not getattr(type(optimizer).step, "hooked", False):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if hasattr(optimizer, "_autopar"):
+        raise ConfigError(f"this {type(optimizer).__name__} belongs to a parallelized model already; make a new one")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS computes gradients inside of step(closure), where they can neither be averaged, unscaled nor "
+            "clipped; use another optimizer"
+        )
+    if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError("lr_scheduler drives another optimizer than the one that was passed to initialize")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        foreign = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if foreign:
+            raise ConfigError(
+                f"{len(foreign)} of {len(group['params'])} parameters in group {index} of {type(optimizer).__name__} "
+                f"are not parameters of {type(model).__name__}; the first has shape {list(foreign[0].shape)}.\n"
+                "  Make the optimizer from model.parameters() of the model that is passed to initialize."
+            )
+        groups.append([names[id(parameter)] for parameter in group["params"]])
+    return groups
+
+
+def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
+    asked = [
+        text
+        for text, wanted in (
+            ("zero.stage=1", config.zero_stage == 1),
+            (f"precision.dtype={config.precision}", config.precision != "fp32" and config.zero_stage != 3),
+            (f"precision.dtype={config.precision}", config.precision == "fp16" and config.zero_stage == 3),
+            (f"gradient_clipping={config.gradient_clipping:g}", config.gradient_clipping > 0),
+            ("lr_scheduler", lr_scheduler is not None),
+        )
+        if wanted
+    ]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: the optimizer does that, and initialize got none.\n"
+            "  model, optimizer = autopar.initialize(model, config, optimizer=optimizer)"
+        )
+
+
+def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> None:
+    """Whether the state of an optimizer that has stepped can be shared out like the weights; nothing is changed.
+
+    Args:
+        stage: of ZeRO.
+
+    Raises:
+        ConfigError: a state tensor of a parameter that is cut is neither of the parameter's shape nor a single number;
+            or there is state at all and ``stage`` is 3.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, entries in optimizer.state.items():
+        name = names.get(id(parameter))
+        if stage == 3 and entries:
+            raise ConfigError(
+                f"{type(optimizer).__name__} has state of {name} already: with zero.stage 3 the optimizer must not "
+                "have stepped, and one that makes its state when it is built (Adagrad) does not work"
+            )
+        layout = plan.tensors[plan.canonical(name)].layout if name is not None else None
+        if layout is None:
+            continue
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has stepped already, and its '{key}' of {name} has shape "
+                    f"{list(value.shape)}, where {name} has {list(parameter.shape)}: it is not per element and cannot "
+                    "be shared out.\n  Make the optimizer anew."
+                )
+
+
+def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int) -> None:
+    """Cut the state of each parameter as the parameter was cut.
+
+    Args:
+        names: ``id(parameter)`` -> name.
+        rank: in the tp axis.
+    """
+    for parameter, entries in optimizer.state.items():
+        tensor = plan.tensors[plan.canonical(names[id(parameter)])]
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                cut = tensor.layout is not None and value.shape == tensor.shape
+                share = tensor.layout.shard(value, rank) if cut and tensor.layout else value
+                entries[key] = share.to(parameter.device)
+
+
+def drop_absent(optimizer: Any, model: nn.Module) -> None:
+    """Take parameters that this pipeline stage does not hold out of the optimizer's groups, in place, and their state.
+
+    A group may become empty; it stays, since schedulers count groups.
+    """
+    here = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        kept = [index for index, parameter in enumerate(group["params"]) if id(parameter) in here]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][index] for index in kept]
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) not in here]:
+        del optimizer.state[parameter]
+
+
+def rebind(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:
+    """Put the parameters that the model has now into the optimizer's groups, by name: ``fully_shard`` made new ones."""
+    now = dict(model.named_parameters())
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]

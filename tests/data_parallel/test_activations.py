@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import copy
+
+import torch
+
+import autopar
+from autopar.data_parallel import activations
+from tests.parity import close, language_batches, whole
+from tests.small import gpt2
+from tests.worlds import distributed
+
+CONFIG = {"model_parallelism": {"tensor_parallel_size": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}
+
+
+def compare(model, plain):
+    for m in (model, plain):
+        m.train()
+        for batch in language_batches(131):
+            m(**batch).loss.backward()
+    gradients = whole(model, lambda parameter: parameter.grad)
+    for name, parameter in plain.named_parameters():
+        close(gradients[name], parameter.grad, name)
+
+
+@distributed(world_size=2)
+def test_on_the_cpu_gradients_are_the_plain_models():
+    plain = gpt2()
+    model = autopar.initialize(copy.deepcopy(plain), CONFIG)
+    functions = [block._gradient_checkpointing_func for block in model.transformer.h]
+    assert all(isinstance(function, activations.Offloaded) for function in functions)
+    compare(model, plain)
+    copied = copy.deepcopy(model)
+    assert isinstance(copied.transformer.h[0]._gradient_checkpointing_func, activations.Offloaded)
+
+
+@distributed(world_size=2)
+def test_only_the_inputs_of_blocks_are_moved():
+    """As on a GPU, with a place to save to that only counts."""
+    moved = []
+    activations._save_on_cpu = lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: moved.append(tuple(tensor.shape)) or tensor.clone(), lambda tensor: tensor
+    )
+    plain = gpt2()
+    model = autopar.initialize(copy.deepcopy(plain), CONFIG)
+    available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        compare(model, plain)
+    finally:
+        torch.cuda.is_available = available
+    inputs = [shape for shape in moved if shape == (2, 7, 36)]
+    assert len(inputs) == 4  # two blocks, two micro-batches
+    weights = {tuple(parameter.shape) for parameter in model.parameters()}
+    assert not weights & set(moved)

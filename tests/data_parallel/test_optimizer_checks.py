@@ -1,0 +1,69 @@
+"""What is refused about the optimizer that is passed to initialize."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ConfigError, ConsistencyError
+from tests.small import gpt2
+from tests.worlds import distributed, raises_everywhere
+
+
+def refused(message, config=None, optimizer=None, lr_scheduler=None, model=None):
+    model = model or gpt2()
+    with raises_everywhere(ConfigError, message):
+        autopar.initialize(
+            model, config or {}, optimizer=optimizer(model) if optimizer else None, lr_scheduler=lr_scheduler
+        )
+    assert not hasattr(model, "mpu")
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@distributed(world_size=1)
+def test_what_is_refused():
+    for config, text in (
+        ({"zero": {"stage": 1}}, "zero.stage=1: the optimizer does that, and initialize got none"),
+        ({"precision": {"dtype": "bf16"}}, "precision.dtype=bf16: the optimizer does that"),
+        ({"gradient_clipping": 1, "zero": {"stage": 1}}, "zero.stage=1, gradient_clipping=1: the optimizer does that"),
+        ({"zero": {"stage": 3}, "precision": {"dtype": "fp16"}}, "precision.dtype=fp16: the optimizer does that"),
+    ):
+        refused(text, config)
+    refused("optimizer must be a torch.optim.Optimizer, not object", optimizer=lambda model: object())
+    refused("LBFGS computes gradients inside of step(closure)", optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    other = sgd(gpt2())
+    refused("in group 0 of SGD are not parameters of GPT2LMHeadModel", optimizer=lambda model: other)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    refused("lr_scheduler drives another optimizer", optimizer=sgd, lr_scheduler=scheduler)
+    refused("lr_scheduler: the optimizer does that", lr_scheduler=scheduler)
+    if not torch.accelerator.is_available():
+        refused(
+            "zero.cpu_offload moves shares between the CPU and an accelerator",
+            {"zero": {"stage": 3, "cpu_offload": True}},
+        )
+    refused(
+        "Adagrad has state of transformer.wte.weight already: with zero.stage 3",
+        {"zero": {"stage": 3}},
+        lambda model: torch.optim.Adagrad(model.parameters()),
+    )
+    model = gpt2()
+    optimizer = sgd(model)
+    autopar.initialize(model, {}, optimizer=optimizer)
+    with pytest.raises(ConfigError, match="this SGD belongs to a parallelized model already"):
+        autopar.initialize(gpt2(), {}, optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"SGD.step\(closure\): its gradients come inside of step"):
+        optimizer.step(lambda: 0.0)
+
+
+@distributed(world_size=2)
+def test_ranks_whose_groups_differ():
+    model = gpt2()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters if dist.get_rank() == 0 else parameters[::-1], lr=0.1)
+    with raises_everywhere(ConsistencyError, "ranks [1] call autopar.initialize differently than rank 0"):
+        autopar.initialize(model, {}, optimizer=optimizer)
