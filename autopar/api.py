@@ -106,11 +106,13 @@ def deparallelize(model: Model) -> Model:
 
     Raises:
         ConfigError: the model is not parallelized.
+        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on.
     """
     state: _State | None = vars(model).get("_autopar")
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     _, inner = hugging_face_model(model)
+    model.wait_for_save()  # type: ignore[operator]
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
     if state.config.activation_checkpointing:
