@@ -23,7 +23,8 @@ from autopar.data_parallel.attach import attach as attach_optimizer
 from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
-from autopar.errors import ConfigError, ConsistencyError
+from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU, start_process_group
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
@@ -36,7 +37,7 @@ from autopar.tensor_parallel.consistency import share_random_state
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 
-__all__ = ["deparallelize", "initialize"]
+__all__ = ["deparallelize", "initialize", "on_every_rank"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ def initialize(
     optimizer: Any = None,
     lr_scheduler: Any = None,
 ) -> Any:
-    """Turn a Hugging Face model that sits in memory into this rank's share of a parallel one, in place.
+    """Turn a Hugging Face model into this rank's share of a parallel one, in place.
+
+    The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do.
 
     Every process calls it with the same model and config. Parameter objects keep their identity, so an optimizer made
     before goes on working. Under nccl the share moves to this rank's GPU.
@@ -99,7 +102,7 @@ def initialize(
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed, _ = _on_every_rank(
+    parsed, _ = on_every_rank(
         lambda: _check_call(model, config, optimizer, lr_scheduler),
         lambda checked: [dataclasses.astuple(checked[0]), checked[1]],
     )
@@ -107,10 +110,12 @@ def initialize(
     try:  # every check is here; the model is untouched so far
         prefix, inner = hugging_face_model(model)
         by_expert = parsed.expert_parallel_size > 1
-        plan = _on_every_rank(
+        plan, lazy = on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
-            lambda made: _facts(made, model),
+            lambda made: _facts(made[0], model),
         )
+        lazy.make_equal(mpu)
+        lazy.draw(mpu)
     except Exception:
         mpu.destroy()
         raise
@@ -119,6 +124,7 @@ def initialize(
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
+    on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing:
@@ -142,6 +148,7 @@ def deparallelize(model: Model) -> Model:
 
     Raises:
         ConfigError: the model is not parallelized.
+        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on.
     """
     state: _State | None = vars(model).get("_autopar")
     if state is None:
@@ -149,6 +156,7 @@ def deparallelize(model: Model) -> Model:
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     _, inner = hugging_face_model(model)
+    model.wait_for_save()  # type: ignore[operator]
     if state.step is not None and state.step.model is model:
         state.step.remove()
     parallelize.undo(model, state.plan, state.mpu.tp)
@@ -170,10 +178,11 @@ class _State:
         self.step: ParallelStep | None = None
 
 
-def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
+def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
     """Run ``step``; if it fails on one rank, or its facts differ between ranks, every rank raises.
 
-    A rank that fails raises its own error, the others a ConsistencyError that quotes it.
+    A rank that fails raises its own error, the others a ConsistencyError (for a CheckpointError the same) that
+    quotes it.
     """
     result: Result | None = None
     error: Exception | None = None
@@ -183,7 +192,8 @@ def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -
         text = json.dumps(facts(result), default=str)
         verdict = ("fine", hashlib.blake2b(text.encode(), digest_size=12).hexdigest())
     except Exception as caught:  # whatever it is, the peers must not wait for this rank
-        error, verdict = caught, ("error", f"{type(caught).__name__}: {caught}")
+        kind = "checkpoint" if isinstance(caught, CheckpointError) else "error"
+        error, verdict = caught, (kind, f"{type(caught).__name__}: {caught}")
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_process_group()
         verdicts: list[tuple[str, str]] = [verdict] * dist.get_world_size()
@@ -197,6 +207,8 @@ def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -
 
 def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
     for rank, (kind, text) in enumerate(verdicts):
+        if kind == "checkpoint":
+            raise CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
         if kind == "error":
             raise ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
     different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
@@ -246,7 +258,7 @@ def _plan(
     by_expert: bool,
     optimizer: Any,
     stage: int,
-) -> Plan:
+) -> tuple[Plan, Materializer]:
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     if optimizer is not None:
         check_state(optimizer, model, plan, stage)
@@ -256,7 +268,7 @@ def _plan(
             "the plain model's once.",
             type(inner).__name__,
         )
-    return plan
+    return plan, Materializer(model, inner, plan)
 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:
@@ -267,4 +279,5 @@ def _facts(plan: Plan, model: nn.Module) -> Any:
         [module.facts() for module in plan.modules.values()],
         [[a.path, a.name, a.values] for a in plan.attributes],
         [[name, p.is_meta, p.requires_grad] for name, p in model.named_parameters()],
+        lazy_facts(model),
     ]

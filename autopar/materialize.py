@@ -229,7 +229,7 @@ class _Steps:
 
     def _rehearse(self, own: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
         self._calls = own
-        return self._touches([call for _, call in own])
+        return self._touches(own)
 
     def _rehearse_resets(self, own: list[tuple[nn.Module, Callable[[], Any]]], touches: list[set[int]]) -> None:
         """What no _init_weights touches keeps what its module's constructor gives it."""
@@ -242,30 +242,34 @@ class _Steps:
             if not callable(reset):
                 reset = partial(_repeat, module, names)
             at = next((number for number, (other, _) in enumerate(self._calls) if other is module), len(self._calls))
-            touches.insert(at, self._touches([reset])[0])
+            touches.insert(at, self._touches([(module, reset)])[0])
             self._calls.insert(at, (module, reset))
 
-    def _touches(self, calls: list[Callable[[], Any]]) -> list[set[int]]:
+    def _touches(self, calls: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
         result = []
         state = torch.get_rng_state()
         try:
             with self._context():
-                for call in calls:
+                for module, call in calls:
                     watch = _Watch({p.parameter.untyped_storage()._cdata: key for key, p in self._drawn.items()})
                     with watch, watch.init_functions():
                         call()
                     result.append(watch.touched)
+                    module._is_hf_initialized = True  # type: ignore[assignment]  # some look whether their parts are
         finally:
             torch.set_rng_state(state)
+            for module, _ in calls:
+                vars(module).pop("_is_hf_initialized", None)
         return result
 
     def run(self, take: Callable[[int], None], keep: Callable[[int], None]) -> None:
         """Do all steps; ``take`` gives a parameter memory before the first that touches it, ``keep`` ends it."""
         with self._context():
-            for (_, call), first, last in zip(self._calls, self.first, self.last, strict=True):
+            for (module, call), first, last in zip(self._calls, self.first, self.last, strict=True):
                 for key in sorted(first, key=lambda key: self._drawn[key].name):
                     take(key)
                 call()
+                module._is_hf_initialized = True  # type: ignore[assignment]
                 for key in sorted(last, key=lambda key: self._drawn[key].name):
                     keep(key)
         for module in self._inner.modules():

@@ -54,7 +54,7 @@ class Run:
 
 def main() -> None:
     args = arguments(__doc__, steps=20, batch_size=4).parse_args()
-    rank, world = start()
+    _, world = start()
     tokenizer = load_tokenizer(args)
     data = Blocks(load_text(args.dataset), tokenizer, args.context)
     size = args.tensor_parallel_size or world

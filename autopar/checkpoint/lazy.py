@@ -44,6 +44,7 @@ __all__ = [
     "Unsqueezed",
     "memory",
     "read_shard",
+    "whole_box",
 ]
 
 Box = tuple[Range, ...]

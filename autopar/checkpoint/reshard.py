@@ -60,10 +60,11 @@ def reshard_checkpoint(
     force: bool = False,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Write the checkpoint that a mesh of ``tp`` x ``pp`` could have saved; state of the optimizer included.
+    """Write the shards of a mesh of ``tp`` x ``pp``; state of the optimizer included.
 
     Loading does not need this: ``from_parallelized`` reads the shards of any mesh. It saves each rank from opening
-    files that it needs a part of only.
+    files that it needs a part of only. Each kind of unit is shared out by itself: where query heads are uneven, a rank
+    may still find one of its heads in its neighbour's file.
 
     Args:
         source: folder that ``save_parallelized`` wrote.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.checkpoint.checksum import checksum, checksum_of
-from autopar.checkpoint.lazy import LazyTensor, RangeFile, Stored, memory
+from autopar.checkpoint.lazy import LazyTensor, RangeFile, Stored, memory, whole_box
 from autopar.errors import CheckpointError
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
@@ -100,6 +100,7 @@ class SafetensorsWriter:
         self.checksums: dict[str, str] = {}
         self._next = iter(self.order)
         self._written = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)  # kept: fresh memory costs more than filling it
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
         for name in self.order:
@@ -142,7 +143,11 @@ class SafetensorsWriter:
         self._is_next(name, lazy.dtype, lazy.shape)
         runs = lazy.runs()
         if runs is None:
-            whole = lazy.read()
+            size = nbytes(lazy.dtype, lazy.shape)
+            if self._scratch.numel() < size:
+                self._scratch = torch.empty(size, dtype=torch.uint8)
+            whole = self._scratch[:size].view(lazy.dtype).view(lazy.shape)
+            lazy.read_into(whole, whole_box(lazy.shape))
             self._append(memory(whole))
             return
         for file, offset, length in runs:

@@ -23,7 +23,7 @@ from autopar.checkpoint.rotation import rotate
 from autopar.checkpoint.safetensors_stream import SafetensorsWriter
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, snapshot
-from autopar.checkpoint.state import State, listed, state_of, write_config
+from autopar.checkpoint.state import State, config_writer, listed, state_of
 from autopar.errors import CheckpointError
 from autopar.policy.plan import TensorPlan
 
@@ -85,7 +85,7 @@ class _Writing:
     def __init__(self, model: nn.Module, state: State, request: Request, mine: Snapshot) -> None:
         self.state, self.request = state, request
         self.staging: Staging | None = None
-        self.model = model
+        self.write_config = config_writer(model)
 
     def _untouched(self) -> str:
         if self.staging is not None and self.staging.committed:
@@ -117,7 +117,7 @@ class _Writing:
         assert self.staging is not None
         temp = self.staging.temp
         known = {path.name for path in temp.iterdir()}
-        write_config(self.model, temp)
+        self.write_config(temp)
         along = {path.name: file_checksum(path) for path in temp.iterdir() if path.name not in known}
         _manifest(self.state, save_id, reports, along).write(folder)
         if self.request.merge:

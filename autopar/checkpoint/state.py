@@ -17,7 +17,17 @@ from autopar.errors import CheckpointError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 
-__all__ = ["STATE", "State", "listed", "local_tensors", "owns", "shared_by_replicas", "state_of", "write_config"]
+__all__ = [
+    "STATE",
+    "State",
+    "config_writer",
+    "listed",
+    "local_tensors",
+    "owns",
+    "shared_by_replicas",
+    "state_of",
+    "write_config",
+]
 
 STATE = "_autopar_checkpoint"
 
@@ -115,15 +125,25 @@ def shared_by_replicas(optimizer: torch.optim.Optimizer) -> bool:
 
 def write_config(model: nn.Module, folder: Path) -> None:
     """Write ``config.json``, and ``generation_config.json`` if the model generates, as ``save_pretrained`` would."""
+    config_writer(model)(folder)
+
+
+def config_writer(model: nn.Module) -> Callable[[Path], None]:
+    """What :func:`write_config` would write now, to be written into a folder later."""
     hf_model: Any = model.get_submodule(state_of(model).hf_path)
     plain = next(c for c in type(hf_model).__mro__ if c.__module__.partition(".")[0] != "autopar")
     config = copy.deepcopy(hf_model.config)  # save_pretrained sets these two on the user's object
     config.dtype = str(hf_model.dtype).removeprefix("torch.")
     config.architectures = [plain.__name__]
-    if hf_model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
+    generation = copy.deepcopy(hf_model.generation_config) if hf_model.can_generate() else None
 
-        custom_object_save(hf_model, folder, config=config)
-    config.save_pretrained(folder)
-    if hf_model.can_generate():
-        hf_model.generation_config.save_pretrained(folder)
+    def write(folder: Path) -> None:
+        if hf_model.is_remote_code():
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(hf_model, folder, config=config)
+        config.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
+
+    return write

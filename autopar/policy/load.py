@@ -23,6 +23,7 @@ __all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy"]
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # safe either way; the C one is ten times faster
 
 
+@functools.cache
 def policy_folder() -> Path:
     """The folder of the policies that come with autopar: inside the wheel, or beside the package in a checkout."""
     inside = Path(__file__).resolve().parents[1] / "_policies"

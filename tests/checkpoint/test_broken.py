@@ -44,6 +44,12 @@ def break_bit(folder):
     (folder / "model-tp1-pp0.safetensors").write_bytes(data)
 
 
+def break_header(folder):
+    """A change that the rest of the header does not contradict."""
+    path = folder / "model-tp1-pp0.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"format":"pt"', b'"format":"pT"'))
+
+
 def break_config(folder):
     os.remove(folder / "config.json")
 
@@ -58,6 +64,7 @@ def break_config(folder):
         (break_copied, r"model-tp1-pp1\.safetensors was saved as model-tp0-pp1\.safetensors"),
         (break_mixed, r"model-tp1-pp0\.safetensors belongs to another save"),
         (break_bit, r"model-tp1-pp0\.safetensors is damaged"),
+        (break_header, r"model-tp1-pp0\.safetensors is damaged: its header is not the one that was saved"),
         (break_config, r"config\.json is missing"),
     ],
 )

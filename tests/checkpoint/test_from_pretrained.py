@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import autopar
+from autopar.checkpoint.lazy import RangeFile
 from autopar.errors import CheckpointError, ConfigError
 from tests.pool import pooled
 from tests.random_models import build, cases
@@ -327,3 +328,24 @@ def test_a_folder_of_shards_on_any_mesh(tmp_path):
     dist.barrier()
     with pytest.raises(CheckpointError, match="checksum"):
         autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "1-2"), tp(2))
+
+
+@pooled(world_size=2)
+def test_a_rank_reads_its_share_and_no_more(tmp_path):
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1024}
+    path = shared(tmp_path / "m", llama(**sizes, vocab_size=1000))
+    read: list[int] = []
+    real = RangeFile.read_into
+
+    def counting(self: RangeFile, target: memoryview, offset: int) -> None:
+        real(self, target, offset)
+        read.append(len(target))
+
+    RangeFile.read_into = counting  # type: ignore[method-assign]
+    try:
+        lazy = autopar.from_pretrained(LlamaForCausalLM, path, tp(2))
+    finally:
+        RangeFile.read_into = real  # type: ignore[method-assign]
+    share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
+    assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    assert share < sum(read) < 1.01 * share

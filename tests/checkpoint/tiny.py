@@ -89,18 +89,13 @@ def shard(model: nn.Module, plan: Plan, tp_rank: int) -> None:
             state[name].data = tensor.layout.shard(state[name].data, tp_rank)
 
 
-def fake_mpu(tp: int = 1, t: int = 0, pp: int = 1, p: int = 0) -> SimpleNamespace:
+def fake_mpu(tp: int = 1, t: int = 0, pp: int = 1, p: int = 0, dp: int = 1, d: int = 0) -> SimpleNamespace:
     """Enough of an MPU to write one shard."""
     axis = lambda size, rank: SimpleNamespace(size=size, rank=rank)  # noqa: E731
     return SimpleNamespace(
-        tp=axis(tp, t),
-        pp=axis(pp, p),
-        dp=axis(1, 0),
-        sizes=MeshSizes(tp, pp, 1),
-        rank=p * tp + t,
-        world_size=tp * pp,
-        random_tracker=None,
-    )
+        tp=axis(tp, t), pp=axis(pp, p), dp=axis(dp, d), sizes=MeshSizes(tp, pp, dp),
+        rank=(p * dp + d) * tp + t, world_size=tp * pp * dp, random_tracker=None,
+    )  # fmt: skip
 
 
 def tiny(mpu: object, seed: int = 0, plan: Plan | None = None) -> TinyModel:
