@@ -20,10 +20,12 @@ from autopar import checkpoint
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU, start_process_group
+from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
+from autopar.policy.stages import StagePlan, make_stages
 from autopar.policy.uses import hugging_face_model
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
@@ -73,6 +75,7 @@ def initialize(
         plan = _on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert), lambda made: _facts(made, model)
         )
+        stages = _on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
     except Exception:
         mpu.destroy()
         raise
@@ -80,15 +83,17 @@ def initialize(
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
+    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     region.watch(model)
     attach(inner, plan, mpu, region, parsed.consistency_check)
+    pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix)
     model.mpu = mpu  # type: ignore[assignment]
-    model._autopar = _State(plan, mpu, parsed)  # type: ignore[assignment]
+    model._autopar = _State(plan, stages, mpu, parsed)  # type: ignore[assignment]
     return model
 
 
@@ -105,6 +110,7 @@ def deparallelize(model: Model) -> Model:
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     _, inner = hugging_face_model(model)
+    vars(model)["_autopar_pipeline"].undo(model)
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
     if state.config.activation_checkpointing:
@@ -118,8 +124,8 @@ def deparallelize(model: Model) -> Model:
 class _State:
     """What initialize leaves on the model for deparallelize and for the second call to find."""
 
-    def __init__(self, plan: Plan, mpu: MPU, config: ParallelConfig) -> None:
-        self.plan, self.mpu, self.config = plan, mpu, config
+    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig) -> None:
+        self.plan, self.stages, self.mpu, self.config = plan, stages, mpu, config
 
 
 def _on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
@@ -202,6 +208,24 @@ def _plan(
             type(inner).__name__,
         )
     return plan
+
+
+def _stages(
+    model: nn.Module,
+    inner: PreTrainedModel,
+    policy: str | Path | Mapping[str, Any] | Policy | None,
+    mpu: MPU,
+    config: ParallelConfig,
+) -> StagePlan:
+    pipeline = config.pipeline
+    return make_stages(
+        model,
+        find_policy(inner, policy),
+        mpu.pp.size,
+        chunks=pipeline.chunks if mpu.pp.size > 1 else 1,
+        folded=pipeline.folded,
+        layers_per_stage=pipeline.layers_per_stage,
+    )
 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:

@@ -13,7 +13,10 @@ import yaml
 
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["ParallelConfig"]
+__all__ = ["ParallelConfig", "PipelineConfig"]
+
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv")
+_REDUCTIONS = ("tokens", "microbatch")
 
 _SECTIONS: dict[str, dict[str, type]] = {
     "model_parallelism": {
@@ -24,7 +27,82 @@ _SECTIONS: dict[str, dict[str, type]] = {
     },
     "activation_checkpointing": {"enable": bool},
     "consistency_check": {"enable": bool},
+    "pipeline": {
+        "schedule": str,
+        "microbatch_size": int,
+        "num_microbatches": int,
+        "layers_per_stage": list,
+        "loss_reduction": str,
+        "timeout": int,
+        "chunks": int,
+    },
 }
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How ``execute_pipeline`` runs: the section ``pipeline``.
+
+    Attributes:
+        schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero-bubble`` or ``zbv``.
+        microbatch_size: samples of a micro-batch. None with ``num_microbatches``, and at one stage by default (the
+            whole batch); at more stages the default is 1.
+        num_microbatches: or the number of micro-batches.
+        layers_per_stage: blocks of each stage, in order; empty: shared out by parameters.
+        loss_reduction: ``tokens``: the loss of the whole batch, whatever the padding; ``microbatch``: the mean of the
+            micro-batches' means.
+        timeout: seconds that a stage waits for another one.
+        chunks: stages on each rank; above 1 for ``interleaved``, 2 for ``zbv``.
+    """
+
+    schedule: str = "1f1b"
+    microbatch_size: int | None = None
+    num_microbatches: int | None = None
+    layers_per_stage: tuple[int, ...] = ()
+    loss_reduction: str = "tokens"
+    timeout: int = 600
+    chunks: int = 1
+
+    @property
+    def folded(self) -> bool:
+        """Whether the second half of the stages runs back over the ranks."""
+        return self.schedule == "zbv"
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any], pp: int, problems: list[str]) -> PipelineConfig:
+        """From the keys of the section; what is wrong with them is added to ``problems``."""
+        found = dict(section)
+        schedule = found.setdefault("schedule", "1f1b")
+        chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", "zbv") else 1)
+        if schedule not in _SCHEDULES:
+            problems.append(
+                f"pipeline.schedule={schedule!r} is unknown.{nearest(schedule, _SCHEDULES)} Known: "
+                f"{', '.join(_SCHEDULES)}"
+            )
+        elif (schedule == "interleaved") != (chunks > 1) and schedule != "zbv":
+            problems.append(f"pipeline.chunks={chunks} does not fit schedule {schedule}: more than 1 is for interleaved")
+        elif schedule == "zbv" and chunks != 2:
+            problems.append(f"pipeline.chunks={chunks} does not fit schedule zbv, which has 2 stages on each rank")
+        reduction = found.get("loss_reduction", "tokens")
+        if reduction not in _REDUCTIONS:
+            problems.append(f"pipeline.loss_reduction={reduction!r} is unknown. Known: {', '.join(_REDUCTIONS)}")
+        layers = found["layers_per_stage"] = tuple(found.get("layers_per_stage", ()))
+        if any(type(count) is not int or count < 1 for count in layers):
+            problems.append(f"pipeline.layers_per_stage={list(layers)} must list numbers of blocks of at least 1")
+        size, count = found.get("microbatch_size"), found.get("num_microbatches")
+        if size is not None and count is not None:
+            problems.append(
+                f"pipeline.microbatch_size={size} and pipeline.num_microbatches={count} are both given: one follows "
+                "from the other and the batch, so give one"
+            )
+        elif size is None and count is None and pp > 1:
+            found["microbatch_size"] = 1
+        if count is not None and count < pp:
+            problems.append(
+                f"pipeline.num_microbatches={count} is less than pipeline_parallel_size={pp}: some stages would never "
+                f"work at the same time; give at least {pp}"
+            )
+        return cls(**found)
 
 
 @dataclass(frozen=True)
@@ -38,6 +116,7 @@ class ParallelConfig:
             travel to them, instead of a part of each expert.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
         consistency_check: compare inputs and random state over the tensor-parallel ranks on the first forward.
+        pipeline: how ``execute_pipeline`` runs.
 
     The form a user writes has sections; a section that is present is on unless it says ``enable: false``::
 
@@ -53,9 +132,12 @@ class ParallelConfig:
     expert_parallel_size: int = 1
     activation_checkpointing: bool = False
     consistency_check: bool = True
+    pipeline: PipelineConfig = PipelineConfig()
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
+        if self.pipeline == PipelineConfig() and self.pipeline_parallel_size > 1:
+            object.__setattr__(self, "pipeline", PipelineConfig.of({}, self.pipeline_parallel_size, problems))
         for field in dataclasses.fields(self):
             problem = _problem(field.name, getattr(self, field.name), type(field.default))
             problems += [problem] if problem else []
@@ -96,6 +178,7 @@ class ParallelConfig:
             sizes = {}
         tp, pp = sizes.get("tensor_parallel_size", 1), sizes.get("pipeline_parallel_size", 1)
         ep = sizes.get("expert_parallel_size", 1)
+        pipeline = PipelineConfig.of(values.get("pipeline", {}), pp, problems)
         _raise(problems + _unfit(tp, pp, ep, world_size))
         return cls(
             tensor_parallel_size=tp,
@@ -103,6 +186,7 @@ class ParallelConfig:
             expert_parallel_size=ep,
             activation_checkpointing=_is_on(values, "activation_checkpointing", default=False),
             consistency_check=_is_on(values, "consistency_check", default=True),
+            pipeline=pipeline,
         )
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -127,13 +211,7 @@ def _unfit(tp: int, pp: int, ep: int, world_size: int | None) -> list[str]:
         )
     if world_size is None:
         return problems
-    if pp > 1:
-        return [
-            *problems,
-            f"pipeline_parallel_size={pp}: this version has tensor and data parallelism only; "
-            "set pipeline_parallel_size to 1.",
-        ]
-    return problems + ([_does_not_divide(tp, pp, world_size)] if world_size % tp else [])
+    return problems + ([_does_not_divide(tp, pp, world_size)] if world_size % (tp * pp) else [])
 
 
 def _does_not_divide(tp: int, pp: int, world_size: int) -> str:
@@ -198,7 +276,7 @@ def _read(path: Path) -> object:
 
 
 def _name(kind: type) -> str:
-    return {bool: "true or false", int: "an integer"}[kind]
+    return {bool: "true or false", int: "an integer", str: "a text", list: "a list"}.get(kind, kind.__name__)
 
 
 def _show(value: object) -> str:

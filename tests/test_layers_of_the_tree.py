@@ -13,7 +13,7 @@ ROWS = [
     ["broadcast", "random_state"],
     ["mesh"],
     ["policy"],
-    ["tensor_parallel", "data_parallel", "checkpoint"],
+    ["tensor_parallel", "data_parallel", "pipeline_parallel", "checkpoint"],
     ["api", "cli"],
     ["__init__"],
 ]
