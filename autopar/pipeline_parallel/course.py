@@ -117,7 +117,7 @@ def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 
 
 def keep_length(cache: Any, index: int, batch: int, length: int, like: torch.Tensor) -> None:
-    """Tell layer ``index`` of a cache that runs elsewhere how long the sequence is: keys and values of width 0.
+    """Tell layer ``index`` of a cache that runs elsewhere how long the sequence is: keys and values of width 1.
 
     A model asks one layer, often the first, for the length from which it makes positions and masks.
     """
@@ -125,8 +125,8 @@ def keep_length(cache: Any, index: int, batch: int, length: int, like: torch.Ten
     layers = getattr(cache, "layers", None)
     if layers is None or (index < len(layers) and not hasattr(layers[index], "get_mask_sizes")):
         return
-    empty = torch.empty(batch, 1, length, 0, device=like.device)
-    cache.update(empty, empty, index)
+    narrow = torch.zeros(batch, 1, length, 1, device=like.device)
+    cache.update(narrow, narrow, index)
 
 
 def _keep_length_of(block: Any, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
