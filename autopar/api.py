@@ -21,17 +21,19 @@ from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU, start_process_group
 from autopar.pipeline_parallel.pipeline import Pipeline
+from autopar.pipeline_parallel.trace import trace_reads
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
-from autopar.policy.stages import StagePlan, make_stages
+from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
 from autopar.policy.uses import hugging_face_model
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import share_random_state
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
+from autopar.tensor_parallel.sample_inputs import sample_inputs
 
 __all__ = ["deparallelize", "initialize"]
 
@@ -217,15 +219,32 @@ def _stages(
     mpu: MPU,
     config: ParallelConfig,
 ) -> StagePlan:
-    pipeline = config.pipeline
+    pipeline, found = config.pipeline, find_policy(inner, policy)
     return make_stages(
         model,
-        find_policy(inner, policy),
+        found,
         mpu.pp.size,
+        reads=_reads(model, inner, found) if mpu.pp.size > 1 else None,
         chunks=pipeline.chunks if mpu.pp.size > 1 else 1,
         folded=pipeline.folded,
         layers_per_stage=pipeline.layers_per_stage,
     )
+
+
+def _reads(model: nn.Module, inner: PreTrainedModel, policy: Policy) -> Reads | None:
+    """What the forward reads; of a task model whose head looks at values, the base model's."""
+    prefix, _ = hugging_face_model(model)
+    base = inner.base_model
+    for traced, path in ((inner, prefix), (base, ".".join(filter(None, (prefix, inner.base_model_prefix))))):
+        if isinstance(traced, PreTrainedModel):
+            try:
+                inputs = sample_inputs(traced)
+            except ValueError:
+                continue
+            reads = trace_reads(traced, path if traced is not inner else prefix, *elements_of(model, policy), inputs)
+            if reads is not None:
+                return reads
+    return None
 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:

@@ -48,6 +48,7 @@ class Course:
         self.start, self.stop, self.last = start, stop, last
         self.received = received
         self.encoder = received.encoder if received is not None else None
+        self.output = received.output if received is not None else None  # of the last element so far
         self.cache: Cache | None = None
 
 
@@ -57,11 +58,13 @@ class Conductor:
     Attributes:
         encoder: place of the encoder among the elements.
         course: what runs now; None outside of the pipeline's forwards (then elements are what they were).
+        unproven: modes in which no stage has run yet: the first one is looked at (see ``holding``).
     """
 
     def __init__(self, encoder: int | None) -> None:
         self.encoder = encoder
         self.course: Course | None = None
+        self.unproven = {True, False}  # training, evaluation
 
     @contextmanager
     def running(self, course: Course) -> Iterator[Course]:
@@ -92,11 +95,16 @@ class _Element:
             if course.cache is not None:
                 _keep_length_of(self, course.cache, args, kwargs)
             return course.received.output
+        if self.place >= course.stop and self.place != self.conductor.encoder and not course.last:
+            # The element that ends the stage was not called.
+            raise StageDone(Handed(course.output, course.encoder))
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self.place == self.conductor.encoder:
-            course.encoder = output
+            course.encoder, course.output = output, None
+        else:
+            course.output = output
         if self.place == course.stop - 1 and not course.last:
-            raise StageDone(Handed(output if course.encoder is not output else None, course.encoder))
+            raise StageDone(Handed(course.output, course.encoder))
         return output
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from transformers.utils import ModelOutput
 
+from autopar.errors import UnsupportedModelError
 from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone
 from autopar.pipeline_parallel.messages import Post, map_tensors
 from autopar.pipeline_parallel.schedule import Action
@@ -27,9 +29,39 @@ def run_stage(
     """The forward of one stage: what it hands on (:class:`Handed`), or on the last one what the model returns."""
     with conductor.running(course):
         try:
-            return model(*args, **kwargs)
+            result = model(*args, **kwargs)
+            if not course.last:
+                result = Handed(course.output, course.encoder)
         except StageDone as done:
-            return done.handed
+            result = done.handed
+    if torch.is_grad_enabled() in conductor.unproven:
+        conductor.unproven.discard(torch.is_grad_enabled())
+        _prove(course, result)
+    return result
+
+
+def _prove(course: Course, result: Any) -> None:
+    """Raise if a stage computed with what it does not hold, which is not a number."""
+    received, made = course.received, result
+    if received is not None and _not_a_number((received.output, received.encoder)):
+        return
+    if isinstance(made, Handed):
+        made = (made.output, made.encoder)
+    elif isinstance(made, ModelOutput):  # a loss may be 0 / 0 where no label counts
+        made = {name: value for name, value in made.items() if "loss" not in name}
+    if _not_a_number(made):
+        raise UnsupportedModelError(
+            "this model cannot be cut into pipeline stages, or gives values that are not numbers: the output of the "
+            f"elements {course.start} to {course.stop - 1} of the pipeline is nan, though what they received is not.\n"
+            "  Their code may read more than the output of the block before (an image encoder, say). If the weights "
+            "are at fault, pipeline_parallel_size=1 shows the same."
+        )
+
+
+def _not_a_number(value: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(value, lambda x: found.append(x.is_floating_point() and bool(x.isnan().any())))
+    return any(found)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Making a model hold only its stages' tensors, and giving the rest back.
 
-A parameter that another stage holds leaves the module. In its place stays a plain tensor of zeros without memory (all its
-strides are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what it computes
-from zeros is replaced by what the stage receives.
+A parameter that another stage holds leaves the module. In its place stays a plain tensor without memory (all its strides
+are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what it computes there is
+replaced by what the stage receives. It is not a number: were it used after all, the first forward would show it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
     """
     dropped = Dropped()
     foreign = {name for name in plan.tensors if rank not in plan.holders(name)}
+    blocks = [f"{path}." for place, path in enumerate(plan.elements) if place != plan.encoder]
     for path, module in model.named_modules():
         start = f"{path}." if path else ""
         gone = [name for name in module._parameters if start + name in foreign]
@@ -67,15 +68,20 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
             shape, dtype = parameter.shape, parameter.dtype
             if id(parameter) not in dropped.parameters:
                 dropped.parameters[id(parameter)] = parameter
-            module.__dict__[name] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+            module.__dict__[name] = _placeholder(dtype, device).expand(shape)
         for name, buffer in list(module._buffers.items()):
-            if buffer is not None and start + name in foreign:
+            if buffer is not None and start + name in foreign and any(map(start.startswith, blocks)):
                 dropped.buffers.append((module, name, start + name, buffer))
                 module._buffers[name] = None
     for parameter in dropped.parameters.values():
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.grad = None
     return dropped
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 @torch.no_grad()
@@ -113,7 +119,7 @@ def restore(model: nn.Module, plan: StagePlan, dropped: Dropped, mpu: MPU) -> No
             _broadcast(parameter.grad, source, mpu)
     lost = {name: (module, key, buffer) for module, key, name, buffer in dropped.buffers}
     buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
-    for name in plan.tensors:
+    for name in plan.tensors:  # also those that ran on nothing here
         holders = plan.holders(name)
         if (name in lost or name in buffers) and len(holders) < mpu.pp.size:
             if name in lost:

@@ -7,18 +7,33 @@ encoder itself (its output is what the decoder reads), then the decoder's blocks
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.policy.schema import Policy
 from autopar.policy.uses import Scope, all_scopes, hugging_face_model, join, uses_of
 
-__all__ = ["StagePlan", "make_stages", "partition", "rank_of_stage"]
+__all__ = ["Reads", "StagePlan", "elements_of", "make_stages", "partition", "rank_of_stage"]
+
+
+@dataclass
+class Reads:
+    """What a model's own forward reads where (:func:`autopar.pipeline_parallel.trace.trace_reads`).
+
+    Attributes:
+        order: places of the elements in the order in which they were called.
+        parameters: name -> places of the elements that read it; ``len(elements)``: what comes behind the last one does.
+        earlier: place -> places of elements before the previous one whose output is read there.
+    """
+
+    order: list[int] = field(default_factory=list)
+    parameters: dict[str, set[int]] = field(default_factory=dict)
+    earlier: dict[int, set[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,33 +144,45 @@ def make_stages(
     chunks: int = 1,
     folded: bool = False,
     layers_per_stage: Sequence[int] = (),
-    needed: Mapping[str, int] | None = None,
+    reads: Reads | None = None,
 ) -> StagePlan:
     """Share the blocks of ``root`` out over ``ranks`` ranks with ``chunks`` stages each. The model is only read.
 
     Args:
         layers_per_stage: blocks of each stage by hand (encoder's and decoder's in one row); empty: by parameters.
-        needed: names of tensors that stages after their own read too -> the last stage's place that does.
+        reads: what the forward was seen to read; None if it was not seen: then the policy's sections decide.
 
     Raises:
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
+        UnsupportedModelError: the blocks are no chain.
     """
     prefix, model = hugging_face_model(root)
     row = _Row(policy, prefix, model)
     count, stages = len(row.blocks), ranks * chunks
     place = f"{type(model).__name__} ({', '.join(row.lists) or 'no list of blocks'})"
-    if ranks == 1 and chunks == 1:
+    together = _together(row, reads, place) if reads is not None and stages > 1 else list(range(count + 1))
+    if stages == 1:
         bounds = [0, count]
     elif layers_per_stage:
         bounds = _by_hand(layers_per_stage, count, stages, place)
-    elif stages > count:
+        for bound in bounds:
+            if bound not in together:
+                raise ConfigError(
+                    f"pipeline.layers_per_stage={list(layers_per_stage)} cuts {place} in front of block {bound}, where "
+                    f"later blocks read more than the output of the one before.\n  It can be cut in front of: "
+                    f"{', '.join(map(str, together[1:-1])) or 'none'}."
+                )
+    elif stages > len(together) - 1:
+        whole = "" if len(together) > count else f" (of which {len(together) - 1} groups can be told apart)"
         raise ConfigError(
             f"pipeline_parallel_size={ranks}{f' x chunks={chunks}' if chunks > 1 else ''} does not fit {place}: "
-            f"{count} blocks cannot be shared out over {stages} stages.\n  Largest number of stages that fits this "
-            f"model: {max(count, 1)}."
+            f"{count} blocks{whole} cannot be shared out over {stages} stages.\n  Largest number of stages that fits "
+            f"this model: {max(len(together) - 1, 1)}."
         )
     else:
-        bounds = partition(row.costs(), stages)
+        block_costs = row.costs()
+        groups = [sum(block_costs[start:stop]) for start, stop in pairwise(together)]
+        bounds = [together[bound] for bound in partition(groups, stages)]
     costs = row.costs()
     made = StagePlan(
         ranks=ranks,
@@ -165,10 +192,29 @@ def make_stages(
         encoder=row.encoder_place,
         costs=tuple(sum(costs[start:stop]) for start, stop in pairwise(bounds)),
     )
-    tensors = dict(row.tensors(root, made))
-    for name, last in (needed or {}).items():
-        tensors[name] = tuple(sorted({*tensors[name], *range(min(tensors[name]), made.stage_of(last) + 1)}))
-    return StagePlan(**{**vars(made), "tensors": tensors})
+    return replace(made, tensors=dict(row.tensors(root, made, reads.parameters if reads else {})))
+
+
+def elements_of(root: nn.Module, policy: Policy) -> tuple[tuple[str, ...], int | None]:
+    """The elements of a model in forward order, and the place of its encoder among them."""
+    row = _Row(policy, *hugging_face_model(root))
+    return tuple(row.elements()), row.encoder_place
+
+
+def _together(row: _Row, reads: Reads, place: str) -> list[int]:
+    """The blocks in front of which the model can be cut: nothing behind reads more than the output before the cut."""
+    if any(first >= second for first, second in pairwise(reads.order)) or not reads.order:
+        raise UnsupportedModelError(
+            f"{place} cannot be cut into pipeline stages: its forward does not call each block once, in order "
+            f"(it calls {', '.join(map(str, reads.order[:8]))}{' ...' if len(reads.order) > 8 else ''})"
+        )
+    cuts = set(range(len(row.blocks) + 1))
+    for reader, origins in reads.earlier.items():
+        called = [done for done in reads.order if done < reader]
+        for origin in origins:
+            if origin != called[-1]:  # an element between that was not called left its output where it was
+                cuts -= set(range(row.block(origin) + 1, min(row.block(reader), len(row.blocks) - 1) + 1))
+    return sorted(cuts)
 
 
 def _by_hand(layers: Sequence[int], count: int, stages: int, place: str) -> list[int]:
@@ -235,6 +281,10 @@ class _Row:
         """Bound among the elements that belongs to a bound among the blocks: the encoder ends with its last block."""
         return block + 1 if self.encoder_place is not None and block >= self.encoder_place else block
 
+    def block(self, element: int) -> int:
+        """The block of an element; of the encoder its last one."""
+        return element - 1 if self.encoder_place is not None and element >= self.encoder_place else element
+
     def costs(self) -> list[int]:
         """Parameters of each block, with those around the blocks at the block that they lie beside."""
         costs = [0] * len(self.blocks)
@@ -260,20 +310,30 @@ class _Row:
             return first_of_main - 1 if _any_above(name, self.leaving) else 0
         return len(self.blocks) - 1 if _any_above(name, self.behind) or not _below(name, self.prefix) else first_of_main
 
-    def tensors(self, root: nn.Module, plan: StagePlan) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors(
+        self, root: nn.Module, plan: StagePlan, reads: Mapping[str, set[int]]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Each name of a parameter or buffer, with its stages: those that read it, else where the policy puts it."""
         everywhere = tuple(range(plan.stages))
+        ends = len(plan.elements) - 1
         by_id: dict[int, set[int]] = {}
         places: list[tuple[str, int]] = []
         for name, parameter in root.named_parameters(remove_duplicate=False):
             block = self._block_of(name) if self.blocks else 0
             held = everywhere if block is None else (self._stage(block, plan),)
+            if name in reads and not any(name.startswith(path + ".") for path in self.blocks):
+                held = tuple(plan.stage_of(min(place, ends)) for place in reads[name])
             by_id.setdefault(id(parameter), set()).update(held)
             places.append((name, id(parameter)))
         for name, key in places:
             yield name, tuple(sorted(by_id[key]))
+        held_by = {name.rpartition(".")[0]: tuple(sorted(by_id[key])) for name, key in places}
         for name, _ in root.named_buffers(remove_duplicate=False):
-            place = next((p for p, path in enumerate(self.blocks) if name.startswith(path + ".")), None)
-            yield name, everywhere if place is None else (self._stage(place, plan),)
+            owner = next((p for p, path in enumerate(self.blocks) if name.startswith(path + ".")), None)
+            if owner is not None:
+                yield name, (self._stage(owner, plan),)
+            else:  # a buffer beside parameters (running statistics) is right where they are
+                yield name, held_by.get(name.rpartition(".")[0], everywhere)
 
     def _stage(self, block: int, plan: StagePlan) -> int:
         place = block + 1 if self.encoder_place is not None and block >= self.encoder_place else block
@@ -288,16 +348,16 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: PreTrainedMod
         for path, scopes in chains.items()
     }
 
-    def largest(inside: str, but: str = "") -> str:
+    def chief(inside: str, but: str = "") -> str:
         found = [path for path in sizes if _below(path, inside) and not (but and _below(path, but))]
-        return max(found, key=lambda path: sizes[path], default="")
+        return max(found, key=lambda path: (-path.count("."), sizes[path]), default="")  # the outermost, the largest
 
     decoder = paths.get(id(model.get_decoder()), prefix)
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = paths.get(id(model.get_encoder()), prefix)
-        if encoder != prefix and decoder != prefix and largest(encoder) and largest(decoder, but=encoder):
-            return largest(encoder), largest(decoder, but=encoder)
-    return "", largest(decoder) or largest(prefix)
+        if encoder != prefix and decoder != prefix and chief(encoder) and chief(decoder, but=encoder):
+            return chief(encoder), chief(decoder, but=encoder)
+    return "", chief(decoder) or chief(prefix)
 
 
 def _below(path: str, outer: str) -> bool:
