@@ -80,7 +80,9 @@ class PipelineConfig:
                 f"{', '.join(_SCHEDULES)}"
             )
         elif (schedule == "interleaved") != (chunks > 1) and schedule != "zbv":
-            problems.append(f"pipeline.chunks={chunks} does not fit schedule {schedule}: more than 1 is for interleaved")
+            problems.append(
+                f"pipeline.chunks={chunks} does not fit schedule {schedule}: more than 1 is for interleaved"
+            )
         elif schedule == "zbv" and chunks != 2:
             problems.append(f"pipeline.chunks={chunks} does not fit schedule zbv, which has 2 stages on each rank")
         reduction = found.get("loss_reduction", "tokens")

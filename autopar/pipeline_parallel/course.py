@@ -33,7 +33,7 @@ class Handed:
         self.output, self.encoder = output, encoder
 
 
-class StageDone(Exception):  # noqa: N818 -- it is no error
+class StageDone(Exception):
     """The stage's last element has its output."""
 
     def __init__(self, handed: Handed) -> None:
@@ -109,7 +109,7 @@ class _Element:
 
 
 @functools.cache
-def element_class(plain: type[nn.Module]) -> type[nn.Module]:
+def element_class(plain: Any) -> Any:
     """``plain`` as an element; it keeps its name and is still a ``plain``."""
     return type(plain.__name__, (_Element, plain), {"__module__": __name__})
 
@@ -117,7 +117,7 @@ def element_class(plain: type[nn.Module]) -> type[nn.Module]:
 def plain_element_class(module: nn.Module) -> type[nn.Module]:
     """The class that an element had."""
     kind = type(module)
-    return kind.__mro__[2] if issubclass(kind, _Element) else kind  # type: ignore[no-any-return]
+    return kind.__mro__[2] if issubclass(kind, _Element) else kind
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from autopar.errors import UnsupportedModelError
 from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone
@@ -213,12 +213,14 @@ class Engine:
         opened = self._incoming(stage, microbatch)
         if opened.roots and opened.leaves:
             # Views and leaves cannot be detached in place, which the split does to free the graph above.
-            roots = [root if root.grad_fn is not None and not root._is_view() else root.clone() for root in opened.roots]
+            roots = [
+                root if root.grad_fn is not None and not root._is_view() else root.clone() for root in opened.roots
+            ]
             _, opened.groups = stage_backward_input(
                 roots,
                 opened.gradients,  # type: ignore[arg-type]
                 opened.leaves,
-                iter(self._weights()),  # type: ignore[arg-type]
+                iter(self._weights()),
             )
             opened.roots = []
         self._outgoing(stage, microbatch, opened)
@@ -226,7 +228,7 @@ class Engine:
     def _backward_weights(self, stage: int, microbatch: int, step: Step) -> None:
         opened = self._open.pop((stage, microbatch))
         if opened.groups is not None:
-            stage_backward_weight(iter(self._weights()), opened.groups)  # type: ignore[arg-type]
+            stage_backward_weight(iter(self._weights()), opened.groups)
         elif opened.roots:
             torch.autograd.backward(opened.roots, opened.gradients)
 

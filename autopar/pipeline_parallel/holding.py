@@ -1,17 +1,20 @@
 """Making a model hold only its stages' tensors, and giving the rest back.
 
-A parameter that another stage holds leaves the module. In its place stays a plain tensor without memory (all its strides
-are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what it computes there is
-replaced by what the stage receives. It is not a number: were it used after all, the first forward would show it.
+A parameter that another stage holds leaves the module. In its place stays a plain tensor without memory (all its
+strides are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what it
+computes there is replaced by what the stage receives. It is not a number: were it used after all, the first forward
+would show it.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar.mesh import MPU
 from autopar.pipeline_parallel.course import Conductor, element_class, plain_element_class
@@ -27,6 +30,26 @@ class Dropped:
         self.parameters: dict[int, nn.Parameter] = {}
         self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
+        self.emptied: list[nn.Module] = []
+
+
+class _Emptied:
+    """A Hugging Face model inside that has no parameter left here; transformers reads its dtype off the first one."""
+
+    emptied_of: tuple[torch.dtype, torch.device]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.emptied_of[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.emptied_of[1]
+
+
+@functools.cache
+def _emptied_class(plain: Any) -> Any:
+    return type(plain.__name__, (_Emptied, plain), {"__module__": __name__})
 
 
 def cut(model: nn.Module, plan: StagePlan, conductor: Conductor) -> None:
@@ -34,8 +57,9 @@ def cut(model: nn.Module, plan: StagePlan, conductor: Conductor) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for place, path in enumerate(plan.elements):
         module = modules[path]
-        module.__class__ = element_class(type(module))
-        module.conductor, module.place = conductor, place  # type: ignore[assignment]
+        kind: Any = type(module)
+        module.__class__ = element_class(kind)
+        module.conductor, module.place = conductor, place
 
 
 def mend(model: nn.Module, plan: StagePlan) -> None:
@@ -56,6 +80,8 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
     dropped = Dropped()
     foreign = {name for name in plan.tensors if rank not in plan.holders(name)}
     blocks = [f"{path}." for place, path in enumerate(plan.elements) if place != plan.encoder]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    dtypes = [next((p.dtype for p in module.parameters() if p.is_floating_point()), None) for module in models]
     for path, module in model.named_modules():
         start = f"{path}." if path else ""
         gone = [name for name in module._parameters if start + name in foreign]
@@ -76,6 +102,11 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
     for parameter in dropped.parameters.values():
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.grad = None
+    for module, dtype in zip(models, dtypes, strict=True):
+        if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):
+            module.__class__ = _emptied_class(type(module))
+            module.emptied_of = (dtype, device)  # type: ignore[assignment]
+            dropped.emptied.append(module)
     return dropped
 
 
@@ -87,6 +118,9 @@ def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 @torch.no_grad()
 def restore(model: nn.Module, plan: StagePlan, dropped: Dropped, mpu: MPU) -> None:
     """Inverse of :func:`drop`: every stage gets all tensors back, gradients too. Every rank of the axis calls it."""
+    for module in dropped.emptied:
+        module.__class__ = type(module).__mro__[2]
+        del module.emptied_of
     missing: dict[str, nn.Parameter] = {}
     shapes: dict[str, torch.Size] = {}
     paths = {id(module): path for path, module in model.named_modules()}

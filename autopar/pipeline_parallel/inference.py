@@ -73,7 +73,7 @@ def call_through_stages(
     return result
 
 
-_RESULT = {"way": "forward", "tag": 1_000_001, "what": "the model's result"}
+_RESULT: dict[str, Any] = {"way": "forward", "tag": 1_000_001, "what": "the model's result"}
 
 
 def _how(origin: int, stage: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Nested values with tensors in them, from one stage to another.
 
-A message is a header (what the value is made of, as bytes, with its length in front) and then its tensors one by one, so
-shapes may change from one message to the next. Sends do not wait; a receive waits no longer than the timeout.
+A message is a header (what the value is made of, as bytes, with its length in front) and then its tensors one by one,
+so shapes may change from one message to the next. Sends do not wait; a receive waits no longer than the timeout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from transformers.cache_utils import Cache
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from autopar.collectives import Axis
 from autopar.errors import PipelineError
@@ -43,7 +43,7 @@ class _Record(NamedTuple):
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with ``function`` applied to each tensor in it: tuples, lists, dicts and ``ModelOutput`` are entered."""
+    """``value`` with ``function`` applied to each tensor in it, also inside tuples, lists, dicts, ``ModelOutput``."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, ModelOutput):

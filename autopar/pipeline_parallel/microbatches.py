@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.messages import map_tensors
@@ -72,7 +73,7 @@ def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int |
 
         return {name: map_tensors(value, narrow) for name, value in batch.items()}
 
-    return [part(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [part(start, stop) for start, stop in pairwise(bounds)]
 
 
 def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: str, shifted: bool) -> list[float]:

@@ -92,11 +92,15 @@ class Pipeline:
             if span is None:
                 continue
             module._autopar_pipeline, module._autopar_span = self, span  # type: ignore[assignment]
-            module.forward = types.MethodType(_forward_of(type(module)), module)
+            kind: Any = type(module)
+            module.forward = types.MethodType(_forward_of(kind), module)
+            methods: dict[str, Any] = {}
             if isinstance(module, PreTrainedModel):
-                module.save_pretrained = types.MethodType(_refuse_save, module)  # type: ignore[method-assign]
+                methods["save_pretrained"] = _refuse_save
                 if callable(getattr(module, "generate", None)):
-                    module.generate = types.MethodType(_generate, module)  # type: ignore[method-assign]
+                    methods["generate"] = _generate
+            for name, function in methods.items():
+                setattr(module, name, types.MethodType(function, module))
 
     def _span(self, path: str) -> tuple[int, int] | None:
         """The elements that a module runs."""
@@ -242,7 +246,7 @@ def _ways(mpu: MPU) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+def _forward_of(kind: Any) -> Callable[..., Any]:
     """The forward of a model in stages; it has the plain one's signature, which ``generate`` reads."""
 
     @functools.wraps(kind.forward)

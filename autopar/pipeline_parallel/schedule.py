@@ -1,17 +1,17 @@
 """Schedules: in which order each rank runs the forwards and backwards of its stages. Pure.
 
-A schedule is made by playing it: time goes in ticks, a forward takes one, a backward two (or one for the gradient of the
-input and one for that of the weights, where they are split), and each rank starts the most urgent action whose inputs are
-there. What each rank did, in order, is its list. Sends do not wait in the engine, so a list that could be played cannot
-deadlock, with any number of micro-batches and any way to lay stages on ranks.
+A schedule is made by playing it: time goes in ticks, a forward takes one, a backward two (or one for the gradient of
+the input and one for that of the weights, where they are split), and each rank starts the most urgent action whose
+inputs are there. What each rank did, in order, is its list. Sends do not wait in the engine, so a list that could be
+played cannot deadlock, with any number of micro-batches and any way to lay stages on ranks.
 
-| name          | stages a rank   | backward first? | forwards that may wait for their backward                          |
-|---------------|-----------------|-----------------|--------------------------------------------------------------------|
-| `gpipe`       | 1               | no              | all                                                                |
-| `1f1b`        | 1               | yes             | as many as stages follow, and one (PipeDream, 2019)                |
-| `interleaved` | `chunks`        | yes             | Megatron-LM's warm-up (Narayanan et al., 2021)                     |
-| `zero-bubble` | 1               | yes, split      | as 1f1b; gradients of weights fill the gaps (Qi et al., 2023: ZB-H1) |
-| `zbv`         | 2, in a V       | yes, split      | twice the stages (ibid.: first and last stage on one rank)         |
+| name          | stages a rank | backward     | forwards that may wait for their backward                            |
+|---------------|---------------|--------------|----------------------------------------------------------------------|
+| `gpipe`       | 1             | last         | all                                                                  |
+| `1f1b`        | 1             | first        | as many as stages follow, and one (PipeDream, 2019)                  |
+| `interleaved` | `chunks`      | first        | Megatron-LM's warm-up (Narayanan et al., 2021)                       |
+| `zero-bubble` | 1             | first, split | as many as ranks; gradients of weights fill gaps (Qi et al., ZB-H1)  |
+| `zbv`         | 2, in a V     | first, split | twice as many as ranks (Qi et al., 2023): first and last on one rank |
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ class _Play:
         self.waiting = [0] * self.ranks  # forwards without their (whole) backward
         self.limits = [self._limit(rank) for rank in range(self.ranks)]
         self.forward_order = [sorted(self._all("F", rank), key=self._urgency) for rank in range(self.ranks)]
-        self.open: list[set[Action]] = [
-            set(self._all("I" if self.split else "B", rank)) for rank in range(self.ranks)
-        ]
+        self.open: list[set[Action]] = [set(self._all("I" if self.split else "B", rank)) for rank in range(self.ranks)]
         self.weights: list[list[Action]] = [[] for _ in range(self.ranks)]
 
     def _all(self, kind: str, rank: int) -> list[Action]:

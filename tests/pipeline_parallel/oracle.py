@@ -1,7 +1,7 @@
 """A model in pipeline stages against the plain one, built from the same seed inside the same rank.
 
-``check_pipeline(build, batches, ...)`` compares losses, every gradient after several steps without ``zero_grad``, and the
-weights after an optimizer step.
+``check_pipeline(build, batches, ...)`` compares losses, every gradient after several steps without ``zero_grad``, and
+the weights after an optimizer step.
 """
 
 from __future__ import annotations
