@@ -85,7 +85,7 @@ def initialize(
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
-    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline)
+    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, check=parsed.consistency_check)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing:

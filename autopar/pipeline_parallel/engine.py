@@ -37,7 +37,7 @@ def run_stage(
     if torch.is_grad_enabled() in conductor.unproven:
         conductor.unproven.discard(torch.is_grad_enabled())
         _prove(course, result)
-    return result
+    return _without_placeholders(result) if course.start else result
 
 
 def _prove(course: Course, result: Any) -> None:
@@ -47,8 +47,8 @@ def _prove(course: Course, result: Any) -> None:
         return
     if isinstance(made, Handed):
         made = (made.output, made.encoder)
-    elif isinstance(made, ModelOutput):  # a loss may be 0 / 0 where no label counts
-        made = {name: value for name, value in made.items() if "loss" not in name}
+    elif isinstance(made, ModelOutput):
+        made = made[_chief(made)]
     if _not_a_number(made):
         raise UnsupportedModelError(
             "this model cannot be cut into pipeline stages, or gives values that are not numbers: the output of the "
@@ -56,6 +56,22 @@ def _prove(course: Course, result: Any) -> None:
             "  Their code may read more than the output of the block before (an image encoder, say). If the weights "
             "are at fault, pipeline_parallel_size=1 shows the same."
         )
+
+
+def _chief(output: ModelOutput) -> str:
+    """The first entry that is no loss: logits, or hidden states. A loss may be 0 / 0, where no label counts."""
+    return next((name for name in output if "loss" not in name), next(iter(output)))
+
+
+def _without_placeholders(result: Any) -> Any:
+    """A last stage's output without what the model computed in front of its blocks (an image encoder's states)."""
+    if isinstance(result, ModelOutput):
+        chief, kept = _chief(result), dict(result)
+        for name, value in result.items():
+            if name != chief and "loss" not in name and isinstance(value, torch.Tensor) and _not_a_number(value):
+                kept[name] = None
+        return type(result)(**kept) if None in kept.values() else result
+    return result
 
 
 def _not_a_number(value: Any) -> bool:

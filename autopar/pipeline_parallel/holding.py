@@ -104,7 +104,8 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
         parameter.grad = None
     for module, dtype in zip(models, dtypes, strict=True):
         if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):
-            module.__class__ = _emptied_class(type(module))
+            kind: Any = type(module)
+            module.__class__ = _emptied_class(kind)
             module.emptied_of = (dtype, device)  # type: ignore[assignment]
             dropped.emptied.append(module)
     return dropped

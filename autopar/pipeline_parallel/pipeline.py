@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from autopar.config import PipelineConfig
 from autopar.errors import ConfigError
-from autopar.mesh import MPU
+from autopar.mesh import MPU, rank_groups
+from autopar.pipeline_parallel.agreement import check_batch
 from autopar.pipeline_parallel.course import Conductor
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.gradients import Shared, average_gradients
@@ -61,10 +62,18 @@ class Pipeline:
         model: whole blocks in place (cut by tensor parallelism already); changed in place.
         inner: the Hugging Face model inside it.
         plan: what every stage holds.
+        check: compare the batch over the stages on the first step of each mode.
     """
 
     def __init__(
-        self, model: nn.Module, inner: PreTrainedModel, plan: StagePlan, mpu: MPU, config: PipelineConfig
+        self,
+        model: nn.Module,
+        inner: PreTrainedModel,
+        plan: StagePlan,
+        mpu: MPU,
+        config: PipelineConfig,
+        *,
+        check: bool = True,
     ) -> None:
         self.inner, self.plan, self.mpu, self.config = inner, plan, mpu, config
         self.conductor = Conductor(plan.encoder)
@@ -76,6 +85,7 @@ class Pipeline:
         self.shared = Shared(model, plan, mpu)
         self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
         self.shifted = shifts_labels(inner)
+        self.unchecked = {True, False} if check else set[bool]()
         self._schedules: dict[tuple[bool, int], list[Action]] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -176,6 +186,7 @@ def execute_pipeline(
         data-parallel replicas gradients are averaged, as ``DistributedDataParallel`` does.
 
     Raises:
+        ConsistencyError: the stages of one replica got different batches (looked at on the first step).
         ConfigError: ``data`` is neither a batch nor an iterator, or the outputs hold no loss to train with.
         PipelineError: another stage did not deliver within ``pipeline.timeout``.
     """
@@ -183,6 +194,9 @@ def execute_pipeline(
     mpu, config = pipeline.mpu, pipeline.config
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
     batch = map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device))
+    if backward in pipeline.unchecked:
+        pipeline.unchecked.discard(backward)
+        check_batch(batch, mpu.pp)
     main = pipeline.inner.main_input_name
     samples = batch_size(batch, main)
     microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
@@ -234,8 +248,6 @@ def _ways(mpu: MPU) -> tuple[Any, Any]:
     if mpu.device.type != "cuda" or mpu.pp.size == 1:
         return mpu.pp.group, mpu.pp.group
     ways = []
-    from autopar.mesh import rank_groups
-
     for way in ("forward", "backward"):
         for ranks in rank_groups(mpu.sizes)["pp"]:
             group = dist.new_group(ranks, group_desc=f"pp {way}")
