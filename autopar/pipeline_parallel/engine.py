@@ -160,8 +160,19 @@ class Engine:
             for kind, stage, microbatch in actions:
                 do[kind](stage, microbatch, step)
             self.post.settle()
+        except Exception as error:
+            self._tell(error)
+            raise
         finally:
             self._open, self._here = {}, {}
+
+    def _tell(self, error: Exception) -> None:
+        """The neighbours, who wait for this rank."""
+        for stage in self.plan.stages_on(self.rank):
+            for kind, to in (("F", stage + 1), ("B", stage - 1)):
+                if 0 <= to < self.plan.stages and self.plan.rank_of[to] != self.rank:
+                    how = self._how(kind, stage, to, 0)
+                    self.post.send_failure(error, self.plan.rank_of[to], tag=how["tag"], what=how["what"])
 
     # -- forward ---------------------------------------------------------------------------------------------------
 

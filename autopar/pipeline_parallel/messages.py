@@ -6,6 +6,7 @@ so shapes may change from one message to the next. Sends do not wait; a receive 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from autopar.errors import PipelineError
 __all__ = ["Post", "Slot", "map_tensors", "pack", "unpack"]
 
 
+_FAREWELL = 3.0  # seconds that a failing stage gives its neighbours to take the message
+
+
 class Slot(NamedTuple):
     """Stands for a tensor in a packed value."""
 
@@ -33,6 +37,12 @@ class Slot(NamedTuple):
 
 class _Local(NamedTuple):
     """Stands for a cache: every stage has its own."""
+
+
+class _Failure(NamedTuple):
+    """Comes instead of a value, from a stage that failed."""
+
+    text: str
 
 
 class _Record(NamedTuple):
@@ -123,14 +133,25 @@ class Post:
             what: for messages about failures.
         """
         tensors: list[torch.Tensor] = []
-        header = pickle.dumps(pack(value, tensors))
-        packed = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        peer = self.axis.ranks[to]
-        self._start(torch.tensor([packed.numel()]), peer, self.control, 2 * tag, what)
-        self._start(packed, peer, self.control, 2 * tag, what)
+        packed, peer = pack(value, tensors), self.axis.ranks[to]
+        self._send_header(packed, peer, tag, what)
         for tensor in tensors:
             if tensor.numel():
                 self._start(tensor.detach().contiguous(), peer, self._groups[way], 2 * tag + 1, what)
+
+    def send_failure(self, error: Exception, to: int, *, tag: int, what: str) -> None:
+        """Let the receiver of ``tag`` fail at once with this error instead of after the timeout; as far as possible."""
+        with contextlib.suppress(PipelineError, RuntimeError):
+            text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+            first = len(self._sent)
+            self._send_header(_Failure(text), self.axis.ranks[to], tag, what)
+            for work, _, _ in self._sent[first:]:
+                work.wait(timedelta(seconds=min(self.timeout, _FAREWELL)))
+
+    def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._start(torch.tensor([packed.numel()]), peer, self.control, 2 * tag, what)
+        self._start(packed, peer, self.control, 2 * tag, what)
 
     def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
         try:
@@ -159,14 +180,22 @@ class Post:
                 self._wait(tensor, peer, self._groups[way], 2 * tag + 1, what)
             return tensor.requires_grad_(slot.requires_grad)
 
-        return unpack(pickle.loads(header.numpy().tobytes()), tensor_of, cache)
+        packed = pickle.loads(header.numpy().tobytes())
+        if isinstance(packed, _Failure):
+            raise PipelineError(f"rank {peer} could not send {what}, it failed:\n{packed.text}")
+        return unpack(packed, tensor_of, cache)
 
     def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
         try:
             work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
-            work.wait(timedelta(seconds=self.timeout))
+            work.wait(timedelta(seconds=self.timeout + _FAREWELL * self._behind(peer)))
         except RuntimeError as error:
             raise self._lost(what, peer, error) from error
+
+    def _behind(self, peer: int) -> int:
+        """How many places the peer may wait for in turn: who is nearest to the one that hangs shall notice first."""
+        place = self.axis.ranks.index(peer)
+        return place if place < self.axis.rank else self.axis.size - 1 - place
 
     def settle(self) -> None:
         """Wait until everything that was sent has left."""

@@ -58,7 +58,7 @@ def test_stages_by_hand() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(ConfigError, match="5 does not fit GPT2LMHeadModel .transformer.h.: 4 blocks cannot be shared"):
+    with pytest.raises(ConfigError, match=r"5 does not fit GPT2LMHeadModel .transformer.h.: 4 blocks cannot be shared"):
         _stages(deep("gpt2", 4), 5)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 x chunks=3"):
         _stages(deep("gpt2", 4), 2, chunks=3)
@@ -95,7 +95,7 @@ def test_what_several_stages_read_lies_on_all_of_them() -> None:
 
 
 def test_models_that_are_no_chain_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="does not call each block once, in order .it calls 0, 1, 0, 1"):
+    with pytest.raises(UnsupportedModelError, match=r"does not call each block once, in order .it calls 0, 1, 0, 1"):
         _stages(build(Case("hrm_text", "HrmTextForCausalLM"), 6, 3), 2)
     gemma = build(Case("gemma3n_text", "Gemma3nForCausalLM"), 6, 3)  # later layers use keys of earlier ones
     with pytest.raises(ConfigError, match=r"blocks .of which 1 groups|cannot be shared out"):

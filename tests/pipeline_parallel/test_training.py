@@ -1,4 +1,4 @@
-"""Longer runs, other meshes, and what surrounds a step: accumulation, ragged batches, ties, checkpointing, taking back."""
+"""Longer runs, other meshes, and what surrounds a step: ragged batches, ties, recomputation, taking back."""
 
 from __future__ import annotations
 
