@@ -111,7 +111,7 @@ class _Element:
 @functools.cache
 def element_class(plain: Any) -> Any:
     """``plain`` as an element; it keeps its name and is still a ``plain``."""
-    return type(plain.__name__, (_Element, plain), {"__module__": __name__})
+    return type(plain.__name__, (_Element, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
 
 
 def plain_element_class(module: nn.Module) -> type[nn.Module]:

@@ -168,20 +168,22 @@ class Engine:
 
     def _tell(self, error: Exception) -> None:
         """The neighbours, who wait for this rank."""
+        receivers = []
         for stage in self.plan.stages_on(self.rank):
             for kind, to in (("F", stage + 1), ("B", stage - 1)):
                 if 0 <= to < self.plan.stages and self.plan.rank_of[to] != self.rank:
-                    how = self._how(kind, stage, to, 0)
-                    self.post.send_failure(error, self.plan.rank_of[to], tag=how["tag"], what=how["what"])
+                    receivers.append((self.plan.rank_of[to], self._how(kind, stage, to, 0)["tag"]))
+        self.post.send_failure(error, receivers)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int, step: Step) -> None:
         plan = self.plan
-        received = None if stage == 0 else Handed(*self._take("F", stage - 1, stage, microbatch))
         leaves: list[torch.Tensor] = []
-        if received is not None:
-            map_tensors((received.output, received.encoder), lambda x: leaves.append(x) if x.requires_grad else None)
+        received = None
+        if stage > 0:
+            taken = self._take("F", stage - 1, stage, microbatch)
+            received = Handed(*map_tensors(taken, lambda x: _entering(x, leaves) if step.backward else x))
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
         course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, received)
@@ -284,6 +286,17 @@ class Engine:
             "tag": 2 * to + (kind == "B"),
             "what": f"stage {origin}'s {what} of micro-batch {microbatch} (for stage {to})",
         }
+
+
+def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+    """A received tensor for the model's use, which may work in place on it: no leaf. The leaf keeps no memory."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor
+    leaves.append(leaf)
+    inside = leaf.clone()
+    leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+    return inside
 
 
 def _cut_graph(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,8 @@ class _Emptied:
 
 @functools.cache
 def _emptied_class(plain: Any) -> Any:
-    return type(plain.__name__, (_Emptied, plain), {"__module__": __name__})
+    # transformers finds what a model can record by the class as text.
+    return type(plain.__name__, (_Emptied, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
 
 
 def cut(model: nn.Module, plan: StagePlan, conductor: Conductor) -> None:

@@ -24,6 +24,7 @@ from autopar.errors import PipelineError
 __all__ = ["Post", "Slot", "map_tensors", "pack", "unpack"]
 
 
+_ALARM = 1024  # bytes of an alarm
 _FAREWELL = 3.0  # seconds that a failing stage gives its neighbours to take the message
 
 
@@ -110,16 +111,27 @@ class Post:
         axis: the pipeline-parallel axis.
         forward, backward: groups of its ranks, so that what goes one way never waits for what goes the other.
         control: a group of the world for headers; gloo, as they lie in CPU memory.
+        alarm: another gloo group of the axis. A receive that gives up closes all connections of its group, so what
+            went wrong is told over this one.
         device: where tensors live.
         timeout: seconds that a receive waits.
     """
 
     def __init__(
-        self, axis: Axis, forward: Any, backward: Any, control: Any, device: torch.device, timeout: float
+        self,
+        axis: Axis,
+        forward: Any,
+        backward: Any,
+        control: Any,
+        alarm: Any,
+        device: torch.device,
+        timeout: float,
     ) -> None:
-        self.axis, self.control, self.device, self.timeout = axis, control, device, timeout
+        self.axis, self.control, self.alarm, self.device, self.timeout = axis, control, alarm, device, timeout
         self._groups = {"forward": forward, "backward": backward}
         self._sent: list[tuple[Any, torch.Tensor, str]] = []
+        self._farewell: list[Any] = []
+        self._alarms: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Post:
         return self
@@ -139,14 +151,20 @@ class Post:
             if tensor.numel():
                 self._start(tensor.detach().contiguous(), peer, self._groups[way], 2 * tag + 1, what)
 
-    def send_failure(self, error: Exception, to: int, *, tag: int, what: str) -> None:
-        """Let the receiver of ``tag`` fail at once with this error instead of after the timeout; as far as possible."""
-        with contextlib.suppress(PipelineError, RuntimeError):
-            text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-            first = len(self._sent)
-            self._send_header(_Failure(text), self.axis.ranks[to], tag, what)
-            for work, _, _ in self._sent[first:]:
-                work.wait(timedelta(seconds=min(self.timeout, _FAREWELL)))
+    def send_failure(self, error: Exception, receivers: list[tuple[int, int]]) -> None:
+        """Let others fail at once with this error instead of after the timeout; as far as they can be reached.
+
+        Args:
+            receivers: (place, tag that it waits for).
+        """
+        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        self._sent.clear()
+        for place, tag in receivers:
+            with contextlib.suppress(PipelineError):
+                self._send_header(_Failure(text), self.axis.ranks[place], tag, "a failure")
+        self._farewell = self._sent  # buffers live as long as this process may still be asked
+        self._sent = []
+        time.sleep(min(self.timeout, _FAREWELL) / 2)
 
     def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -159,8 +177,6 @@ class Post:
         except RuntimeError as error:
             raise self._lost(what, peer, error, sending=True) from error
         self._sent.append((work, tensor, what))
-        while self._sent and self._sent[0][0].is_completed():  # keeps buffers no longer than needed
-            self._sent.pop(0)
 
     def receive(self, origin: int, *, way: str, tag: int, what: str, cache: Any = None) -> Any:
         """What place ``origin`` of the axis sent with that tag.
@@ -210,11 +226,29 @@ class Post:
     def _lost(self, what: str, peer: int, error: Exception, *, sending: bool = False) -> PipelineError:
         place = self.axis.ranks.index(peer)
         doing = "could not send" if sending else f"waited up to {self.timeout:g} s (pipeline.timeout) for"
-        return PipelineError(
+        text = (
             f"rank {self.axis.ranks[self.axis.rank]} (place {self.axis.rank} of the pipeline) {doing} {what} "
-            f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs.\n"
-            f"  Its own log tells why. torch says: {_first_line(error)}"
+            f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
         )
+        said = self._exchange(text, peer)
+        return PipelineError(f"{text}\n  {said or 'Its own log tells why.'}\n  torch says: {_first_line(error)}")
+
+    def _exchange(self, text: str, peer: int) -> str | None:
+        """Tell all ranks of the axis what is wrong here, and hear whether ``peer`` said something before it went."""
+        mine = torch.zeros(_ALARM, dtype=torch.uint8)
+        encoded = text.encode()[:_ALARM]
+        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        theirs = torch.zeros(_ALARM, dtype=torch.uint8)
+        self._alarms = []
+        for rank in self.axis.ranks:
+            if rank != self.axis.ranks[self.axis.rank]:
+                with contextlib.suppress(RuntimeError):
+                    self._alarms.append((dist.isend(mine, rank, group=self.alarm), mine))
+        with contextlib.suppress(RuntimeError):
+            work: Any = dist.irecv(theirs, peer, group=self.alarm)
+            work.wait(timedelta(seconds=_FAREWELL))
+            return "It said: " + theirs.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        return None
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -36,6 +36,7 @@ from autopar.policy.stages import StagePlan
 
 __all__ = ["Pipeline", "PipelineOutput"]
 
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _NAMES = ("execute_pipeline", "forward", "generate", "save_pretrained", "_autopar_pipeline", "_autopar_span")
 
 
@@ -78,7 +79,7 @@ class Pipeline:
         self.inner, self.plan, self.mpu, self.config = inner, plan, mpu, config
         self.conductor = Conductor(plan.encoder)
         control = getattr(mpu, "control", dist.group.WORLD)
-        self.post = Post(mpu.pp, *_ways(mpu), control, mpu.device, config.timeout)
+        self.post = Post(mpu.pp, *_ways(mpu), control, _alarm(mpu), mpu.device, config.timeout)
         if plan.stages > 1:
             cut(model, plan, self.conductor)
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
@@ -137,6 +138,17 @@ class Pipeline:
                 lists = forwards(self.plan.rank_of, microbatches)
             self._schedules[key] = lists[self.mpu.pp.rank]
         return self._schedules[key]
+
+    def refuse_collected(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the model is to return what it collects from all of its layers."""
+        configs = (self.inner.config, self.inner.config.get_text_config())
+        for name in _COLLECTED if self.plan.stages > 1 else ():
+            if arguments.get(name) or any(getattr(config, name, False) for config in configs):
+                raise ConfigError(
+                    f"{name}=True collects from every layer of {type(self.inner).__name__}, which is cut into "
+                    f"{self.plan.stages} pipeline stages: each has only its own. Leave it out"
+                    + (" (config.output_router_logits: the routers' auxiliary loss)." if "router" in name else ".")
+                )
 
     @property
     def last(self) -> bool:
@@ -197,6 +209,7 @@ def execute_pipeline(
     if backward in pipeline.unchecked:
         pipeline.unchecked.discard(backward)
         check_batch(batch, mpu.pp)
+    pipeline.refuse_collected(batch)
     main = pipeline.inner.main_input_name
     samples = batch_size(batch, main)
     microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
@@ -257,6 +270,16 @@ def _ways(mpu: MPU) -> tuple[Any, Any]:
     return ways[0], ways[1]
 
 
+def _alarm(mpu: MPU) -> Any:
+    mine = None
+    for ranks in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
+        group = dist.new_group(ranks, backend="gloo", group_desc="pp alarm")
+        if mpu.rank in ranks:
+            mpu._owned.append(group)
+            mine = group
+    return mine
+
+
 @functools.cache
 def _forward_of(kind: Any) -> Callable[..., Any]:
     """The forward of a model in stages; it has the plain one's signature, which ``generate`` reads."""
@@ -272,6 +295,7 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
                 "  out = model.execute_pipeline(batch, optimizer=optimizer); optimizer.step(); optimizer.zero_grad()\n"
                 "  A plain call is for inference: model.eval(), or under torch.no_grad()."
             )
+        pipeline.refuse_collected(kwargs)
         return call_through_stages(
             *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
             *(args, kwargs),
