@@ -26,16 +26,20 @@ from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
 from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU, start_process_group
+from autopar.pipeline_parallel.pipeline import Pipeline
+from autopar.pipeline_parallel.trace import trace_reads
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
+from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
 from autopar.policy.uses import hugging_face_model
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import share_random_state
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
+from autopar.tensor_parallel.sample_inputs import sample_inputs
 
 __all__ = ["deparallelize", "initialize", "on_every_rank"]
 
@@ -114,8 +118,9 @@ def initialize(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
             lambda made: _facts(made[0], model),
         )
+        stages = on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
         lazy.make_equal(mpu)
-        lazy.draw(mpu)
+        lazy.draw(mpu, lambda name: mpu.pp.rank in stages.holders(name))
     except Exception:
         mpu.destroy()
         raise
@@ -124,6 +129,7 @@ def initialize(
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
+    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, check=parsed.consistency_check)
     on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
@@ -133,9 +139,10 @@ def initialize(
             keep_on_cpu(inner)
     region.watch(model)
     attach(inner, plan, mpu, region, parsed.consistency_check)
-    checkpoint.attach(model, plan, mpu, inner, prefix)
+    pipeline.attach(model)
+    checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
-    model._autopar = _State(plan, mpu, parsed)
+    model._autopar = _State(plan, stages, mpu, parsed)
     model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer)
     return model if optimizer is None else (model, optimizer)
 
@@ -159,6 +166,7 @@ def deparallelize(model: Model) -> Model:
     model.wait_for_save()  # type: ignore[operator]
     if state.step is not None and state.step.model is model:
         state.step.remove()
+    vars(model)["_autopar_pipeline"].undo(model)
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
     if state.config.activation_checkpointing:
@@ -172,8 +180,8 @@ def deparallelize(model: Model) -> Model:
 class _State:
     """What initialize leaves on the model for deparallelize and for the second call to find."""
 
-    def __init__(self, plan: Plan, mpu: MPU, config: ParallelConfig) -> None:
-        self.plan, self.mpu, self.config = plan, mpu, config
+    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig) -> None:
+        self.plan, self.stages, self.mpu, self.config = plan, stages, mpu, config
         self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
         self.step: ParallelStep | None = None
 
@@ -269,6 +277,41 @@ def _plan(
             type(inner).__name__,
         )
     return plan, Materializer(model, inner, plan)
+
+
+def _stages(
+    model: nn.Module,
+    inner: PreTrainedModel,
+    policy: str | Path | Mapping[str, Any] | Policy | None,
+    mpu: MPU,
+    config: ParallelConfig,
+) -> StagePlan:
+    pipeline, found = config.pipeline, find_policy(inner, policy)
+    return make_stages(
+        model,
+        found,
+        mpu.pp.size,
+        reads=_reads(model, inner, found) if mpu.pp.size > 1 else None,
+        chunks=pipeline.chunks if mpu.pp.size > 1 else 1,
+        folded=pipeline.folded,
+        layers_per_stage=pipeline.layers_per_stage,
+    )
+
+
+def _reads(model: nn.Module, inner: PreTrainedModel, policy: Policy) -> Reads | None:
+    """What the forward reads; of a task model whose head looks at values, the base model's."""
+    prefix, _ = hugging_face_model(model)
+    base = inner.base_model
+    for traced, path in ((inner, prefix), (base, ".".join(filter(None, (prefix, inner.base_model_prefix))))):
+        if isinstance(traced, PreTrainedModel):
+            try:
+                inputs = sample_inputs(traced)
+            except ValueError:
+                continue
+            reads = trace_reads(traced, path if traced is not inner else prefix, *elements_of(model, policy), inputs)
+            if reads is not None:
+                return reads
+    return None
 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from autopar.errors import ConfigError, nearest
+from autopar.pipeline_config import PipelineConfig
 
 __all__ = ["ParallelConfig"]
 
@@ -37,6 +38,15 @@ _SECTIONS: dict[str, dict[str, type]] = {
         "hysteresis": int,
     },
     "consistency_check": {"enable": bool},
+    "pipeline": {
+        "schedule": str,
+        "microbatch_size": int,
+        "num_microbatches": int,
+        "layers_per_stage": list,
+        "loss_reduction": str,
+        "timeout": int,
+        "chunks": int,
+    },
 }
 _NUMBERS = ("gradient_clipping",)  # plain numbers at the top level
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -45,6 +55,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision": ("fp32", "bf16", "fp16"),
 }
+
+
+_NO_PIPELINE = PipelineConfig()
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,7 @@ class ParallelConfig:
         initial_scale, min_scale, max_scale: of the loss, with fp16.
         growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
         hysteresis: overflows after which it is multiplied by ``backoff_factor``.
+        pipeline: how ``execute_pipeline`` runs.
 
     The form a user writes has sections; a section that is present is on unless it says ``enable: false``::
 
@@ -93,9 +107,12 @@ class ParallelConfig:
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     hysteresis: int = 2
+    pipeline: PipelineConfig = _NO_PIPELINE
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
+        if self.pipeline == _NO_PIPELINE and self.pipeline_parallel_size > 1:
+            object.__setattr__(self, "pipeline", PipelineConfig.of({}, self.pipeline_parallel_size, problems))
         for field in dataclasses.fields(self):
             problem = _problem(field.name, getattr(self, field.name), type(field.default))
             problems += [problem] if problem else []
@@ -146,6 +163,7 @@ class ParallelConfig:
         if not problems:
             asked = {"pipeline_parallel_size": pp, "activation_checkpointing": recompute}
             problems = _contradictions({**_defaults(), **training, **asked})
+        pipeline = PipelineConfig.of(values.get("pipeline", {}), pp, problems)
         _raise(problems + _unfit(tp, pp, ep, world_size))
         return cls(
             tensor_parallel_size=tp,
@@ -154,6 +172,7 @@ class ParallelConfig:
             activation_checkpointing=recompute,
             consistency_check=_is_on(values, "consistency_check", default=True),
             **training,
+            pipeline=pipeline,
         )
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -217,13 +236,7 @@ def _unfit(tp: int, pp: int, ep: int, world_size: int | None) -> list[str]:
         )
     if world_size is None:
         return problems
-    if pp > 1:
-        return [
-            *problems,
-            f"pipeline_parallel_size={pp}: this version has tensor and data parallelism only; "
-            "set pipeline_parallel_size to 1.",
-        ]
-    return problems + ([_does_not_divide(tp, pp, world_size)] if world_size % tp else [])
+    return problems + ([_does_not_divide(tp, pp, world_size)] if world_size % (tp * pp) else [])
 
 
 def _does_not_divide(tp: int, pp: int, world_size: int) -> str:
@@ -296,7 +309,9 @@ def _read(path: Path) -> object:
 
 
 def _name(kind: type) -> str:
-    return {bool: "true or false", int: "an integer", float: "a number", str: "a word"}[kind]
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}.get(
+        kind, kind.__name__
+    )
 
 
 def _show(value: object) -> str:

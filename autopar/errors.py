@@ -5,7 +5,8 @@
     ├── UnsupportedModelError            no policy matches the model
     ├── PolicyError                      a policy is wrong; carries file and line
     ├── CheckpointError                  a checkpoint is incomplete, damaged, or does not fit
-    └── ConsistencyError                 ranks that must agree do not
+    ├── ConsistencyError                 ranks that must agree do not
+    └── PipelineError                    a stage of a pipeline did not deliver
 
 Every message says in its first line what is wrong, with the name and both numbers; then where
 that comes from; then what would fit. Errors are raised before anything is changed.
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ConsistencyError",
+    "PipelineError",
     "PolicyError",
     "UnsupportedModelError",
     "nearest",
@@ -62,6 +64,10 @@ class CheckpointError(AutoparError):
 
 class ConsistencyError(AutoparError):
     """Ranks hold different values where they must hold the same."""
+
+
+class PipelineError(AutoparError):
+    """A stage of a pipeline did not deliver: its process ended, failed or hangs."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -88,8 +88,11 @@ class Materializer:
                 holder.register_buffer(str(number), pending.source.tensor)
         make_equal(holder, mpu)
 
-    def draw(self, mpu: MPU) -> None:
+    def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
         """Run the random initialization; every rank draws what the first one does and keeps its shards.
+
+        Args:
+            held_here: whether this rank's stage holds the parameter of a name.
 
         Raises:
             ConfigError: a parameter was touched, but not filled; the model is left without memory.
@@ -111,8 +114,9 @@ class Materializer:
             whole = pending.parameter.data
             if whole.is_floating_point() and whole.isnan().any():
                 unfilled.append(pending.name)
-            shard = whole if pending.layout is None else pending.layout.shard(whole, mpu.tp.rank)
-            pending.shard = shard.to(mpu.device)
+            if held_here(pending.name):
+                shard = whole if pending.layout is None else pending.layout.shard(whole, mpu.tp.rank)
+                pending.shard = shard.to(mpu.device)
             swap(pending.parameter, torch.empty(pending.shape, dtype=whole.dtype, device="meta"))
 
         with _same_numbers(mpu):
@@ -126,8 +130,11 @@ class Materializer:
         Raises:
             CheckpointError: a file cannot be read.
         """
+        left = {id(parameter) for parameter in self._model.parameters()}  # on this stage
         for pending in self._pending.values():
             parameter = pending.parameter
+            if id(parameter) not in left:
+                continue
             shard = pending.shard
             if shard is None:
                 assert pending.source is not None

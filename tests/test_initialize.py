@@ -292,10 +292,8 @@ def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
         parallel(other, 2)
 
 
-def test_pipeline_parallelism_is_refused_by_name():
-    with pytest.raises(
-        ConfigError, match="pipeline_parallel_size=2: this version has tensor and data parallelism only"
-    ):
+def test_more_stages_than_processes_are_refused():
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 = 2 does not divide the world of 1 processes"):
         autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 ROWS = [
     ["errors"],
+    ["pipeline_config"],
     ["layout", "config"],
     ["collectives"],
     ["axis"],
     ["broadcast", "random_state"],
     ["mesh"],
     ["policy"],
-    ["tensor_parallel", "data_parallel", "checkpoint"],
+    ["tensor_parallel", "data_parallel", "pipeline_parallel", "checkpoint"],
     ["sources"],
     ["lazy_files"],
     ["lazy_model"],

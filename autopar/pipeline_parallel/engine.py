@@ -1,0 +1,303 @@
+"""Running a schedule: the forwards and backwards of this rank's stages, and what travels between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from transformers.utils.generic import ModelOutput
+
+from autopar.errors import UnsupportedModelError
+from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone
+from autopar.pipeline_parallel.messages import Post, map_tensors
+from autopar.pipeline_parallel.schedule import Action
+from autopar.policy.stages import StagePlan
+
+__all__ = ["Engine", "Step", "run_stage"]
+
+_STAGE_OFFSET = 7919  # between the seeds of two stages
+
+
+def run_stage(
+    model: Callable[..., Any], conductor: Conductor, course: Course, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """The forward of one stage: what it hands on (:class:`Handed`), or on the last one what the model returns."""
+    with conductor.running(course):
+        try:
+            result = model(*args, **kwargs)
+            if not course.last:
+                result = Handed(course.output, course.encoder)
+        except StageDone as done:
+            result = done.handed
+    if torch.is_grad_enabled() in conductor.unproven:
+        conductor.unproven.discard(torch.is_grad_enabled())
+        _prove(course, result)
+    return _without_placeholders(result) if course.start else result
+
+
+def _prove(course: Course, result: Any) -> None:
+    """Raise if a stage computed with what it does not hold, which is not a number."""
+    received, made = course.received, result
+    if received is not None and _not_a_number((received.output, received.encoder)):
+        return
+    if isinstance(made, Handed):
+        made = (made.output, made.encoder)
+    elif isinstance(made, ModelOutput):
+        made = made[_chief(made)]
+    if _not_a_number(made):
+        raise UnsupportedModelError(
+            "this model cannot be cut into pipeline stages, or gives values that are not numbers: the output of the "
+            f"elements {course.start} to {course.stop - 1} of the pipeline is nan, though what they received is not.\n"
+            "  Their code may read more than the output of the block before (an image encoder, say). If the weights "
+            "are at fault, pipeline_parallel_size=1 shows the same."
+        )
+
+
+def _chief(output: ModelOutput) -> str:
+    """The first entry that is no loss: logits, or hidden states. A loss may be 0 / 0, where no label counts."""
+    return next((name for name in output if "loss" not in name), next(iter(output)))
+
+
+def _without_placeholders(result: Any) -> Any:
+    """A last stage's output without what the model computed in front of its blocks (an image encoder's states)."""
+    if isinstance(result, ModelOutput):
+        chief, kept = _chief(result), dict(result)
+        for name, value in result.items():
+            if name != chief and "loss" not in name and isinstance(value, torch.Tensor) and _not_a_number(value):
+                kept[name] = None
+        return type(result)(**kept) if None in kept.values() else result
+    return result
+
+
+def _not_a_number(value: Any) -> bool:
+    found: list[bool] = []
+    map_tensors(value, lambda x: found.append(x.is_floating_point() and bool(x.isnan().any())))
+    return any(found)
+
+
+@contextlib.contextmanager
+def draws_of(stage: int, stages: int, training: bool) -> Iterator[None]:
+    """Random draws inside differ from stage to stage; outside, the default generators stay equal on all stages."""
+    if stages == 1 or not training:
+        yield
+        return
+    seed = int(torch.randint(2**62, ()).item()) + _STAGE_OFFSET * stage
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    outside = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+    torch.default_generator.manual_seed(seed)
+    if cuda:
+        torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(outside[0])
+        if outside[1] is not None:
+            torch.cuda.set_rng_state(outside[1])
+
+
+@dataclass
+class Step:
+    """What one pass of a schedule works on.
+
+    Attributes:
+        microbatches: arguments of the model, one dict each.
+        weights: how much the loss of each counts.
+        loss_of: ``(outputs, inputs) -> loss``; None where no loss is wanted.
+        scale: applied to what is differentiated (fp16 loss scaling).
+        losses, outputs: per micro-batch, filled on the last stage.
+    """
+
+    microbatches: list[dict[str, Any]]
+    weights: list[float]
+    loss_of: Callable[[Any, dict[str, Any]], Any] | None
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+    keep_outputs: bool = False
+    backward: bool = True
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Open:
+    """A forward whose backward is still to come."""
+
+    leaves: list[torch.Tensor]
+    roots: list[torch.Tensor]
+    gradients: list[torch.Tensor | None] | None = None
+    groups: list[dict[str, Any]] | None = None
+
+
+class Engine:
+    """Runs lists of actions on one model.
+
+    Args:
+        model: what is called with a micro-batch.
+        conductor: of its elements.
+        plan: its stages.
+        rank: this rank's place on the pipeline-parallel axis.
+        post: to the other places.
+    """
+
+    def __init__(self, model: nn.Module, conductor: Conductor, plan: StagePlan, rank: int, post: Post) -> None:
+        self.model, self.conductor, self.plan, self.rank, self.post = model, conductor, plan, rank, post
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
+
+    def run(self, actions: Sequence[Action], step: Step) -> None:
+        """Do all actions in order; gradients are accumulated in the parameters.
+
+        Raises:
+            PipelineError: another stage did not deliver.
+        """
+        do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weights}
+        self._open, self._here = {}, {}
+        try:
+            for kind, stage, microbatch in actions:
+                do[kind](stage, microbatch, step)
+            self.post.settle()
+        except Exception as error:
+            self._tell(error)
+            raise
+        finally:
+            self._open, self._here = {}, {}
+
+    def _tell(self, error: Exception) -> None:
+        """The neighbours, who wait for this rank."""
+        receivers = []
+        for stage in self.plan.stages_on(self.rank):
+            for kind, to in (("F", stage + 1), ("B", stage - 1)):
+                if 0 <= to < self.plan.stages and self.plan.rank_of[to] != self.rank:
+                    receivers.append((self.plan.rank_of[to], self._how(kind, stage, to, 0)["tag"]))
+        self.post.send_failure(error, receivers)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, microbatch: int, step: Step) -> None:
+        plan = self.plan
+        leaves: list[torch.Tensor] = []
+        received = None
+        if stage > 0:
+            taken = self._take("F", stage - 1, stage, microbatch)
+            received = Handed(*map_tensors(taken, lambda x: _entering(x, leaves) if step.backward else x))
+        last = stage == plan.stages - 1
+        inputs = dict(step.microbatches[microbatch])
+        course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, received)
+        with torch.set_grad_enabled(step.backward), draws_of(stage, plan.stages, self.model.training and step.backward):
+            result = run_stage(self.model, self.conductor, course, (), inputs)
+        if last:
+            roots = self._finish(result, inputs, microbatch, step)
+        else:
+            roots = []
+            map_tensors((result.output, result.encoder), lambda x: roots.append(x) if x.requires_grad else None)
+            self._give("F", stage, stage + 1, microbatch, (result.output, result.encoder))
+        if step.backward:
+            self._open[stage, microbatch] = _Open(leaves, roots)
+
+    def _finish(self, result: Any, inputs: dict[str, Any], microbatch: int, step: Step) -> list[torch.Tensor]:
+        """The last stage's loss, as what is differentiated; nothing if no label of the micro-batch counts."""
+        roots: list[torch.Tensor] = []
+        if step.loss_of is not None:
+            with torch.set_grad_enabled(step.backward):
+                loss = step.loss_of(result, inputs)
+                if loss is not None:
+                    step.losses[microbatch] = loss.detach()
+                    weight = step.weights[microbatch]
+                    if step.backward and weight:
+                        counted = loss * weight
+                        roots.append(counted if step.scale is None else step.scale(counted))
+        if step.keep_outputs:
+            step.outputs[microbatch] = map_tensors(result, torch.Tensor.detach)
+        return roots
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def _incoming(self, stage: int, microbatch: int) -> _Open:
+        """The open forward, with the gradients of its roots; roots without one are left out."""
+        opened = self._open[stage, microbatch]
+        if stage < self.plan.stages - 1:
+            gradients = self._take("B", stage + 1, stage, microbatch)
+            pairs = [(r, g) for r, g in zip(opened.roots, gradients, strict=True) if g is not None]
+            opened.roots = [root for root, _ in pairs]
+            opened.gradients = [gradient for _, gradient in pairs]
+        return opened
+
+    def _outgoing(self, stage: int, microbatch: int, opened: _Open) -> None:
+        if stage > 0:
+            self._give("B", stage, stage - 1, microbatch, [leaf.grad for leaf in opened.leaves])
+
+    def _backward(self, stage: int, microbatch: int, step: Step) -> None:
+        opened = self._incoming(stage, microbatch)
+        if opened.roots:
+            torch.autograd.backward(opened.roots, opened.gradients)
+        self._outgoing(stage, microbatch, opened)
+        del self._open[stage, microbatch]
+
+    def _backward_input(self, stage: int, microbatch: int, step: Step) -> None:
+        """Only the gradient of what the stage received; the first stage has none, its whole backward is ``W``."""
+        opened = self._incoming(stage, microbatch)
+        if opened.roots and opened.leaves:
+            # Views and leaves cannot be detached in place, which the split does to free the graph above.
+            roots = [
+                root if root.grad_fn is not None and not root._is_view() else root.clone() for root in opened.roots
+            ]
+            _, opened.groups = stage_backward_input(
+                roots,
+                opened.gradients,  # type: ignore[arg-type]
+                opened.leaves,
+                iter(self._weights()),
+            )
+            opened.roots = []
+        self._outgoing(stage, microbatch, opened)
+
+    def _backward_weights(self, stage: int, microbatch: int, step: Step) -> None:
+        opened = self._open.pop((stage, microbatch))
+        if opened.groups is not None:
+            stage_backward_weight(iter(self._weights()), opened.groups)
+        elif opened.roots:
+            torch.autograd.backward(opened.roots, opened.gradients)
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    # -- between stages --------------------------------------------------------------------------------------------
+
+    def _give(self, kind: str, stage: int, to: int, microbatch: int, value: Any) -> None:
+        place = self.plan.rank_of[to]
+        if place == self.rank:
+            self._here[kind, to, microbatch] = map_tensors(value, _cut_graph)
+        else:
+            self.post.send(value, place, **self._how(kind, stage, to, microbatch))
+
+    def _take(self, kind: str, origin: int, stage: int, microbatch: int) -> Any:
+        place = self.plan.rank_of[origin]
+        if place == self.rank:
+            return self._here.pop((kind, stage, microbatch))
+        return self.post.receive(place, **self._how(kind, origin, stage, microbatch))
+
+    def _how(self, kind: str, origin: int, to: int, microbatch: int) -> dict[str, Any]:
+        what = "output" if kind == "F" else "gradient"
+        return {
+            "way": "forward" if kind == "F" else "backward",
+            "tag": 2 * to + (kind == "B"),
+            "what": f"stage {origin}'s {what} of micro-batch {microbatch} (for stage {to})",
+        }
+
+
+def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+    """A received tensor for the model's use, which may work in place on it: no leaf. The leaf keeps no memory."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor
+    leaves.append(leaf)
+    inside = leaf.clone()
+    leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+    return inside
+
+
+def _cut_graph(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

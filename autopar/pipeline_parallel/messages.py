@@ -1,0 +1,255 @@
+"""Nested values with tensors in them, from one stage to another.
+
+A message is a header (what the value is made of, as bytes, with its length in front) and then its tensors one by one,
+so shapes may change from one message to the next. Sends do not wait; a receive waits no longer than the timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from autopar.collectives import Axis
+from autopar.errors import PipelineError
+
+__all__ = ["Post", "Slot", "map_tensors", "pack", "unpack"]
+
+
+_ALARM = 1024  # bytes of an alarm
+_FAREWELL = 3.0  # seconds that a failing stage gives its neighbours to take the message
+
+
+class Slot(NamedTuple):
+    """Stands for a tensor in a packed value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _Local(NamedTuple):
+    """Stands for a cache: every stage has its own."""
+
+
+class _Failure(NamedTuple):
+    """Comes instead of a value, from a stage that failed."""
+
+    text: str
+
+
+class _Record(NamedTuple):
+    """Stands for a ``ModelOutput``."""
+
+    kind: type
+    fields: dict[str, Any]
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with ``function`` applied to each tensor in it, also inside tuples, lists, dicts, ``ModelOutput``."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: map_tensors(entry, function) for name, entry in value.items()})
+    if isinstance(value, dict):
+        return {name: map_tensors(entry, function) for name, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(entry, function) for entry in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(entry, function) for entry in value)
+    return value
+
+
+def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with a :class:`Slot` in place of each tensor; the tensors are added to the list, in order."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return Slot(tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, Cache):
+        return _Local()
+    if isinstance(value, ModelOutput):
+        return _Record(type(value), {name: pack(entry, tensors) for name, entry in value.items()})
+    if isinstance(value, dict):
+        return {name: pack(entry, tensors) for name, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(pack(entry, tensors) for entry in value))
+    if isinstance(value, list | tuple):
+        return type(value)(pack(entry, tensors) for entry in value)
+    return value
+
+
+def unpack(packed: Any, tensor_of: Callable[[Slot], torch.Tensor], cache: Any = None) -> Any:
+    """Inverse of :func:`pack`; ``cache`` is put where one was."""
+    if isinstance(packed, Slot):
+        return tensor_of(packed)
+    if isinstance(packed, _Local):
+        return cache
+    if isinstance(packed, _Record):
+        fields = {name: unpack(entry, tensor_of, cache) for name, entry in packed.fields.items()}
+        return packed.kind(**fields)
+    if isinstance(packed, dict):
+        return {name: unpack(entry, tensor_of, cache) for name, entry in packed.items()}
+    if isinstance(packed, tuple) and hasattr(packed, "_fields"):
+        return type(packed)(*(unpack(entry, tensor_of, cache) for entry in packed))
+    if isinstance(packed, list | tuple):
+        return type(packed)(unpack(entry, tensor_of, cache) for entry in packed)
+    return packed
+
+
+class Post:
+    """Sends and receives over one pipeline-parallel axis.
+
+    Args:
+        axis: the pipeline-parallel axis.
+        forward, backward: groups of its ranks, so that what goes one way never waits for what goes the other.
+        control: a group of the world for headers; gloo, as they lie in CPU memory.
+        alarm: another gloo group of the axis. A receive that gives up closes all connections of its group, so what
+            went wrong is told over this one.
+        device: where tensors live.
+        timeout: seconds that a receive waits.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        forward: Any,
+        backward: Any,
+        control: Any,
+        alarm: Any,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        self.axis, self.control, self.alarm, self.device, self.timeout = axis, control, alarm, device, timeout
+        self._groups = {"forward": forward, "backward": backward}
+        self._sent: list[tuple[Any, torch.Tensor, str]] = []
+        self._farewell: list[Any] = []
+        self._alarms: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Post:
+        return self
+
+    def send(self, value: Any, to: int, *, way: str, tag: int, what: str) -> None:
+        """Send ``value`` to place ``to`` of the axis; returns at once.
+
+        Args:
+            way: ``forward`` or ``backward``.
+            tag: the receiver's.
+            what: for messages about failures.
+        """
+        tensors: list[torch.Tensor] = []
+        packed, peer = pack(value, tensors), self.axis.ranks[to]
+        self._send_header(packed, peer, tag, what)
+        for tensor in tensors:
+            if tensor.numel():
+                self._start(tensor.detach().contiguous(), peer, self._groups[way], 2 * tag + 1, what)
+
+    def send_failure(self, error: Exception, receivers: list[tuple[int, int]]) -> None:
+        """Let others fail at once with this error instead of after the timeout; as far as they can be reached.
+
+        Args:
+            receivers: (place, tag that it waits for).
+        """
+        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        self._sent.clear()
+        for place, tag in receivers:
+            with contextlib.suppress(PipelineError):
+                self._send_header(_Failure(text), self.axis.ranks[place], tag, "a failure")
+        self._farewell = self._sent  # buffers live as long as this process may still be asked
+        self._sent = []
+        time.sleep(min(self.timeout, _FAREWELL) / 2)
+
+    def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._start(torch.tensor([packed.numel()]), peer, self.control, 2 * tag, what)
+        self._start(packed, peer, self.control, 2 * tag, what)
+
+    def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
+        try:
+            work = dist.isend(tensor, peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise self._lost(what, peer, error, sending=True) from error
+        self._sent.append((work, tensor, what))
+
+    def receive(self, origin: int, *, way: str, tag: int, what: str, cache: Any = None) -> Any:
+        """What place ``origin`` of the axis sent with that tag.
+
+        Raises:
+            PipelineError: nothing came in time, or the other process ended.
+        """
+        peer = self.axis.ranks[origin]
+        length = torch.zeros(1, dtype=torch.int64)
+        self._wait(length, peer, self.control, 2 * tag, what)
+        header = torch.empty(int(length.item()), dtype=torch.uint8)
+        self._wait(header, peer, self.control, 2 * tag, what)
+
+        def tensor_of(slot: Slot) -> torch.Tensor:
+            tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
+            if tensor.numel():
+                self._wait(tensor, peer, self._groups[way], 2 * tag + 1, what)
+            return tensor.requires_grad_(slot.requires_grad)
+
+        packed = pickle.loads(header.numpy().tobytes())
+        if isinstance(packed, _Failure):
+            raise PipelineError(f"rank {peer} could not send {what}, it failed:\n{packed.text}")
+        return unpack(packed, tensor_of, cache)
+
+    def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
+        try:
+            work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
+            work.wait(timedelta(seconds=self.timeout + _FAREWELL * self._behind(peer)))
+        except RuntimeError as error:
+            raise self._lost(what, peer, error) from error
+
+    def _behind(self, peer: int) -> int:
+        """How many places the peer may wait for in turn: who is nearest to the one that hangs shall notice first."""
+        place = self.axis.ranks.index(peer)
+        return place if place < self.axis.rank else self.axis.size - 1 - place
+
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        deadline = time.monotonic() + self.timeout
+        while self._sent:
+            work, _, what = self._sent.pop(0)
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise PipelineError(f"{what} was never taken: {_first_line(error)}") from error
+
+    def _lost(self, what: str, peer: int, error: Exception, *, sending: bool = False) -> PipelineError:
+        place = self.axis.ranks.index(peer)
+        doing = "could not send" if sending else f"waited up to {self.timeout:g} s (pipeline.timeout) for"
+        text = (
+            f"rank {self.axis.ranks[self.axis.rank]} (place {self.axis.rank} of the pipeline) {doing} {what} "
+            f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
+        )
+        said = self._exchange(text, peer)
+        return PipelineError(f"{text}\n  {said or 'Its own log tells why.'}\n  torch says: {_first_line(error)}")
+
+    def _exchange(self, text: str, peer: int) -> str | None:
+        """Tell all ranks of the axis what is wrong here, and hear whether ``peer`` said something before it went."""
+        mine = torch.zeros(_ALARM, dtype=torch.uint8)
+        encoded = text.encode()[:_ALARM]
+        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        theirs = torch.zeros(_ALARM, dtype=torch.uint8)
+        self._alarms = []
+        for rank in self.axis.ranks:
+            if rank != self.axis.ranks[self.axis.rank]:
+                with contextlib.suppress(RuntimeError):
+                    self._alarms.append((dist.isend(mine, rank, group=self.alarm), mine))
+        with contextlib.suppress(RuntimeError):
+            work: Any = dist.irecv(theirs, peer, group=self.alarm)
+            work.wait(timedelta(seconds=_FAREWELL))
+            return "It said: " + theirs.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

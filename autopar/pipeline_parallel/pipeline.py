@@ -1,0 +1,325 @@
+"""A model as the stages of this rank: made by ``initialize``, taken back by ``deparallelize``."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.errors import ConfigError
+from autopar.mesh import MPU, rank_groups
+from autopar.pipeline_config import PipelineConfig
+from autopar.pipeline_parallel.agreement import check_batch
+from autopar.pipeline_parallel.course import Conductor
+from autopar.pipeline_parallel.engine import Engine, Step
+from autopar.pipeline_parallel.gradients import Shared, average_gradients
+from autopar.pipeline_parallel.holding import cut, drop, mend, restore
+from autopar.pipeline_parallel.inference import call_through_stages
+from autopar.pipeline_parallel.messages import Post, map_tensors
+from autopar.pipeline_parallel.microbatches import (
+    batch_size,
+    merge_outputs,
+    next_batch,
+    shifts_labels,
+    split,
+    weights_of,
+)
+from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
+from autopar.policy.stages import StagePlan
+
+__all__ = ["Pipeline", "PipelineOutput"]
+
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_NAMES = ("execute_pipeline", "forward", "generate", "save_pretrained", "_autopar_pipeline", "_autopar_span")
+
+
+@dataclass
+class PipelineOutput:
+    """What ``execute_pipeline`` returns; also readable as ``out["loss"]``.
+
+    Attributes:
+        loss: of the whole batch, detached; None but on the last stage, unless ``broadcast_loss``.
+        outputs: the model's, of the whole batch, detached, on the last stage with ``return_outputs``; else None.
+    """
+
+    loss: torch.Tensor | None = None
+    outputs: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class Pipeline:
+    """The stages of this rank.
+
+    Args:
+        model: whole blocks in place (cut by tensor parallelism already); changed in place.
+        inner: the Hugging Face model inside it.
+        plan: what every stage holds.
+        check: compare the batch over the stages on the first step of each mode.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: PreTrainedModel,
+        plan: StagePlan,
+        mpu: MPU,
+        config: PipelineConfig,
+        *,
+        check: bool = True,
+    ) -> None:
+        self.inner, self.plan, self.mpu, self.config = inner, plan, mpu, config
+        self.conductor = Conductor(plan.encoder)
+        control = getattr(mpu, "control", dist.group.WORLD)
+        self.post = Post(mpu.pp, *_ways(mpu), control, _alarm(mpu), mpu.device, config.timeout)
+        if plan.stages > 1:
+            cut(model, plan, self.conductor)
+        self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
+        self.shared = Shared(model, plan, mpu)
+        self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
+        self.shifted = shifts_labels(inner)
+        self.unchecked = {True, False} if check else set[bool]()
+        self._schedules: dict[tuple[bool, int], list[Action]] = {}
+
+    def attach(self, model: nn.Module) -> None:
+        """Give ``model`` its ``execute_pipeline``, and, in several stages, a forward and ``generate`` through them."""
+        model._autopar_pipeline = self  # type: ignore[assignment]
+        model.execute_pipeline = types.MethodType(execute_pipeline, model)  # type: ignore[assignment]
+        if self.plan.stages == 1:
+            return
+        paths = {id(module): path for path, module in model.named_modules()}
+        for module in model.modules():
+            if module is not model and not isinstance(module, PreTrainedModel):
+                continue
+            span = self._span(paths[id(module)])
+            if span is None:
+                continue
+            module._autopar_pipeline, module._autopar_span = self, span  # type: ignore[assignment]
+            kind: Any = type(module)
+            module.forward = types.MethodType(_forward_of(kind), module)
+            methods: dict[str, Any] = {}
+            if isinstance(module, PreTrainedModel):
+                methods["save_pretrained"] = _refuse_save
+                if callable(getattr(module, "generate", None)):
+                    methods["generate"] = _generate
+            for name, function in methods.items():
+                setattr(module, name, types.MethodType(function, module))
+
+    def _span(self, path: str) -> tuple[int, int] | None:
+        """The elements that a module runs."""
+        start = f"{path}." if path else ""
+        inside = [p for p, element in enumerate(self.plan.elements) if element == path or element.startswith(start)]
+        return (inside[0], inside[-1] + 1) if inside else None
+
+    def undo(self, model: nn.Module) -> None:
+        """The whole model again on every stage (each still a tensor-parallel share)."""
+        restore(model, self.plan, self.dropped, self.mpu)
+        if self.plan.stages > 1:
+            mend(model, self.plan)
+        for module in model.modules():
+            for name in _NAMES:
+                module.__dict__.pop(name, None)
+
+    def actions(self, backward: bool, microbatches: int) -> list[Action]:
+        """This rank's list."""
+        key = (backward, microbatches)
+        if key not in self._schedules:
+            if backward:
+                lists = make_schedule(self.config.schedule, self.plan.rank_of, microbatches)
+            else:
+                lists = forwards(self.plan.rank_of, microbatches)
+            self._schedules[key] = lists[self.mpu.pp.rank]
+        return self._schedules[key]
+
+    def refuse_collected(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the model is to return what it collects from all of its layers."""
+        configs = (self.inner.config, self.inner.config.get_text_config())
+        for name in _COLLECTED if self.plan.stages > 1 else ():
+            if arguments.get(name) or any(getattr(config, name, False) for config in configs):
+                raise ConfigError(
+                    f"{name}=True collects from every layer of {type(self.inner).__name__}, which is cut into "
+                    f"{self.plan.stages} pipeline stages: each has only its own. Leave it out"
+                    + (" (config.output_router_logits: the routers' auxiliary loss)." if "router" in name else ".")
+                )
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.plan.rank_of[-1] == self.mpu.pp.rank
+
+    def share_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+        """The last stage's loss on all ranks of the axis."""
+        how: dict[str, Any] = {"way": "forward", "tag": 1_000_000, "what": "the loss"}
+        if not self.last:
+            shared: torch.Tensor | None = self.post.receive(self.plan.rank_of[-1], **how)
+            return shared
+        for other in range(self.plan.ranks):
+            if other != self.mpu.pp.rank:
+                self.post.send(loss, other, **how)
+        self.post.settle()
+        return loss
+
+
+def execute_pipeline(
+    self: nn.Module,
+    data: Any,
+    criterion: Callable[[Any, dict[str, Any]], torch.Tensor] | None = None,
+    optimizer: Any = None,
+    *,
+    return_loss: bool = True,
+    return_outputs: bool = False,
+    broadcast_loss: bool = False,
+    forward_only: bool | None = None,
+) -> PipelineOutput:
+    """Forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
+
+    Every rank of a model replica calls it with the same batch. With one stage it accumulates over micro-batches.
+
+    Args:
+        data: a dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts: one is taken.
+        criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean; by default ``outputs.loss``.
+        optimizer: what will step; only its ``scale_loss`` is used, if it has one.
+        return_loss: whether to return the loss.
+        return_outputs: whether to return the model's outputs, put together from all micro-batches.
+        broadcast_loss: return the loss on every stage and not on the last one only.
+        forward_only: no backward; by default in evaluation mode and where gradients are switched off.
+
+    Returns:
+        :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once (``loss_reduction:
+        tokens``): each micro-batch counts by its labels that are not -100, or, without labels, by its samples. Over
+        data-parallel replicas gradients are averaged, as ``DistributedDataParallel`` does.
+
+    Raises:
+        ConsistencyError: the stages of one replica got different batches (looked at on the first step).
+        ConfigError: ``data`` is neither a batch nor an iterator, or the outputs hold no loss to train with.
+        PipelineError: another stage did not deliver within ``pipeline.timeout``.
+    """
+    pipeline: Pipeline = vars(self)["_autopar_pipeline"]
+    mpu, config = pipeline.mpu, pipeline.config
+    backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
+    batch = map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device))
+    if backward in pipeline.unchecked:
+        pipeline.unchecked.discard(backward)
+        check_batch(batch, mpu.pp)
+    pipeline.refuse_collected(batch)
+    main = pipeline.inner.main_input_name
+    samples = batch_size(batch, main)
+    microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
+    step = Step(
+        microbatches=microbatches,
+        weights=weights_of(microbatches, main, config.loss_reduction, pipeline.shifted),
+        loss_of=_criterion(criterion, required=backward) if backward or return_loss else None,
+        scale=getattr(optimizer, "scale_loss", None),
+        keep_outputs=return_outputs,
+        backward=backward,
+    )
+    if backward:
+        pipeline.shared.set_aside()
+    pipeline.engine.run(pipeline.actions(backward, len(microbatches)), step)
+    if backward:
+        pipeline.shared.sum()
+        average_gradients(self, mpu)
+    result = PipelineOutput()
+    if return_loss and pipeline.last and step.losses:
+        result.loss = _mean(step)
+    if return_loss and broadcast_loss and pipeline.plan.stages > 1:
+        result.loss = pipeline.share_loss(result.loss)
+    if return_outputs and pipeline.last:
+        sizes = [batch_size(microbatch, main) for microbatch in microbatches]
+        result.outputs = merge_outputs([step.outputs[m] for m in range(len(microbatches))], sizes, step.weights)
+    return result
+
+
+def _criterion(criterion: Callable[..., Any] | None, *, required: bool) -> Callable[[Any, dict[str, Any]], Any]:
+    def loss_of(outputs: Any, inputs: dict[str, Any]) -> Any:
+        loss = getattr(outputs, "loss", None) if criterion is None else criterion(outputs, inputs)
+        if loss is None and required:
+            raise ConfigError(
+                f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "
+                "give criterion=lambda outputs, inputs: ..."
+            )
+        return loss
+
+    return loss_of
+
+
+def _mean(step: Step) -> torch.Tensor:
+    counted = [step.losses[m] * weight for m, weight in enumerate(step.weights) if weight]
+    return torch.stack(counted).sum() if counted else step.losses[0]
+
+
+def _ways(mpu: MPU) -> tuple[Any, Any]:
+    """Groups for what goes forward and backward. On gloo tags keep them apart; nccl has none, so it needs two."""
+    if mpu.device.type != "cuda" or mpu.pp.size == 1:
+        return mpu.pp.group, mpu.pp.group
+    ways = []
+    for way in ("forward", "backward"):
+        for ranks in rank_groups(mpu.sizes)["pp"]:
+            group = dist.new_group(ranks, group_desc=f"pp {way}")
+            if mpu.rank in ranks:
+                mpu._owned.append(group)
+                ways.append(group)
+    return ways[0], ways[1]
+
+
+def _alarm(mpu: MPU) -> Any:
+    mine = None
+    for ranks in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
+        group = dist.new_group(ranks, backend="gloo", group_desc="pp alarm")
+        if mpu.rank in ranks:
+            mpu._owned.append(group)
+            mine = group
+    return mine
+
+
+@functools.cache
+def _forward_of(kind: Any) -> Callable[..., Any]:
+    """The forward of a model in stages; it has the plain one's signature, which ``generate`` reads."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pipeline: Pipeline = self._autopar_pipeline
+        if pipeline.conductor.course is not None:
+            return type(self).forward(self, *args, **kwargs)
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError(
+                f"{type(self).__name__} is cut into {pipeline.plan.stages} pipeline stages: train it by\n"
+                "  out = model.execute_pipeline(batch, optimizer=optimizer); optimizer.step(); optimizer.zero_grad()\n"
+                "  A plain call is for inference: model.eval(), or under torch.no_grad()."
+            )
+        pipeline.refuse_collected(kwargs)
+        return call_through_stages(
+            *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
+            *(args, kwargs),
+        )
+
+    return forward
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
+    axis, device = self._autopar_pipeline.mpu.model, self._autopar_pipeline.mpu.device
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, src=axis.ranks[0], group=axis.group)
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state().to(device)
+        dist.broadcast(state, src=axis.ranks[0], group=axis.group)
+        torch.cuda.set_rng_state(state.cpu())
+    return type(self).generate(self, *args, **kwargs)
+
+
+def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"save_pretrained: this rank holds only its stages of {type(self).__name__}. "
+        "Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
+        "reads."
+    )

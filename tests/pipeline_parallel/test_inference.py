@@ -1,0 +1,100 @@
+"""Plain calls, evaluation and ``generate`` of a model in stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import ConfigError
+from tests.parity import close, language_batches
+from tests.pipeline_parallel.deep import NAMES, deep
+from tests.pool import pooled
+
+
+def _both(name: str, *, pp: int = 2, tp: int = 1, layers: int = 3, **pipeline: Any) -> tuple[Any, Any]:
+    plain = deep(name, layers)
+    sizes = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
+    piped = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes, "pipeline": pipeline})
+    return plain.eval(), piped.eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pooled(world_size=2)
+def test_a_plain_call_gives_every_rank_the_plain_output(name: str) -> None:
+    plain, piped = _both(name)
+    (batch,) = language_batches(131, count=1, batch=3)
+    with torch.no_grad():
+        expected, actual = plain(**batch), piped(**batch)
+    assert torch.equal(actual.logits, expected.logits)
+    assert torch.equal(actual.loss, expected.loss)
+    piped.mpu.destroy()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("beams", [1, 3])
+@pooled(world_size=2)
+def test_generate(name: str, beams: int) -> None:
+    plain, piped = _both(name)
+    if not plain.can_generate():
+        return
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 131, (2, 5), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": beams, "pad_token_id": 0}
+    expected = plain.generate(input_ids=ids, attention_mask=mask, do_sample=False, **settings)
+    actual = piped.generate(input_ids=ids, attention_mask=mask, do_sample=False, **settings)
+    assert torch.equal(actual, expected)
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_sampling_is_the_same_on_every_rank() -> None:
+    plain, piped = _both("llama")
+    torch.manual_seed(piped.mpu.rank)
+    ids = torch.arange(3, 9).view(2, 3)
+    actual = piped.generate(input_ids=ids, do_sample=True, max_new_tokens=8, pad_token_id=0)
+    torch.manual_seed(0)
+    expected = plain.generate(input_ids=ids, do_sample=True, max_new_tokens=8, pad_token_id=0)
+    assert torch.equal(actual, expected)
+    piped.mpu.destroy()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pooled(world_size=2)
+def test_evaluation_of_an_uneven_batch(name: str, schedule: str) -> None:
+    plain, piped = _both(name, layers=4, microbatch_size=2, schedule=schedule)
+    for size in (5, 1, 4):
+        (batch,) = language_batches(131, count=1, batch=size)
+        with torch.no_grad():
+            expected = plain(**batch)
+        out = piped.execute_pipeline(batch, return_outputs=True)
+        last = piped.mpu.is_pipeline_last_stage() if schedule != "zbv" else piped.mpu.is_pipeline_first_stage()
+        assert (out.loss is None) == (out.outputs is None) == (not last)
+        if last:
+            close(out.loss, expected.loss, "loss", 1e-6)
+            close(out.outputs.logits, expected.logits, "logits", 1e-6)
+            close(out.outputs.loss, expected.loss, "loss of the outputs", 1e-6)
+        everywhere = piped.execute_pipeline(iter([batch]), broadcast_loss=True)["loss"]
+        close(everywhere, expected.loss, "loss", 1e-6)
+        assert all(parameter.grad is None for parameter in piped.parameters())
+    with torch.no_grad():
+        close(piped(**batch).logits, expected.logits, "logits of a plain call", 1e-6)
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_training_by_a_plain_call_is_refused() -> None:
+    _, piped = _both("gpt2")
+    piped.train()
+    (batch,) = language_batches(131, count=1)
+    with pytest.raises(ConfigError, match=r"train it by\n  out = model.execute_pipeline"):
+        piped(**batch)
+    with torch.no_grad():
+        assert piped(**batch).loss > 0
+    piped.mpu.destroy()

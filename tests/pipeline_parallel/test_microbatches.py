@@ -1,0 +1,96 @@
+"""Cutting batches, weighing losses, putting outputs together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutput
+
+from autopar.errors import ConfigError
+from autopar.pipeline_parallel.microbatches import (
+    batch_size,
+    merge_outputs,
+    next_batch,
+    shifts_labels,
+    split,
+    weights_of,
+)
+from tests.pipeline_parallel.deep import deep
+from tests.random_models import Case, build
+
+
+def test_batches_come_from_dicts_and_iterators() -> None:
+    batch = BatchEncoding({"input_ids": torch.zeros(2, 3)})
+    assert next_batch(batch).keys() == {"input_ids"}
+    assert next_batch(iter([dict(batch)])).keys() == {"input_ids"}
+    with pytest.raises(ConfigError, match=r"not a list; of a DataLoader give iter\(loader\)"):
+        next_batch([batch])
+    with pytest.raises(ConfigError, match="the iterator gives a list"):
+        next_batch(iter([[1]]))
+    with pytest.raises(ConfigError, match="no tensor in the batch, only a"):
+        batch_size({"a": 1}, "input_ids")
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "count", "expected"),
+    [
+        (5, 2, None, [2, 2, 1]),
+        (4, 2, None, [2, 2]),
+        (1, 2, None, [1]),
+        (5, None, None, [5]),
+        (5, None, 2, [2, 3]),
+        (2, None, 4, [1, 1]),
+        (7, 1, None, [1] * 7),
+    ],
+)
+def test_tensors_with_a_row_per_sample_are_cut(
+    samples: int, size: int | None, count: int | None, expected: list[int]
+) -> None:
+    batch = {
+        "input_ids": torch.arange(samples * 3).view(samples, 3),
+        "nested": {"pair": (torch.arange(samples), None)},
+        "scale": torch.tensor(2.0),
+        "table": torch.zeros(11, 2),
+        "use_cache": False,
+    }
+    parts = split(batch, samples, size, count)
+    assert [part["input_ids"].shape[0] for part in parts] == expected
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), batch["input_ids"])
+    assert torch.equal(torch.cat([part["nested"]["pair"][0] for part in parts]), torch.arange(samples))
+    assert all(part["table"].shape == (11, 2) and part["scale"] == 2 and part["use_cache"] is False for part in parts)
+
+
+def test_losses_count_by_their_labels() -> None:
+    labels = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100], [-100, -100, -100, 5]])
+    parts = split({"input_ids": labels, "labels": labels}, 3, 1, None)
+    assert weights_of(parts, "input_ids", "tokens", shifted=False) == [4 / 7, 2 / 7, 1 / 7]
+    assert weights_of(parts, "input_ids", "tokens", shifted=True) == [3 / 5, 1 / 5, 1 / 5]
+    assert weights_of(parts, "input_ids", "microbatch", shifted=True) == [1 / 3] * 3
+    nothing = split({"input_ids": labels, "labels": torch.full_like(labels, -100)}, 3, 2, None)
+    assert weights_of(nothing, "input_ids", "tokens", shifted=True) == [0.0, 0.0]
+    regression = split({"input_ids": labels, "labels": torch.zeros(3)}, 3, 2, None)
+    assert weights_of(regression, "input_ids", "tokens", shifted=False) == [2 / 3, 1 / 3]
+
+
+def test_which_losses_shift_their_labels() -> None:
+    assert all(shifts_labels(deep(name, 1)) for name in ("gpt2", "llama", "mixtral"))
+    assert not any(shifts_labels(deep(name, 1)) for name in ("bert", "t5", "bart"))
+    for head in ("BertForSequenceClassification", "BertForPreTraining", "BertForTokenClassification"):
+        assert not shifts_labels(build(Case("bert", head), 6, 3)), head
+    assert shifts_labels(build(Case("bert", "BertLMHeadModel"), 6, 3))
+    assert not shifts_labels(build(Case("t5gemma", "T5GemmaForConditionalGeneration"), 6, 3))
+
+
+def test_outputs_are_put_together() -> None:
+    outputs = [
+        CausalLMOutput(loss=torch.tensor(1.0), logits=torch.zeros(2, 3), hidden_states=(torch.zeros(2, 1),)),
+        CausalLMOutput(loss=torch.tensor(4.0), logits=torch.ones(1, 3), hidden_states=(torch.ones(1, 1),)),
+    ]
+    merged = merge_outputs(outputs, [2, 1], [0.75, 0.25])
+    assert isinstance(merged, CausalLMOutput)
+    assert merged.loss == 1.75
+    assert torch.equal(merged.logits[:, 0], torch.tensor([0.0, 0.0, 1.0]))
+    assert torch.equal(merged.hidden_states[0][:, 0], torch.tensor([0.0, 0.0, 1.0]))
+    outputs[1].loss = torch.tensor(torch.nan)
+    assert merge_outputs(outputs, [2, 1], [1.0, 0.0]).loss == 1.0

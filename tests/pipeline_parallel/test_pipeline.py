@@ -1,0 +1,63 @@
+"""Training in pipeline stages equals the plain model: losses, every gradient, weights after a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity import language_batches
+from tests.pipeline_parallel.deep import NAMES, deep
+from tests.pipeline_parallel.oracle import check_pipeline
+from tests.pool import pooled
+from tests.random_models import Case, batches, build
+from tests.small import gpt2, llama
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pooled(world_size=2)
+def test_two_stages(make: Any) -> None:
+    check_pipeline(make, language_batches(131, count=2, batch=4)).mpu.destroy()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pooled(world_size=2)
+def test_every_schedule(make: Any, schedule: str) -> None:
+    piped = check_pipeline(
+        lambda: make(**{"n_layer" if make is gpt2 else "num_hidden_layers": 5}),
+        language_batches(131, count=2, batch=5),
+        pipeline={"schedule": schedule, "microbatch_size": 2},
+    )
+    piped.mpu.destroy()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head"),
+    [
+        ("bert", "BertForSequenceClassification"),
+        ("bert", "BertForMaskedLM"),
+        ("mixtral", "MixtralForCausalLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("bart", "BartForConditionalGeneration"),
+        ("gpt2", "GPT2ForSequenceClassification"),
+    ],
+)
+@pooled(world_size=2)
+def test_families(model_type: str, head: str) -> None:
+    case = Case(model_type, head)
+    model = build(case, 6, 3)
+    check_pipeline(lambda: model, batches(case, model.config)).mpu.destroy()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 4), (1, 2)])
+@pooled(world_size=4)
+def test_meshes(name: str, tp: int, pp: int) -> None:
+    """The remaining ranks are data-parallel replicas."""
+    batches_ = language_batches(131, count=2, batch=4)
+    for batch in batches_:
+        batch["labels"] = batch["input_ids"].clone()  # replicas whose labels count alike: the mean of means is the mean
+    check_pipeline(lambda: deep(name, 4), batches_, tp=tp, pp=pp).mpu.destroy()
