@@ -87,7 +87,7 @@ class Pipeline:
         self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
         self.shifted = shifts_labels(inner)
         self.unchecked = {True, False} if check else set[bool]()
-        self._schedules: dict[tuple[bool, int], list[Action]] = {}
+        self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
         """Give ``model`` its ``execute_pipeline``, and, in several stages, a forward and ``generate`` through them."""
@@ -128,15 +128,15 @@ class Pipeline:
             for name in _NAMES:
                 module.__dict__.pop(name, None)
 
-    def actions(self, backward: bool, microbatches: int) -> list[Action]:
-        """This rank's list."""
+    def actions(self, backward: bool, microbatches: int) -> list[list[Action]]:
+        """Every rank's list."""
         key = (backward, microbatches)
         if key not in self._schedules:
             if backward:
                 lists = make_schedule(self.config.schedule, self.plan.rank_of, microbatches)
             else:
                 lists = forwards(self.plan.rank_of, microbatches)
-            self._schedules[key] = lists[self.mpu.pp.rank]
+            self._schedules[key] = lists
         return self._schedules[key]
 
     def refuse_collected(self, arguments: Mapping[str, Any]) -> None:
@@ -149,6 +149,15 @@ class Pipeline:
                     f"{self.plan.stages} pipeline stages: each has only its own. Leave it out"
                     + (" (config.output_router_logits: the routers' auxiliary loss)." if "router" in name else ".")
                 )
+
+    def run(self, model: nn.Module, step: Step) -> None:
+        """One pass of the schedule, with gradients summed over stages that share a tensor, averaged over replicas."""
+        if step.backward:
+            self.shared.set_aside()
+        self.engine.run(self.actions(step.backward, len(step.microbatches)), step)
+        if step.backward:
+            self.shared.sum()
+            average_gradients(model, self.mpu)
 
     @property
     def last(self) -> bool:
@@ -221,12 +230,7 @@ def execute_pipeline(
         keep_outputs=return_outputs,
         backward=backward,
     )
-    if backward:
-        pipeline.shared.set_aside()
-    pipeline.engine.run(pipeline.actions(backward, len(microbatches)), step)
-    if backward:
-        pipeline.shared.sum()
-        average_gradients(self, mpu)
+    pipeline.run(self, step)
     result = PipelineOutput()
     if return_loss and pipeline.last and step.losses:
         result.loss = _mean(step)
