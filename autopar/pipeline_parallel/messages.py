@@ -110,7 +110,7 @@ class Post:
     Args:
         axis: the pipeline-parallel axis.
         forward, backward: groups of its ranks, so that what goes one way never waits for what goes the other.
-        control: a group of the world for headers; gloo, as they lie in CPU memory.
+        control: a gloo group of the axis for headers, which lie in CPU memory.
         alarm: another gloo group of the axis. A receive that gives up closes all connections of its group, so what
             went wrong is told over this one.
         device: where tensors live.

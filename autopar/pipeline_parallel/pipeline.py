@@ -78,8 +78,7 @@ class Pipeline:
     ) -> None:
         self.inner, self.plan, self.mpu, self.config = inner, plan, mpu, config
         self.conductor = Conductor(plan.encoder)
-        control = getattr(mpu, "control", dist.group.WORLD)
-        self.post = Post(mpu.pp, *_ways(mpu), control, _alarm(mpu), mpu.device, config.timeout)
+        self.post = _post(mpu, config.timeout)
         if plan.stages > 1:
             cut(model, plan, self.conductor)
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
@@ -141,7 +140,8 @@ class Pipeline:
 
     def refuse_collected(self, arguments: Mapping[str, Any]) -> None:
         """Raise ConfigError if the model is to return what it collects from all of its layers."""
-        configs = (self.inner.config, self.inner.config.get_text_config())
+        config = self.inner.config
+        configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for name in _COLLECTED if self.plan.stages > 1 else ():
             if arguments.get(name) or any(getattr(config, name, False) for config in configs):
                 raise ConfigError(
@@ -260,28 +260,22 @@ def _mean(step: Step) -> torch.Tensor:
     return torch.stack(counted).sum() if counted else step.losses[0]
 
 
-def _ways(mpu: MPU) -> tuple[Any, Any]:
-    """Groups for what goes forward and backward. On gloo tags keep them apart; nccl has none, so it needs two."""
-    if mpu.device.type != "cuda" or mpu.pp.size == 1:
-        return mpu.pp.group, mpu.pp.group
-    ways = []
-    for way in ("forward", "backward"):
+def _post(mpu: MPU, timeout: float) -> Post:
+    """Groups of its own: a step that failed leaves messages behind that nothing later may meet.
+
+    On gloo tags keep what goes forward and backward apart; nccl has none, so each way is a group.
+    """
+    names = ["control", "alarm"] + (["forward", "backward"] if mpu.device.type == "cuda" else [])
+    groups: dict[str, Any] = dict.fromkeys(["control", "alarm", "forward", "backward"])
+    for name in names if mpu.pp.size > 1 else ():
         for ranks in rank_groups(mpu.sizes)["pp"]:
-            group = dist.new_group(ranks, group_desc=f"pp {way}")
+            backend = "gloo" if name in ("control", "alarm") else "nccl"
+            group = dist.new_group(ranks, backend=backend, group_desc=f"pp {name}")
             if mpu.rank in ranks:
                 mpu._owned.append(group)
-                ways.append(group)
-    return ways[0], ways[1]
-
-
-def _alarm(mpu: MPU) -> Any:
-    mine = None
-    for ranks in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
-        group = dist.new_group(ranks, backend="gloo", group_desc="pp alarm")
-        if mpu.rank in ranks:
-            mpu._owned.append(group)
-            mine = group
-    return mine
+                groups[name] = group
+    ways = [groups[way] or groups["control"] for way in ("forward", "backward")]
+    return Post(mpu.pp, ways[0], ways[1], groups["control"], groups["alarm"], mpu.device, timeout)
 
 
 @functools.cache
