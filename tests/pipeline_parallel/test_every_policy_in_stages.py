@@ -21,6 +21,8 @@ _TOO_FEW = "one block, or one that all layers share"
 _LAYERS = "later layers, or the head, read outputs of several earlier ones"
 _ORDER = "blocks are not called once each, in order"
 _READS = "blocks read what another part of the model makes of other inputs than text"
+_BACKWARDS = "it computes its own backward pass"
+_HANDS_OUT = "the last stage cannot give the outputs of the image encoder, which this model returns"
 _COLLECTS = "the loss collects from the routers of all layers"
 
 REFUSED = {
@@ -33,7 +35,10 @@ REFUSED = {
 
 FAILS = {
     **dict.fromkeys(("nllb_moe", "switch_transformers"), _COLLECTS),
-    **dict.fromkeys(("blt", "clap", "clipseg", "evolla"), _READS),
+    **dict.fromkeys(("blt", "clap", "clipseg", "evolla", "granite4_vision", "granite_docling"), _READS),
+    **dict.fromkeys(("idefics", "inkling2", "mllama", "musicgen", "neomme"), _READS),
+    "colpali": _HANDS_OUT,
+    "reformer": _BACKWARDS,
 }
 """Policy -> why its model is refused when it first runs, or fails there."""
 
@@ -58,7 +63,7 @@ def _run(name: str) -> None:
     case, model = next(((c, m) for c, m in models if find_policy(m).name == name), models[0])
     settings = {"pipeline": {"microbatch_size": 1000, "timeout": 20}}
     if name in REFUSED or name in FAILS:
-        with pytest.raises((AutoparError, ValueError, IndexError, TypeError)):
+        with pytest.raises((AutoparError, ValueError, IndexError, AssertionError)):
             check_pipeline(lambda: model, batches(case, model.config), **settings)
         return
     assert len(elements_of(model, find_policy(model))[0]) > 1
