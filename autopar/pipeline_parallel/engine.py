@@ -109,6 +109,7 @@ class Step:
         weights: how much the loss of each counts.
         loss_of: ``(outputs, inputs) -> loss``; None where no loss is wanted.
         scale: applied to what is differentiated (fp16 loss scaling).
+        call: what is called with a micro-batch; None: the model.
         losses, outputs: per micro-batch, filled on the last stage.
     """
 
@@ -118,6 +119,7 @@ class Step:
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     keep_outputs: bool = False
     backward: bool = True
+    call: Callable[..., Any] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -147,17 +149,22 @@ class Engine:
         self.model, self.conductor, self.plan, self.rank, self.post = model, conductor, plan, rank, post
         self._open: dict[tuple[int, int], _Open] = {}
         self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
+        self._turn: dict[Action, int] = {}  # every rank's actions -> their number in its list
 
-    def run(self, actions: Sequence[Action], step: Step) -> None:
-        """Do all actions in order; gradients are accumulated in the parameters.
+    def run(self, lists: Sequence[Sequence[Action]], step: Step) -> None:
+        """Do all actions of this rank in order; gradients are accumulated in the parameters.
+
+        Args:
+            lists: every rank's actions.
 
         Raises:
             PipelineError: another stage did not deliver.
         """
         do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weights}
         self._open, self._here = {}, {}
+        self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         try:
-            for kind, stage, microbatch in actions:
+            for kind, stage, microbatch in lists[self.rank]:
                 do[kind](stage, microbatch, step)
             self.post.settle()
         except Exception as error:
@@ -188,7 +195,7 @@ class Engine:
         inputs = dict(step.microbatches[microbatch])
         course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, received)
         with torch.set_grad_enabled(step.backward), draws_of(stage, plan.stages, self.model.training and step.backward):
-            result = run_stage(self.model, self.conductor, course, (), inputs)
+            result = run_stage(step.call or self.model, self.conductor, course, (), inputs)
         if last:
             roots = self._finish(result, inputs, microbatch, step)
         else:
@@ -271,13 +278,20 @@ class Engine:
         if place == self.rank:
             self._here[kind, to, microbatch] = map_tensors(value, _cut_graph)
         else:
-            self.post.send(value, place, **self._how(kind, stage, to, microbatch))
+            taker = Action("I" if kind == "B" and Action("I", to, microbatch) in self._turn else kind, to, microbatch)
+            self.post.send(value, place, **self._how(kind, stage, to, microbatch), label=(place, self._turn[taker]))
 
     def _take(self, kind: str, origin: int, stage: int, microbatch: int) -> Any:
         place = self.plan.rank_of[origin]
         if place == self.rank:
             return self._here.pop((kind, stage, microbatch))
-        return self.post.receive(place, **self._how(kind, origin, stage, microbatch))
+        value = self.post.receive(place, **self._how(kind, origin, stage, microbatch))
+        giver = Action(
+            "I" if kind == "B" and Action("I", origin, microbatch) in self._turn else kind, origin, microbatch
+        )
+        turn = self._turn[giver]  # what that rank took before is there
+        self.post.forget(lambda label: label[0] == place and label[1] < turn)
+        return value
 
     def _how(self, kind: str, origin: int, to: int, microbatch: int) -> dict[str, Any]:
         what = "output" if kind == "F" else "gradient"

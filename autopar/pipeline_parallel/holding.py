@@ -9,6 +9,7 @@ would show it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,17 +35,13 @@ class Dropped:
 
 
 class _Emptied:
-    """A Hugging Face model inside that has no parameter left here; transformers reads its dtype off the first one."""
+    """A Hugging Face model inside that has no parameter left here. Code that reads its dtype reads the first one's."""
 
-    emptied_of: tuple[torch.dtype, torch.device]
+    stand_in: torch.Tensor
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.emptied_of[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.emptied_of[1]
+    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """A tensor of the dtype and device that its parameters had; nothing to train."""
+        yield self.stand_in
 
 
 @functools.cache
@@ -107,7 +104,7 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
         if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):
             kind: Any = type(module)
             module.__class__ = _emptied_class(kind)
-            module.emptied_of = (dtype, device)  # type: ignore[assignment]
+            module.stand_in = _placeholder(dtype, device)
             dropped.emptied.append(module)
     return dropped
 
@@ -122,7 +119,7 @@ def restore(model: nn.Module, plan: StagePlan, dropped: Dropped, mpu: MPU) -> No
     """Inverse of :func:`drop`: every stage gets all tensors back, gradients too. Every rank of the axis calls it."""
     for module in dropped.emptied:
         module.__class__ = type(module).__mro__[2]
-        del module.emptied_of
+        del module.stand_in
     missing: dict[str, nn.Parameter] = {}
     shapes: dict[str, torch.Size] = {}
     paths = {id(module): path for path, module in model.named_modules()}

@@ -110,7 +110,7 @@ class Post:
     Args:
         axis: the pipeline-parallel axis.
         forward, backward: groups of its ranks, so that what goes one way never waits for what goes the other.
-        control: a group of the world for headers; gloo, as they lie in CPU memory.
+        control: a gloo group of the axis for headers, which lie in CPU memory.
         alarm: another gloo group of the axis. A receive that gives up closes all connections of its group, so what
             went wrong is told over this one.
         device: where tensors live.
@@ -129,21 +129,24 @@ class Post:
     ) -> None:
         self.axis, self.control, self.alarm, self.device, self.timeout = axis, control, alarm, device, timeout
         self._groups = {"forward": forward, "backward": backward}
-        self._sent: list[tuple[Any, torch.Tensor, str]] = []
+        self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
+        self._label: Any = None
         self._farewell: list[Any] = []
         self._alarms: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Post:
         return self
 
-    def send(self, value: Any, to: int, *, way: str, tag: int, what: str) -> None:
+    def send(self, value: Any, to: int, *, way: str, tag: int, what: str, label: Any = None) -> None:
         """Send ``value`` to place ``to`` of the axis; returns at once.
 
         Args:
             way: ``forward`` or ``backward``.
             tag: the receiver's.
             what: for messages about failures.
+            label: what :meth:`forget` knows it by.
         """
+        self._label = label
         tensors: list[torch.Tensor] = []
         packed, peer = pack(value, tensors), self.axis.ranks[to]
         self._send_header(packed, peer, tag, what)
@@ -176,7 +179,7 @@ class Post:
             work = dist.isend(tensor, peer, group=group, tag=tag)
         except RuntimeError as error:
             raise self._lost(what, peer, error, sending=True) from error
-        self._sent.append((work, tensor, what))
+        self._sent.append((work, tensor, what, self._label))
 
     def receive(self, origin: int, *, way: str, tag: int, what: str, cache: Any = None) -> Any:
         """What place ``origin`` of the axis sent with that tag.
@@ -213,11 +216,21 @@ class Post:
         place = self.axis.ranks.index(peer)
         return place if place < self.axis.rank else self.axis.size - 1 - place
 
+    def forget(self, arrived: Callable[[Any], bool]) -> None:
+        """Let go of the buffers of messages that are known to have arrived. gloo does not tell by itself."""
+        kept = []
+        for entry in self._sent:
+            if entry[3] is not None and arrived(entry[3]):
+                entry[0].wait()
+            else:
+                kept.append(entry)
+        self._sent = kept
+
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
         deadline = time.monotonic() + self.timeout
         while self._sent:
-            work, _, what = self._sent.pop(0)
+            work, _, what, _ = self._sent.pop(0)
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:

@@ -78,8 +78,7 @@ class Pipeline:
     ) -> None:
         self.inner, self.plan, self.mpu, self.config = inner, plan, mpu, config
         self.conductor = Conductor(plan.encoder)
-        control = getattr(mpu, "control", dist.group.WORLD)
-        self.post = Post(mpu.pp, *_ways(mpu), control, _alarm(mpu), mpu.device, config.timeout)
+        self.post = _post(mpu, config.timeout)
         if plan.stages > 1:
             cut(model, plan, self.conductor)
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
@@ -87,7 +86,7 @@ class Pipeline:
         self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
         self.shifted = shifts_labels(inner)
         self.unchecked = {True, False} if check else set[bool]()
-        self._schedules: dict[tuple[bool, int], list[Action]] = {}
+        self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
         """Give ``model`` its ``execute_pipeline``, and, in several stages, a forward and ``generate`` through them."""
@@ -128,20 +127,21 @@ class Pipeline:
             for name in _NAMES:
                 module.__dict__.pop(name, None)
 
-    def actions(self, backward: bool, microbatches: int) -> list[Action]:
-        """This rank's list."""
+    def actions(self, backward: bool, microbatches: int) -> list[list[Action]]:
+        """Every rank's list."""
         key = (backward, microbatches)
         if key not in self._schedules:
             if backward:
                 lists = make_schedule(self.config.schedule, self.plan.rank_of, microbatches)
             else:
                 lists = forwards(self.plan.rank_of, microbatches)
-            self._schedules[key] = lists[self.mpu.pp.rank]
+            self._schedules[key] = lists
         return self._schedules[key]
 
     def refuse_collected(self, arguments: Mapping[str, Any]) -> None:
         """Raise ConfigError if the model is to return what it collects from all of its layers."""
-        configs = (self.inner.config, self.inner.config.get_text_config())
+        config = self.inner.config
+        configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for name in _COLLECTED if self.plan.stages > 1 else ():
             if arguments.get(name) or any(getattr(config, name, False) for config in configs):
                 raise ConfigError(
@@ -149,6 +149,15 @@ class Pipeline:
                     f"{self.plan.stages} pipeline stages: each has only its own. Leave it out"
                     + (" (config.output_router_logits: the routers' auxiliary loss)." if "router" in name else ".")
                 )
+
+    def run(self, model: nn.Module, step: Step) -> None:
+        """One pass of the schedule, with gradients summed over stages that share a tensor, averaged over replicas."""
+        if step.backward:
+            self.shared.set_aside()
+        self.engine.run(self.actions(step.backward, len(step.microbatches)), step)
+        if step.backward:
+            self.shared.sum()
+            average_gradients(model, self.mpu)
 
     @property
     def last(self) -> bool:
@@ -221,12 +230,7 @@ def execute_pipeline(
         keep_outputs=return_outputs,
         backward=backward,
     )
-    if backward:
-        pipeline.shared.set_aside()
-    pipeline.engine.run(pipeline.actions(backward, len(microbatches)), step)
-    if backward:
-        pipeline.shared.sum()
-        average_gradients(self, mpu)
+    pipeline.run(self, step)
     result = PipelineOutput()
     if return_loss and pipeline.last and step.losses:
         result.loss = _mean(step)
@@ -256,28 +260,22 @@ def _mean(step: Step) -> torch.Tensor:
     return torch.stack(counted).sum() if counted else step.losses[0]
 
 
-def _ways(mpu: MPU) -> tuple[Any, Any]:
-    """Groups for what goes forward and backward. On gloo tags keep them apart; nccl has none, so it needs two."""
-    if mpu.device.type != "cuda" or mpu.pp.size == 1:
-        return mpu.pp.group, mpu.pp.group
-    ways = []
-    for way in ("forward", "backward"):
+def _post(mpu: MPU, timeout: float) -> Post:
+    """Groups of its own: a step that failed leaves messages behind that nothing later may meet.
+
+    On gloo tags keep what goes forward and backward apart; nccl has none, so each way is a group.
+    """
+    names = ["control", "alarm"] + (["forward", "backward"] if mpu.device.type == "cuda" else [])
+    groups: dict[str, Any] = dict.fromkeys(["control", "alarm", "forward", "backward"])
+    for name in names if mpu.pp.size > 1 else ():
         for ranks in rank_groups(mpu.sizes)["pp"]:
-            group = dist.new_group(ranks, group_desc=f"pp {way}")
+            backend = "gloo" if name in ("control", "alarm") else "nccl"
+            group = dist.new_group(ranks, backend=backend, group_desc=f"pp {name}")
             if mpu.rank in ranks:
                 mpu._owned.append(group)
-                ways.append(group)
-    return ways[0], ways[1]
-
-
-def _alarm(mpu: MPU) -> Any:
-    mine = None
-    for ranks in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
-        group = dist.new_group(ranks, backend="gloo", group_desc="pp alarm")
-        if mpu.rank in ranks:
-            mpu._owned.append(group)
-            mine = group
-    return mine
+                groups[name] = group
+    ways = [groups[way] or groups["control"] for way in ("forward", "backward")]
+    return Post(mpu.pp, ways[0], ways[1], groups["control"], groups["alarm"], mpu.device, timeout)
 
 
 @functools.cache
