@@ -49,7 +49,8 @@ def save_parallelized(
         max_shard_size: with ``merge_checkpoints``, split the weights into files of at most this size.
         format: with ``merge_checkpoints``, ``safetensors`` or ``bin``.
         timeout: seconds to wait for the other ranks to call.
-        optimizer: save its state too, in the layout of the parameters, and the random state of every rank.
+        optimizer: save its state too, in the layout of the parameters, with the fp32 weights and the loss scale of
+            half precision, and the random state of every rank.
         lr_scheduler: save its ``state_dict()`` too.
         extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
         keep_last: afterwards remove the oldest checkpoints of the same series (``step-100``, ``step-200``), so that
@@ -94,7 +95,8 @@ def from_parallelized(
     """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
 
     The checkpoint may come from any mesh: each rank reads the ranges that it holds now, straight from the shard files.
-    Parameters keep their identity, device and dtype.
+    Parameters keep their identity, device and dtype. Mesh, ZeRO stage and precision may be others than when it was
+    saved; with an optimizer, training goes on from the saved fp32 weights wherever there are any.
 
     Args:
         directory: folder of the checkpoint.

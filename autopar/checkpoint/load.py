@@ -15,12 +15,13 @@ from autopar.checkpoint import random_states
 from autopar.checkpoint.agree import meet, together
 from autopar.checkpoint.call import absolute, check_timeout, patience, same_call
 from autopar.checkpoint.format import MANIFEST
-from autopar.checkpoint.lazy import read_shard
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.plain_data import decode
+from autopar.checkpoint.replica_shares import read
 from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import State, listed, local_tensors, owns, state_of
+from autopar.checkpoint.state import State, listed, local_tensors, state_of
+from autopar.checkpoint.training_weights import TrainingWeights, owns
 from autopar.checkpoint.verification import share_of_verification
 from autopar.errors import CheckpointError, nearest
 
@@ -109,8 +110,9 @@ class _Loading:
         self.wanted = wanted
         self.shards = Shards(folder, self._parts(wanted))
         self.restoration: Restoration | None = None
+        self.weights: TrainingWeights | None = None
         try:
-            self.tensors = local_tensors(model)
+            self.tensors = local_tensors(model, shares=True)
             _check_model(self.shards, self.state, self.tensors)
             self._check_training(model)
         except BaseException:
@@ -130,17 +132,19 @@ class _Loading:
                     ", ".join(key for key in ("optimizer", "lr_scheduler", "extra") if key in training) or "none of it"
                 )
                 raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
-        if self.wanted.optimizer is not None:
-            mine = owns(self.wanted.optimizer)
-            parameters = {self.state.plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+        optimizer, plan = self.wanted.optimizer, self.state.plan
+        if optimizer is not None:
+            self.weights = TrainingWeights(optimizer, model, plan, self.shards.manifest)
+            parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
             self.restoration = prepare(
-                self.wanted.optimizer,
+                optimizer,
                 model,
-                self.state.plan,
+                plan,
                 self.state.mpu.tp.rank,
                 training["optimizer"],
-                self.shards.manifest.parts["optimizer"].tensors,
-                owns=lambda name: mine(parameters[name]),
+                self.weights.states,
+                owns=lambda name: owns(optimizer, parameters[name]),
+                dtype_here=self.weights.state_dtype,
             )
 
     def verify(self) -> None:
@@ -152,15 +156,22 @@ class _Loading:
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""
-        plan, tp = self.state.plan, self.state.mpu.tp.rank
         plain = self._decode()  # what could still fail comes first
         for name, tensor in self.tensors.items():
-            read_shard(self.shards.lazy(name), plan.tensors[name].layout, tp, tensor)
-        if self.restoration is not None:
+            self._fill(tensor, name, tensor.dtype)
+        if self.restoration is not None and self.weights is not None:
+            for name, weight in self.weights.wanted().items():
+                self._fill(weight, name, weight.dtype)
             for name, place in self.restoration.wanted.items():
-                read_shard(self.shards.lazy(name, "optimizer"), place.layout, tp, place.tensor)
+                read(self.shards.lazy(name, "optimizer"), place.layout, self.state.mpu, place.tensor)
             self.restoration.finish()
+            self.weights.finish()
         self._restore(plain)
+
+    def _fill(self, tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+        """Read a weight, or the fp32 weight that stands for it, from where the checkpoint has it."""
+        source = (name, "model") if self.weights is None else self.weights.source(name, dtype)
+        read(self.shards.lazy(*source), self.state.plan.tensors[name].layout, self.state.mpu, tensor)
 
     def _decode(self) -> dict[str, Any]:
         training, wanted = self.shards.manifest.training, self.wanted
@@ -209,8 +220,13 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
 
 
 def _warn_of_casts(loading: _Loading) -> None:
-    saved = loading.shards.manifest.tensors
-    cast = [name for name, tensor in loading.tensors.items() if saved[name].dtype != dtype_name(tensor.dtype)]
+    saved, weights = loading.shards.manifest.tensors, loading.weights
+    cast = [
+        name
+        for name, tensor in loading.tensors.items()
+        if saved[name].dtype != dtype_name(tensor.dtype)
+        and not (weights is not None and weights.keeps_all(name, tensor.dtype))
+    ]
     if cast:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "

@@ -111,7 +111,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
             entry: dict[str, Any] = {}
             if type(value) in _VALUES and isinstance(key, str):
                 entry = {"kind": "value", "value": encode_inline(value, what)}
-            elif isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or not isinstance(key, str):
+            elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not _alike(value, parameter):
                 raise CheckpointError(
                     f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors and "
                     "numbers only\n  Save without this optimizer, or use one whose state has the parameters' shapes."
@@ -146,6 +146,7 @@ def prepare(
     facts: Mapping[str, Any],
     saved: Mapping[str, TensorPlan],
     owns: Callable[[str], bool] = lambda name: True,
+    dtype_here: Callable[[str, torch.Tensor, torch.dtype], torch.dtype] = lambda name, parameter, dtype: dtype,
 ) -> Restoration:
     """Check that a saved state fits this optimizer, and make room for it. Changes nothing.
 
@@ -155,6 +156,7 @@ def prepare(
         facts: of all ranks that saved, merged.
         saved: every optimizer tensor of the checkpoint, of all ranks.
         owns: whether this rank keeps the state of a parameter, by canonical name (ZeRO).
+        dtype_here: of a state that has the shape of a parameter, from the one that was saved.
 
     Raises:
         CheckpointError: the facts are damaged, or the state is not that of this optimizer (what differs).
@@ -179,7 +181,11 @@ def prepare(
                 device = parameter.device
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
-                mine[key] = torch.empty(shape, dtype=_dtype(source), device=device)
+                dtype = _dtype(source) if entry.kind != "like" else dtype_here(name, parameter, _dtype(source))
+                if entry.kind == "like" and isinstance(parameter, DTensor):
+                    mine[key] = torch.empty_like(parameter.detach(), dtype=dtype)
+                else:
+                    mine[key] = torch.empty(shape, dtype=dtype, device=device)
                 wanted[source.name] = Wanted(mine[key], layout)
             if mine:
                 state.append((parameter, mine))
@@ -204,20 +210,31 @@ def _named(model: nn.Module, plan: Plan) -> dict[int, str]:
     return {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
 
 
+def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a state that is not a single number is shared out over the replicas as its parameter is."""
+    if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and value.ndim):
+        return (
+            isinstance(value, DTensor)
+            and isinstance(parameter, DTensor)
+            and (value.shape, value.placements) == (parameter.shape, parameter.placements)
+        )
+    return True
+
+
 def _groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
-    """The parameters of each group with their names."""
+    """The parameters of each group with their names, without those that another pipeline stage holds (empty here)."""
     names = _named(model, plan)
     groups: list[_Named] = []
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
+            if id(parameter) not in names and parameter.numel():
                 raise CheckpointError(
                     f"parameter {position} of group {index} of {_title(optimizer)}, of shape {list(parameter.shape)}, "
                     f"is not a parameter of this {type(model).__name__}\n"
                     "  Only a model's own optimizer can be saved with it. Was the parameter replaced after the "
                     "optimizer was made?"
                 )
-        groups.append([(names[id(parameter)], parameter) for parameter in group["params"]])
+        groups.append([(names[id(p)], p) for p in group["params"] if id(p) in names])
     return groups
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,20 @@ def save(
 
     together(mpu, check, check=same_call)
     assert request is not None and mine is not None
+    if mine.in_shares:
+        mine = _on_all(mpu, partial(mine.gathered, mpu))
     writing = _Writing(model, state, request, mine)
     if request.async_save:
-        state.background.start(mpu, _copied_on_all(mpu, mine), writing.run)
+        state.background.start(mpu, _on_all(mpu, mine.copied), writing.run)
     else:
         writing.run(mpu, mine)
 
 
-def _copied_on_all(peers: Peers, mine: Snapshot) -> Snapshot:
-    """The copy of each rank. A rank whose memory does not suffice stops all of them."""
-    copies: list[Snapshot] = []
-    together(peers, lambda: copies.append(mine.copied()))
-    return copies[0]
+def _on_all(peers: Peers, make: Callable[[], Snapshot]) -> Snapshot:
+    """What each rank makes. A rank whose memory does not suffice stops all of them."""
+    made: list[Snapshot] = []
+    together(peers, lambda: made.append(make()))
+    return made[0]
 
 
 class _Writing:

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint import random_states
 from autopar.checkpoint.optimizer_state import take
 from autopar.checkpoint.plain_data import encode
-from autopar.checkpoint.state import local_tensors, owns, shared_by_replicas, state_of
+from autopar.checkpoint.replica_shares import gather
+from autopar.checkpoint.state import local_tensors, state_of
+from autopar.checkpoint.training_weights import LOSS_SCALE, differs_by_replica, loss_scale, masters, owns
 from autopar.errors import CheckpointError
+from autopar.mesh import MPU
 from autopar.policy.plan import TensorPlan
 
 __all__ = ["Snapshot", "snapshot"]
@@ -32,6 +36,7 @@ class Snapshot:
         training: the scheduler and the user's data as JSON.
         random_state: of this process, or None.
         by_replica: the replicas hold different parts of the optimizer's state.
+        in_shares: the replicas share the model's tensors out; the same on every rank.
     """
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
@@ -42,6 +47,11 @@ class Snapshot:
     training: Mapping[str, Any]
     random_state: Any
     by_replica: bool
+    in_shares: bool
+
+    def gathered(self, mpu: MPU) -> Snapshot:
+        """The same with whole tensors on the first replica, in host memory, where all of them have shares; over dp."""
+        return replace(self, tensors={part: gather(tensors, mpu) for part, tensors in self.tensors.items()})
 
     def copied(self) -> Snapshot:
         """The same with tensors of its own in host memory, so that training can go on while they are written."""
@@ -60,50 +70,60 @@ def snapshot(
 ) -> Snapshot:
     """Collect this rank's share; tensors are the live ones, not copies. No communication.
 
+    What the replicas share out as DTensors is in the snapshot of each, for :meth:`Snapshot.gathered`.
+
     Raises:
         CheckpointError: the model is not the one that was parallelized, or something cannot be saved; names it.
     """
     state = state_of(model)
     plan, mpu = state.plan, state.mpu
-    first_replica = mpu.dp.rank == 0
-    held = local_tensors(model)
-    chosen: dict[str, dict[str, torch.Tensor]] = {"model": {}}
-    if first_replica:
-        chosen["model"] = {
+    held = local_tensors(model, shares=True)
+    chosen: dict[str, dict[str, torch.Tensor]] = {
+        "model": {
             name: tensor
             for name, tensor in held.items()
-            if (mpu.tp.rank == 0 or plan.tensors[name].layout is not None) and state.writes(name)
+            if (mpu.dp.rank == 0 or isinstance(tensor, DTensor))
+            and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
+            and state.writes(name)
         }
+    }
     plans: dict[str, TensorPlan] = {}
     facts = None
     by_replica = False
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
-        by_replica = not shared_by_replicas(optimizer)
+        by_replica = differs_by_replica(optimizer)
         taken = take(optimizer, model, plan, mpu.tp.rank)
         facts = taken.facts
-        mine = owns(optimizer)
         parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
-        for name, tensor in taken.tensors.items():
+        tensors = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
+        for name, weight in masters(optimizer, model, plan).items():
+            if tensors.setdefault(name, weight) is not weight:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has a state that would be called {name} as its fp32 weight is"
+                )
+        for name, (tensor, due) in tensors.items():
             parameter, _, key = name.partition("::")
-            cut = taken.plans[name].layout is not None
-            here = cut or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
-            if here and state.writes(parameter) and (mine(parameters[parameter]) if by_replica else first_replica):
+            here = due.layout is not None or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
+            replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp.rank == 0
+            if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
                 chosen.setdefault("optimizer", {})[name] = tensor
-                plans[name] = taken.plans[name]
+                plans[name] = due
     training: dict[str, Any] = {}
+    if optimizer is not None and (scale := loss_scale(optimizer)) is not None:
+        training[LOSS_SCALE] = scale
     loose: dict[str, torch.Tensor] = {}
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
-        training["lr_scheduler"], tensors = encode(lr_scheduler.state_dict(), "lr_scheduler")
-        loose |= tensors
+        training["lr_scheduler"], found = encode(lr_scheduler.state_dict(), "lr_scheduler")
+        loose |= found
     if extra is not None:
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra={extra!r} must be a dict")
-        training["extra"], tensors = encode(dict(extra), "extra")
-        loose |= tensors
+        training["extra"], found = encode(dict(extra), "extra")
+        loose |= found
     if loose and mpu.rank == 0:
         chosen["extra"] = loose
     if optimizer is not None:
@@ -118,4 +138,5 @@ def snapshot(
         training=training,
         random_state=random_states.take(mpu.random_tracker) if resumable else None,
         by_replica=by_replica,
+        in_shares=any(isinstance(tensor, DTensor) for tensor in held.values()),
     )

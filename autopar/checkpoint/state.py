@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.background import Background
+from autopar.checkpoint.replica_shares import check_share
 from autopar.errors import CheckpointError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
@@ -23,8 +24,6 @@ __all__ = [
     "config_writer",
     "listed",
     "local_tensors",
-    "owns",
-    "shared_by_replicas",
     "state_of",
     "write_config",
 ]
@@ -72,8 +71,11 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def local_tensors(model: nn.Module, *, shares: bool = False) -> dict[str, torch.Tensor]:
     """This rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
+
+    Args:
+        shares: take also those that the data-parallel replicas share out, as DTensors.
 
     Raises:
         CheckpointError: if they are not those of the plan: names, shapes, ties that no longer hold, DTensors.
@@ -101,7 +103,9 @@ def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         )
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
-        if isinstance(tensor, DTensor):
+        if shares:
+            check_share(name, tensor, state.mpu.dp.size)
+        elif isinstance(tensor, DTensor):
             raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
         if tensor.device.type == "meta":
             raise CheckpointError(f"{name} is on the meta device; it has no values")
@@ -111,16 +115,6 @@ def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 "  Was it resized or replaced after the model was parallelized?"
             )
     return {name: found[name] for name in plan.tensors if name in found}
-
-
-def owns(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], bool]:
-    """Whether this rank keeps the optimizer's state of a parameter; it does unless replicas share the state out."""
-    return getattr(getattr(optimizer, "_autopar", None), "owns", None) or (lambda parameter: True)
-
-
-def shared_by_replicas(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether all data-parallel replicas hold the same state of the optimizer."""
-    return getattr(getattr(optimizer, "_autopar", None), "owns", None) is None
 
 
 def write_config(model: nn.Module, folder: Path) -> None:

@@ -99,7 +99,12 @@ def save_shared_out_by_replicas(folder, replicas: int) -> None:
             mine = {id(parameter) for parameter in list(model.parameters())[d::replicas]}
             for parameter in [p for p in model.parameters() if id(p) not in mine]:
                 del optimizer.state[parameter]
-            optimizer._autopar = SimpleNamespace(owns=lambda parameter, mine=mine: id(parameter) in mine)
+            optimizer._autopar = SimpleNamespace(
+                owns=lambda parameter, mine=mine: id(parameter) in mine,
+                owner=lambda parameter: 0,
+                masters=None,
+                scale=None,
+            )
             reports.append(save._write(snapshot(model, optimizer), state_of(model), folder, "0123456789abcdef"))
     save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
 

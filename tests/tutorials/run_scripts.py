@@ -22,16 +22,22 @@ def _keep(*_: Any) -> None:
     """In place of ``destroy_process_group``: the next script goes on with the same group."""
 
 
+def run_script(script: str, arguments: list[str]) -> str:
+    """Runs one as ``python script argument ...`` would; returns what this rank printed."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as python does for a script
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
 def main(jobs: Path) -> None:
     destroy, dist.destroy_process_group = dist.destroy_process_group, _keep
     for name, (script, *arguments) in json.loads(jobs.read_text()).items():
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, str(Path(script).parent))  # as python does for a script
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(script, run_name="__main__")
+        printed = run_script(script, arguments)
         if dist.get_rank() == 0:
-            jobs.with_name(f"{name}.out").write_text(printed.getvalue())
+            jobs.with_name(f"{name}.out").write_text(printed)
     dist.destroy_process_group = destroy
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_the_tokenizer_is_trained_once_and_is_lossless(tmp_path: Path) -> None:
     assert torch.equal(blocks[0]["labels"], blocks.ids[0])
     with pytest.raises(SystemExit, match="fewer than one sequence of 999"):
         offline.Blocks(["one"], tokenizer, context=999)
+
+
+def test_the_labels_of_the_messages_fit_the_text() -> None:
+    with (offline.HERE / "data" / "speeches.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    messages = [message.splitlines() for message in offline.TEXT.read_text(encoding="utf-8").strip().split("\n\n")]
+    assert [int(row["paragraphs"]) for row in rows] == [len(message) for message in messages]
+    assert [row["date"] for row in rows] == sorted(row["date"] for row in rows)
+    # A date inside a message that only its own row has.
+    (carter,) = [place for place, row in enumerate(rows) if row["date"] == "1978-01-19"]
+    assert messages[carter][-1] == "JIMMY CARTER The White House, January 19, 1978."
 
 
 def test_unigram_loss_by_hand() -> None:

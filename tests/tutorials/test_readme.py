@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 import autopar
-from autopar.config import _SECTIONS
+from autopar.config import _NUMBERS, _SECTIONS
+from autopar.pipeline_config import PipelineConfig
 from autopar.policy.load import load_policy, policy_files
 from autopar.policy.match import supported_model_types
 from tests.random_models import auto_heads, of_type
@@ -117,9 +119,9 @@ def run_the_python(folder: Path) -> None:
     prepare(folder)
     namespace = {"dataset": Sequences()}
     found = blocks("python")
-    assert len(found) == 3
+    assert len(found) == 5
     for code in found:
-        exec(compile(code, "README.md", "exec"), namespace)
+        exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), "README.md", "exec"), namespace)
     # What was attached; and that the blocks did what their comments say.
     model, plain = namespace["model"], namespace["plain"]
     for name in re.findall(r"^\| `model\.(\w+)`", README.read_text(), re.MULTILINE):
@@ -153,17 +155,31 @@ def test_the_configuration_is_documented_whole() -> None:
     (example,) = blocks("yaml")
     content = yaml.safe_load(example)
     config = autopar.ParallelConfig.parse(content)
-    assert config == autopar.ParallelConfig(tensor_parallel_size=2)
-    known = {f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys}
-    assert {f"{section}.{key}" for section, keys in content.items() for key in keys} == known
-    assert set(re.findall(r"^\| `(\w+\.\w+)` \|", configuration, re.MULTILINE)) == known
+    # What the example sets; everything else in it is the default.
+    assert config == autopar.ParallelConfig(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        pipeline=PipelineConfig(microbatch_size=1, layers_per_stage=(6, 6)),
+        zero_stage=1,
+        precision="fp16",
+        gradient_clipping=1.0,
+    )
+    known = {*_NUMBERS, *(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys)}
+    shown = {
+        f"{section}.{key}" if key else section
+        for section, keys in content.items()
+        for key in (keys if isinstance(keys, dict) else [""])
+    }
+    assert shown == known - {"pipeline.num_microbatches"}  # microbatch_size is there
+    assert set(re.findall(r"^\| `(\w+(?:\.\w+)?)` \|", configuration, re.MULTILINE)) == known
 
 
 @distributed(world_size=2)
 def test_what_it_says_raises_does() -> None:
     text = README.read_text()
     section = text[text.index("## What raises") : text.index("## Status")]
-    assert len(re.findall(r"^\| ", section, re.MULTILINE)) == 6  # with the head of the table: five rows, tested here
+    rows = len(re.findall(r"^\| ", section, re.MULTILINE)) - 1  # without the head of the table
+    assert rows == 12  # five here, seven in the next test
     model = parallel(gpt2(), 2)
     for instead, call in {
         "save_parallelized": lambda: model.save_pretrained("folder"),
@@ -171,13 +187,45 @@ def test_what_it_says_raises_does() -> None:
         "autopar.deparallelize": lambda: autopar.initialize(model, {"model_parallelism": {}}),
         "would fit|that fits": lambda: parallel(gpt2(n_head=1), 2),
         "sizes|divide": lambda: parallel(gpt2(), 3),
+        "Largest number of stages that fits this model: 1": lambda: training(gpt2(n_layer=1), stages=2),
     }.items():
         with pytest.raises(autopar.ConfigError, match=instead):
             call()
     with pytest.raises(autopar.ConsistencyError, match=r"autopar\.prepare_dataloader"):
         model(torch.tensor([[1, 2, 3 + dist.get_rank()]]))
-    with pytest.raises(autopar.ConfigError, match="pipeline_parallel_size=2"):
-        autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+
+
+def training(model: Any, stages: int = 1, **sections: Any) -> Any:
+    """The model and its optimizer, initialized with some sections of the config."""
+    config = {"model_parallelism": {"pipeline_parallel_size": stages}, **sections}
+    return autopar.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@distributed(world_size=2)
+def test_what_it_says_about_training_raises() -> None:
+    ids = torch.tensor([[1, 2, 3 + dist.get_rank()]])
+    staged, _ = training(gpt2().train(), stages=2)
+    replica, optimizer = training(gpt2(), zero={"stage": 1})
+    half, half_optimizer = training(gpt2(), precision={"dtype": "fp16"})
+    replica(ids, labels=ids).loss.backward()
+    half(ids, labels=ids).loss.backward()
+    for error, instead, call in [
+        (autopar.ConfigError, r"model\.execute_pipeline\(batch, optimizer=optimizer\)", lambda: staged(ids)),
+        (autopar.ConfigError, "Leave it out", lambda: staged.eval()(ids, output_hidden_states=True)),
+        (
+            autopar.ConfigError,
+            r"autopar\.initialize\(model, config, optimizer=optimizer\)",
+            lambda: autopar.initialize(gpt2(), {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
+        ),
+        (autopar.ConsistencyError, r"autopar\.average_gradients\(model\)", optimizer.step),
+        (autopar.ConfigError, r"optimizer\.scale_loss\(loss\)\.backward\(\)", half_optimizer.step),
+        (autopar.ConfigError, r"then step\(\) without a closure", lambda: optimizer.step(lambda: 0.0)),
+        (autopar.ConfigError, "gradient_clipping into the config", lambda: autopar.clip_grad_norm_(half, 1.0)),
+    ]:
+        with pytest.raises(error, match=instead):
+            call()
+    autopar.average_gradients(replica)
+    optimizer.step()
 
 
 @distributed(world_size=2)

@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.tutorials.run_scripts import run_script
+from tests.worlds import distributed
 from tutorials import offline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +38,14 @@ def run(processes: int, folder: Path) -> dict[str, str]:
         ]
         for name in SCRIPTS
     }
+    classification = "06_hybrid_parallel_gpt2_classification"
     for name in SCRIPTS[1:-1]:  # a short text is encoded faster; the first and the demo take the one that ships
-        jobs[name] += ["--dataset", str(folder / "text.txt")]
+        jobs[name] += [] if name == classification else ["--dataset", str(folder / "text.txt")]
     (folder / "text.txt").write_text("\n".join(offline.load_text()[:40]))
     jobs["demo"] += ["--layers", "1", "--hidden", "32"]
+    jobs["classification fp32"] = [*jobs[classification], "--precision", "fp32"]
+    jobs["classification replicas"] = [*jobs["classification fp32"], "--pipeline-parallel-size", "1"]
+    jobs["classification zero 3"] = [*jobs["classification replicas"], "--zero-stage", "3"]
     jobs["replicas"] = [*jobs["04_tensor_data_parallel"], "--tensor-parallel-size", "1"]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -51,15 +60,24 @@ def run(processes: int, folder: Path) -> dict[str, str]:
     }
     command.append(str(folder / "jobs.json"))
     done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: (folder / f"{name}.out").read_text() for name in jobs}
 
 
+Runs = Callable[[int], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What all scripts print with that many processes; run once."""
+    return cache(lambda processes: run(processes, tmp_path_factory.mktemp(f"tutorials-{processes}")))
+
+
 @pytest.fixture(scope="module", params=[2, 1], ids=["torchrun", "python"])
-def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run(request.param, tmp_path_factory.mktemp(f"tutorials-{request.param}"))
+def printed(request: pytest.FixtureRequest, runs: Runs) -> dict[str, str]:
+    return runs(request.param)
 
 
 def number(text: str, pattern: str) -> float:
@@ -104,6 +122,87 @@ def test_05_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
     text = printed["05_megatron_like_gpt2"]
     assert number(text, "largest difference of losses: #") < 1e-5
     assert "transformer.wte.weight: [300, 128]" in text
+
+
+def test_06_losses_and_accuracy_are_those_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["classification fp32"]
+    assert number(text, "largest difference of losses: #") < 1e-5
+    assert number(text, "difference of accuracies: #") == 0
+    text = printed["06_hybrid_parallel_gpt2_classification"]  # fp16, compared with fp32
+    assert 0 < number(text, "largest difference of losses: #") < 5e-3
+    assert 0.3 < number(text, "accuracy # on 315 texts held out") < 0.9
+
+
+def test_06_in_fp16_stages_do_what_one_process_does(runs: Runs) -> None:
+    stages, whole = (runs(processes)["06_hybrid_parallel_gpt2_classification"] for processes in (2, 1))
+    assert "pipeline parallel 2" in stages
+    assert "pipeline parallel 1" in whole
+    for pattern in ("loss #", "-> #, ", ", # steps skipped", "accuracy #"):
+        assert number(stages, pattern) == number(whole, pattern), pattern
+
+
+@pytest.mark.parametrize("job", ["classification replicas", "classification zero 3"])
+def test_06_replicas_with_zero_share_the_batch(runs: Runs, job: str) -> None:
+    text = runs(2)[job]
+    assert "data parallel 2" in text
+    assert number(text, "largest difference of losses: #") < 1e-5
+    assert number(text, "difference of accuracies: #") == 0
+
+
+def test_07_the_toolbox(printed: dict[str, str]) -> None:
+    text = printed["07_megatron_toolbox"]
+    assert number(text, "a rank: differs by #") < 1e-6
+    assert "iteration 4: loss" in text
+    assert number(text, "largest difference of losses: #") < 1e-5
+    assert number(text, "logits differ by #") < 1e-5
+
+
+def test_07_mappings_of_two_ranks(runs: Runs) -> None:
+    text = runs(2)["07_megatron_toolbox"]
+    for line in (
+        "scatter: own part forward: [0.0, 1.0] | [2.0, 3.0]",
+        "scatter: all parts' gradients backward: [1.0, 1.0, 2.0, 2.0] | [1.0, 1.0, 2.0, 2.0]",
+        "gather: all parts forward: [1.0, 1.0, 2.0, 2.0] | [1.0, 1.0, 2.0, 2.0]",
+        "reduce: the sum forward: [3.0, 3.0] | [3.0, 3.0]",
+        "copy: as it is forward, the sum of gradients backward: [3.0, 3.0] | [3.0, 3.0]",
+        "saved at tensor parallel 2, loaded at 1:",
+    ):
+        assert line in text
+
+
+def test_08_losses_are_those_of_one_process_before_and_after_resuming(printed: dict[str, str]) -> None:
+    text = printed["08_3d_parallel"]
+    assert number(text, "largest difference of losses: #") < 1e-5
+    assert number(text, "largest difference of losses after resuming: #") < 1e-5
+    assert "resumed at step 2" in text
+
+
+def in_a_world(name: str, folder: Path, *more: str) -> str:
+    """What one script prints in this world of ranks."""
+    arguments = ["--vocab-size", "300", "--context", "16", "--batch-size", "1", "--steps", "4", *more]
+    return run_script(str(TUTORIALS / f"{name}.py"), [*arguments, "--output", str(folder)])
+
+
+@distributed(world_size=4)
+def test_07_loads_at_tensor_parallel_4(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    text = in_a_world("07_megatron_toolbox", tmp_path)
+    if rank == 0:
+        assert number(text, "largest difference of losses: #") < 1e-5
+        assert number(text, "saved at tensor parallel 2, loaded at 4: logits differ by #") < 1e-5
+
+
+@pytest.mark.slow
+@distributed(world_size=8)
+def test_08_two_by_two_by_two(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    text = in_a_world("08_3d_parallel", tmp_path)
+    if rank == 0:
+        assert "tensor parallel 2 x pipeline parallel 2 x data parallel 2: loss" in text
+        assert "one process on the whole batch of 8:" in text
+        assert number(text, "largest difference of losses: #") < 1e-5
+        assert "tensor parallel 4 x pipeline parallel 1 x data parallel 2: resumed at step 2" in text
+        assert number(text, "largest difference of losses after resuming: #") < 1e-5
 
 
 def test_09_training_goes_on_with_the_same_losses(printed: dict[str, str]) -> None:
