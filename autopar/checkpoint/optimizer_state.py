@@ -100,6 +100,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
         CheckpointError: a parameter is not the model's, or a state cannot be saved (which one, and why).
     """
     title = _title(optimizer)
+    _refuse_wrapper(optimizer, title)
     groups = _groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
     plans: dict[str, TensorPlan] = {}
@@ -146,6 +147,7 @@ def prepare(
     facts: Mapping[str, Any],
     saved: Mapping[str, TensorPlan],
     owns: Callable[[str], bool] = lambda name: True,
+    dtypes: Mapping[str, str] | None = None,
 ) -> Restoration:
     """Check that a saved state fits this optimizer, and make room for it. Changes nothing.
 
@@ -155,11 +157,14 @@ def prepare(
         facts: of all ranks that saved, merged.
         saved: every optimizer tensor of the checkpoint, of all ranks.
         owns: whether this rank keeps the state of a parameter, by canonical name (ZeRO).
+        dtypes: of the parameters that were saved. State of a parameter that has another dtype now, and had the
+            parameter's, gets the new one; all other state keeps its own.
 
     Raises:
         CheckpointError: the facts are damaged, or the state is not that of this optimizer (what differs).
     """
     title = _title(optimizer)
+    _refuse_wrapper(optimizer, title)
     groups = _groups(optimizer, model, plan)
     before = Facts.parse(facts)
     before.check_class(title)
@@ -179,7 +184,10 @@ def prepare(
                 device = parameter.device
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
-                mine[key] = torch.empty(shape, dtype=_dtype(source), device=device)
+                dtype = _dtype(source)
+                if entry.kind == "like" and source.dtype == (dtypes or {}).get(name) and dtype.is_floating_point:
+                    dtype = parameter.dtype
+                mine[key] = torch.empty(shape, dtype=dtype, device=device)
                 wanted[source.name] = Wanted(mine[key], layout)
             if mine:
                 state.append((parameter, mine))
@@ -191,6 +199,16 @@ def prepare(
 
 def _title(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _refuse_wrapper(optimizer: Optimizer, title: str) -> None:
+    """Raise CheckpointError for an optimizer around another one, whose own ``state`` is not the one that is used."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and value.state is not optimizer.state:
+            raise CheckpointError(
+                f"{title} wraps a {type(value).__name__} (its attribute {name!r}) and does not hold its state itself\n"
+                f"  Pass that one: optimizer=optimizer.{name}, where each rank holds all of it; or save without."
+            )
 
 
 def _kind_name(value: object) -> str:

@@ -97,7 +97,8 @@ def snapshot(
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
-        training["lr_scheduler"], tensors = encode(lr_scheduler.state_dict(), "lr_scheduler")
+        kept = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
+        training["lr_scheduler"], tensors = encode(kept, "lr_scheduler")
         loose |= tensors
     if extra is not None:
         if not isinstance(extra, Mapping):
