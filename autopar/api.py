@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from autopar import checkpoint
 from autopar.config import ParallelConfig
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from autopar.lazy_model import in_lazy_init
 from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU, start_process_group
 from autopar.policy.match import find_policy
@@ -174,6 +175,8 @@ def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
 def _check_call(model: nn.Module, config: Any) -> ParallelConfig:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
+    if in_lazy_init():
+        raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)
     _, inner = hugging_face_model(model)
     if torch.is_inference_mode_enabled():

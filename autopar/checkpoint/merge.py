@@ -132,7 +132,12 @@ def refuse_own_place(verb: str, folder: Path, target: Path) -> None:
 
 def write_dtype(path: Path, dtype: torch.dtype) -> None:
     """Note in a ``config.json`` that the weights were converted."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no mapping")
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
