@@ -1,4 +1,4 @@
-"""autopar: one line turns a Hugging Face model into a tensor- and data-parallel one.
+"""autopar: one line turns a Hugging Face model into a tensor-, pipeline- and data-parallel one.
 
 The public names are loaded when they are first used, so that the command line starts without torch.
 """
@@ -11,6 +11,7 @@ from autopar.errors import (
     CheckpointError,
     ConfigError,
     ConsistencyError,
+    PipelineError,
     PolicyError,
     UnsupportedModelError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "ConsistencyError",
     "GradScaler",
     "ParallelConfig",
+    "PipelineError",
     "PolicyError",
     "UnsupportedModelError",
     "__version__",

@@ -24,6 +24,7 @@ from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from autopar.lazy_model import in_lazy_init
 from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU, start_process_group
 from autopar.pipeline_parallel.pipeline import Pipeline
@@ -232,6 +233,8 @@ def _check_call(
 ) -> tuple[ParallelConfig, list[list[str]]]:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
+    if in_lazy_init():
+        raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)
     _, inner = hugging_face_model(model)
     if torch.is_inference_mode_enabled():

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.checkpoint.lazy import InMemory, LazyTensor, read_shard
+from autopar.checkpoint.state import listed
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
-from autopar.sources import forget, inits_of, sources_of, swap
+from autopar.sources import by_parameter, forget, inits_of, sources_of, swap, version
 from autopar.tensor_parallel.parallelize import make_equal
 
 __all__ = ["Materializer", "lazy_facts"]
@@ -68,7 +69,7 @@ class Materializer:
         plan: of the model.
 
     Raises:
-        ConfigError: nothing gives a parameter its values.
+        ConfigError: nothing gives a parameter its values, or it was written into while it had no memory.
     """
 
     def __init__(self, model: nn.Module, inner: PreTrainedModel, plan: Plan) -> None:
@@ -104,7 +105,7 @@ class Materializer:
 
         def take(key: int) -> None:
             held[key] = pending = self._pending[key]
-            whole = torch.full(pending.shape, float("nan"), dtype=pending.parameter.dtype)
+            whole = torch.full(pending.shape, float("nan"), dtype=pending.parameter.dtype, device="cpu")
             if pending.source is not None:
                 pending.source.read_into(whole, tuple((0, size) for size in pending.shape))
             swap(pending.parameter, whole)
@@ -139,7 +140,8 @@ class Materializer:
             if shard is None:
                 assert pending.source is not None
                 shard = torch.empty(parameter.shape, dtype=parameter.dtype, device=mpu.device)
-                read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
+                with torch.device("cpu"):  # of what is needed in between
+                    read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
             vars(parameter).pop("_is_hf_initialized", None)
             swap(parameter, shard)
             pending.shard = pending.source = None
@@ -148,17 +150,23 @@ class Materializer:
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, _Pending]:
+    noted = by_parameter(model.modules())
     found: dict[int, _Pending] = {}
+    written: list[str] = []
+    foreign: list[str] = []
     for path, module in model.named_modules():
         sources = sources_of(module)
         for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta or name not in sources:
+            if parameter is None or not parameter.is_meta or id(parameter) in found or not noted:
                 continue
-            source, full = sources[name], f"{path}.{name}" if path else name
-            known = found.get(id(parameter))
-            if known is not None:
-                known.source = source if known.source is None else known.source
+            full = f"{path}.{name}" if path else name
+            if id(parameter) not in noted and name not in sources:
+                foreign.append(full)
                 continue
+            # what the parameter was made for, also if it was moved to another module since
+            source, then = noted.get(id(parameter), (sources.get(name), version(parameter)))
+            if version(parameter) != then:
+                written.append(full)
             shape = tuple(parameter.shape)
             if source is not None and source.shape != shape:
                 raise ConfigError(
@@ -167,13 +175,23 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, _Pending]:
                 )
             layout = plan.tensors[plan.canonical(full)].layout
             found[id(parameter)] = _Pending(full, parameter, source, shape, layout)
+    if written:
+        raise ConfigError(
+            f"{len(written)} weights of {type(model).__name__} were written into before initialize: {listed(written)}\n"
+            "  A model that was built in lazy_init has no memory for them yet, so that was lost. Write into them after "
+            "initialize,\n  load such values with from_pretrained, or build the model without lazy_init."
+        )
+    if foreign:
+        raise ConfigError(
+            f"{len(foreign)} parameters of {type(model).__name__} have no memory, and were not there in lazy_init: "
+            f"{listed(foreign)}\n  Add or resize parameters inside lazy_init, or build the model without it."
+        )
     return found
 
 
 def _uninitialised(model: nn.Module, names: list[str]) -> str:
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"nothing gives {len(names)} parameters of {type(model).__name__} their values: {listed}\n"
+        f"nothing gives {len(names)} parameters of {type(model).__name__} their values: {listed(names)}\n"
         "  Initialize them with torch.nn.init in the constructor, write a reset_parameters (in a Hugging Face model an "
         "_init_weights), compute them\n  (nn.Parameter(torch.zeros(3))), or build the model without lazy_init."
     )
@@ -286,6 +304,7 @@ class _Steps:
     def _context(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.device("cpu"))  # whatever the default device is
             stack.enter_context(hf_init.guard_torch_init_functions())
             stack.enter_context(_untied(self._inner))
             yield

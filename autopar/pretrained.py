@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,19 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.api import initialize, on_every_rank
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import listed
 from autopar.checkpoint.verification import share_of_verification
 from autopar.config import ParallelConfig
 from autopar.errors import AutoparError, CheckpointError, ConfigError
-from autopar.lazy_model import lazy_init
+from autopar.lazy_files import differs, explained, point_to
+from autopar.lazy_model import in_lazy_init, lazy_init
 from autopar.mesh import MeshSizes
 from autopar.policy.schema import Policy
-from autopar.sources import remember
 
 __all__ = ["from_pretrained"]
 
@@ -35,6 +35,33 @@ _REFUSED = {
     ),
 }
 
+_OF_FILES = {  # what has no meaning for a folder of shards
+    "adapter_kwargs",
+    "adapter_name",
+    "cache_dir",
+    "code_revision",
+    "disable_mmap",
+    "force_download",
+    "from_flax",
+    "from_tf",
+    "ignore_mismatched_sizes",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "mirror",
+    "offload_buffers",
+    "offload_state_dict",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "tqdm_class",
+    "use_auth_token",
+    "use_safetensors",
+    "variant",
+    "weights_only",
+}
+_OFF = {"allow_all_kernels", "fusion_config", "kernel_config", "key_mapping", "use_kernels"}  # there only if not set
+
 
 def from_pretrained(
     model_class: Any,
@@ -42,6 +69,7 @@ def from_pretrained(
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    model_config: PreTrainedConfig | None = None,
     dtype: str | torch.dtype | None = "auto",
     strict: bool = False,
     verify: bool = True,
@@ -58,9 +86,12 @@ def from_pretrained(
         path: a folder or a name on the hub; safetensors, or ``pytorch_model.bin``, of any number of files. Or a folder
             that ``save_parallelized`` wrote, on any mesh; that must hold exactly the model's tensors.
         config, policy: see :func:`autopar.initialize`.
-        dtype: of the model; "auto" takes what the checkpoint's config says.
+        model_config: what transformers calls ``config``; by default the checkpoint's own.
+        dtype: of the model; "auto" takes what the checkpoint's config says, and of shards each tensor's own. What
+            transformers keeps in float32 stays that.
         strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
-        verify: compare the checksums of a folder that ``save_parallelized`` wrote; the ranks share the work.
+        verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
+            ranks share the work.
         kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
 
     Returns:
@@ -68,27 +99,28 @@ def from_pretrained(
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes.
-        ConfigError: arguments that make no sense here: quantization, ``device_map``.
+        ConfigError: arguments that make no sense here (quantization, ``device_map``) or that transformers does not
+            know; a call inside :func:`autopar.lazy_init`.
         ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
     """
 
     def load() -> tuple[Any, dict[str, Any]]:
-        for name, value in kwargs.items():
-            if name in _REFUSED and value is not None:
-                raise ConfigError(f"from_pretrained does not take {name}: {_REFUSED[name]}.")
+        given = _checked(model_class, path, config, model_config, dtype, kwargs)
+        folder = Path(path) / (given.get("subfolder") or "")
         try:
-            if (Path(path) / MANIFEST).is_file():
-                return _from_shards(model_class, Path(path), config, dtype, verify, dict(kwargs)), {}
-            with lazy_init():
-                model, info = model_class.from_pretrained(path, **kwargs, dtype=dtype, output_loading_info=True)
-        except AutoparError:
+            with torch.device("cpu"):  # whatever the default device is
+                if (folder / MANIFEST).is_file():
+                    return _from_shards(model_class, folder, config, verify, given), {}
+                with lazy_init():
+                    model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
+        except (AutoparError, Warning):
             raise
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        except Exception as error:  # whatever transformers stumbles over
+            raise explained(error, folder, kwargs) from error
         if getattr(model, "_hf_peft_config_loaded", False):
             raise ConfigError(f"{path} holds an adapter: load the base model, and the adapter after that")
         if strict and (info["missing_keys"] or info["unexpected_keys"]):
-            raise CheckpointError(_differs(str(path), model, info))
+            raise CheckpointError(differs(str(path), model, info))
         return model, info
 
     wanted_info = kwargs.pop("output_loading_info", False)
@@ -97,28 +129,84 @@ def from_pretrained(
     return (model, info) if wanted_info else model
 
 
-def _from_shards(
-    model_class: Any, folder: Path, config: Any, dtype: Any, verify: bool, options: dict[str, Any]
-) -> PreTrainedModel:
+def _checked(
+    model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments for transformers."""
+    if in_lazy_init():
+        raise ConfigError("from_pretrained inside lazy_init would make a model without memory: call it after the with.")
+    if not callable(getattr(model_class, "from_pretrained", None)):
+        raise ConfigError(f"the first argument must be a model class of transformers, not {model_class!r}")
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path={path!r} must be a folder or a name on the hub")
+    if isinstance(config, PreTrainedConfig):
+        raise ConfigError(f"config= is for autopar's; a {type(config).__name__} of transformers goes to model_config=")
+    if model_config is not None and not isinstance(model_config, PreTrainedConfig):
+        raise ConfigError(f"model_config must be a config of transformers, not {model_config!r}")
+    for name, value in kwargs.items():
+        if name in _REFUSED and value is not None:
+            raise ConfigError(f"from_pretrained does not take {name}: {_REFUSED[name]}.")
+    given = dict(kwargs)
+    older = given.pop("torch_dtype", None)  # its name before transformers 5
+    given["dtype"] = _checked_dtype(older if older is not None and dtype in (None, "auto") else dtype)
+    return given if model_config is None else given | {"config": model_config}
+
+
+def _checked_dtype(dtype: Any) -> str | torch.dtype:
+    if dtype is None or dtype == "auto":
+        return "auto"
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r} must be 'auto' or a floating-point dtype, such as torch.bfloat16")
+    return chosen
+
+
+def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any]) -> PreTrainedModel:
     """A lazy model whose values are in the shards of a checkpoint of ours."""
     shards = Shards(folder)
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
     if verify:
+        shards.verify_along()
         tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
         now = MeshSizes(tp, pp, world // (tp * pp))
         for held in share_of_verification(list(shards.held(("model",))), shards.manifest.sizes, now, rank):
             shards.verify(held)
-    hf_config, options = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    options = {
+        name: value
+        for name, value in given.items()
+        if name not in _OF_FILES and name not in _REFUSED and (value or name not in _OFF)
+    }
+    dtype, generation = options.pop("dtype"), options.pop("generation_config", None)
+    with lazy_init():
+        model = _built(model_class, folder, dtype, options)
+    point_to(model, shards, dtype)
+    if model.can_generate():
+        if generation is not None:
+            model.generation_config = copy.deepcopy(generation)
+        elif (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with its config, or the one in ``options``; what is no part of the config is for the constructor."""
+    hf_config, trust = copy.deepcopy(options.pop("config", None)), options.pop("trust_remote_code", None)
+    if hf_config is None:
+        names = ("attn_implementation", "experts_implementation")
+        chosen: dict[str, Any] = {name: options[name] for name in names if name in options}
+        hf_config, options = AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, trust_remote_code=trust, **options
+        )
+        options.update(chosen)
     if dtype != "auto":
         options["dtype"] = dtype
-    build = getattr(model_class, "from_config", None) or model_class._from_config
-    with lazy_init():
-        model: PreTrainedModel = build(hf_config, **options)
-    _point_to(model, shards)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    model: PreTrainedModel
+    if hasattr(model_class, "from_config"):
+        model = model_class.from_config(hf_config, trust_remote_code=trust, **options)
+    else:
+        model = model_class._from_config(hf_config, **options)
+    return model
 
 
 def _place() -> tuple[int, int]:
@@ -126,49 +214,3 @@ def _place() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-
-
-def _point_to(model: PreTrainedModel, shards: Shards) -> None:
-    """Let every parameter come from its shards, and read the buffers."""
-    manifest, start = shards.manifest, shards.manifest.hf_prefix
-    saved = {
-        name.removeprefix(start): tensor.name
-        for tensor in manifest.tensors.values()
-        for name in (tensor.name, *tensor.aliases)
-        if name.startswith(start)
-    }
-    due = model.state_dict(keep_vars=True)
-    info = {"missing_keys": set(due) - set(saved), "unexpected_keys": set(saved) - set(due)}
-    if info["missing_keys"] or info["unexpected_keys"]:
-        raise CheckpointError(
-            f"{_differs(str(shards.folder), model, info)}\n"
-            "  For a model with another head run `autopar merge SRC DST` and load DST."
-        )
-    wrong = [
-        f"  {name}: {list(manifest.tensors[saved[name]].shape)} in the files, {list(tensor.shape)} in the model"
-        for name, tensor in due.items()
-        if manifest.tensors[saved[name]].shape != tuple(tensor.shape)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{shards.folder}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}\n"
-            + "\n".join(wrong)
-        )
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                remember(module, name, shards.lazy(saved[f"{path}.{name}" if path else name]))
-        for name, buffer in module._buffers.items():
-            full = f"{path}.{name}" if path else name
-            if buffer is not None and full in due:
-                buffer.copy_(shards.lazy(saved[full]).read())
-
-
-def _differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    return (
-        f"{path} does not hold the tensors of {type(model).__name__}: "
-        f"{len(missing)} missing, {len(unexpected)} unexpected"
-        + (f"\n  Missing: {listed(missing, 20)}." if missing else "")
-        + (f"\n  Unexpected: {listed(unexpected, 20)}." if unexpected else "")
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,18 @@ from torch import nn
 
 from autopar.checkpoint.lazy import LazyTensor
 
-__all__ = ["Init", "Sources", "forget", "inits_of", "remember", "sources_of", "swap"]
+__all__ = [
+    "Init",
+    "Sources",
+    "by_parameter",
+    "forget",
+    "inits_of",
+    "noted_of",
+    "remember",
+    "sources_of",
+    "swap",
+    "version",
+]
 
 _SOURCES = "_autopar_sources"
 
@@ -30,15 +42,20 @@ class Sources:
     Attributes:
         values: parameter name -> what to read; None: random initialization.
         inits: parameter name -> what the constructor called on it from ``torch.nn.init``, in order.
+        noted: parameter name -> the parameter itself and its version then, by which later writes into it are found.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, LazyTensor | None] = {}
         self.inits: dict[str, tuple[Init, ...]] = {}
+        self.noted: dict[str, tuple[nn.Parameter, int]] = {}
 
     def __deepcopy__(self, memo: Any) -> Sources:
         copied = Sources()
         copied.values, copied.inits = dict(self.values), dict(self.inits)
+        for name, (parameter, then) in self.noted.items():
+            other = copy.deepcopy(parameter, memo)  # counts its own versions
+            copied.noted[name] = other, version(other) - (version(parameter) - then)
         return copied
 
 
@@ -47,6 +64,12 @@ def remember(module: nn.Module, name: str, source: LazyTensor | None, inits: Seq
     noted: Sources = vars(module).setdefault(_SOURCES, Sources())
     noted.values[name] = source
     noted.inits[name] = tuple(inits)
+    noted.noted[name] = module._parameters[name], version(module._parameters[name])  # type: ignore[assignment,arg-type]
+
+
+def version(parameter: torch.Tensor) -> int:
+    """How often a parameter was written into; writes into its ``.data``, or under inference mode, do not count."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def sources_of(module: nn.Module) -> dict[str, LazyTensor | None]:
@@ -59,6 +82,22 @@ def inits_of(module: nn.Module) -> dict[str, tuple[Init, ...]]:
     """What the module's constructor called on its parameters, if it was built lazily."""
     noted = vars(module).get(_SOURCES)
     return noted.inits if isinstance(noted, Sources) else {}
+
+
+def noted_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
+    """The parameters that the notes were made for, and their versions then."""
+    noted = vars(module).get(_SOURCES)
+    return noted.noted if isinstance(noted, Sources) else {}
+
+
+def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | None, int]]:
+    """``id(parameter)`` -> where its values come from, and its version when that was noted; tied ones are one."""
+    found: dict[int, tuple[LazyTensor | None, int]] = {}
+    for module in modules:
+        for name, (parameter, then) in noted_of(module).items():
+            source, first = found.get(id(parameter), (None, then))
+            found[id(parameter)] = sources_of(module)[name] if source is None else source, first
+    return found
 
 
 def forget(module: nn.Module) -> None:

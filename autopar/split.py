@@ -23,7 +23,8 @@ from autopar.checkpoint.reshard import check_sizes, finish, write_part
 from autopar.checkpoint.safetensors_stream import dtype_of, nbytes
 from autopar.checkpoint.stages import stages_by_size
 from autopar.checkpoint.state import listed
-from autopar.errors import CheckpointError, nearest
+from autopar.errors import AutoparError, CheckpointError, nearest
+from autopar.lazy_files import explained
 from autopar.lazy_model import lazy_init
 from autopar.mesh import MeshSizes
 from autopar.policy.match import find_policy
@@ -129,8 +130,10 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
             loaded: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
                 folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
             )
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    except (AutoparError, Warning):
+        raise
+    except Exception as error:  # whatever transformers stumbles over
+        raise explained(error, folder, {}) from error
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 import autopar
 from autopar.errors import ConfigError
@@ -150,9 +151,10 @@ def test_it_is_the_model_that_the_weights_make():
 def test_modules_of_the_users_own():
     results = []
     for size in (1, 2):
+        config = llama().config
         torch.manual_seed(7 + dist.get_rank())
         with autopar.lazy_init():
-            model = Wrapper(LlamaForCausalLM(llama().config))
+            model = Wrapper(LlamaForCausalLM(config))
         optimizer = torch.optim.AdamW(model.parameters())
         identities = [id(parameter) for parameter in model.parameters()]
         parallel(model, size)
@@ -196,9 +198,10 @@ class HalfForgotten(Forgotten):
 
 @pooled(world_size=2)
 def test_what_nothing_initializes_is_an_error():
+    config = gpt2().config
     for kind in (Forgotten, HalfForgotten):
         with autopar.lazy_init():
-            model = kind(GPT2LMHeadModel(gpt2().config))
+            model = kind(GPT2LMHeadModel(config))
         with pytest.raises(ConfigError, match=rf"1 parameters of {kind.__name__} their values: gate"):
             parallel(model, 2)
         assert all(parameter.is_meta for parameter in model.parameters())
@@ -216,8 +219,9 @@ class LooksAtValues(LlamaForCausalLM):
 
 @pooled(world_size=2)
 def test_an_init_that_looks_at_values():
+    config = llama().config
     with autopar.lazy_init():
-        model = LooksAtValues(llama().config)
+        model = LooksAtValues(config)
     parallel(model, 2)
     assert (model.lm_head.weight == 0.25).all()
     assert model.model.embed_tokens.weight.std() > 0.05
@@ -264,3 +268,135 @@ def test_ranks_that_do_not_agree():
     model = lazily(gpt2()) if dist.get_rank() else plain
     with pytest.raises(autopar.ConsistencyError):
         parallel(model, 2)
+
+
+def lost(model: Any, other: Any) -> list[Callable[[], Any]]:
+    """Ways to write into weights of a GPT-2."""
+    wte, bias = model.transformer.wte.weight, model.transformer.h[0].ln_1.bias
+    return [
+        lambda: wte.mul_(2),
+        lambda: wte.__imul__(2),
+        wte[3].zero_,
+        lambda: bias.fill_(3.0),
+        lambda: nn.init.constant_(bias, 3.0),
+        lambda: model.load_state_dict(other.state_dict()),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("number", range(6))
+def test_writes_before_initialize_are_refused(tmp_path, number, loaded):
+    plain = gpt2()
+    plain.save_pretrained(tmp_path)
+    with autopar.lazy_init():
+        model = GPT2LMHeadModel.from_pretrained(tmp_path) if loaded else GPT2LMHeadModel(plain.config)
+    written = copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        lost(written, plain)[number]()
+    for wrong in (written, copy.deepcopy(written), written.to(torch.bfloat16)):
+        with pytest.raises(ConfigError, match="were written into before initialize: transformer"):
+            autopar.initialize(wrong)
+    for right in (copy.deepcopy(model.double()), model):  # and nothing else counts as a write
+        assert not any(parameter.is_meta for parameter in autopar.initialize(right).parameters())
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("number", range(8))
+def test_writes_inside_are_refused(tmp_path, number, loaded):
+    plain = gpt2()
+    plain.save_pretrained(tmp_path)
+    with autopar.lazy_init():
+        model = GPT2LMHeadModel.from_pretrained(tmp_path) if loaded else GPT2LMHeadModel(plain.config)
+        ways = lost(model, plain)
+        ways += [lambda: model.transformer.wte.weight.data.mul_(3), lambda: model.lm_head.weight.data[:2].add_(1)]
+        with pytest.raises((ConfigError, RuntimeError), match="has no value yet inside lazy_init"), torch.no_grad():
+            ways[number]()
+
+
+def test_values_that_a_constructor_computed_are_no_better(tmp_path):
+    config = llama().config
+    with autopar.lazy_init():
+        model = LlamaForCausalLM(config)
+        assert not model.model.norm.weight.is_meta  # torch.ones; initialization has the last word
+        with pytest.raises(ConfigError, match=r"model\.norm.weight of LlamaForCausalLM has no value yet"):
+            model.model.norm.weight.data.fill_(3.0)
+
+
+def test_a_new_head_may_be_written(tmp_path):
+    gpt2().transformer.save_pretrained(tmp_path)
+    with autopar.lazy_init():
+        model = GPT2ForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0)
+        model.score.weight.data.fill_(3.0)
+    assert (autopar.initialize(model).score.weight == 3).all()
+
+
+def test_initialize_inside_is_refused(tmp_path):
+    plain = gpt2()
+    plain.save_pretrained(tmp_path)
+    with autopar.lazy_init():
+        model = GPT2LMHeadModel(plain.config)
+        with pytest.raises(ConfigError, match=r"initialize inside lazy_init .* call it after the with"):
+            autopar.initialize(model)
+        with pytest.raises(ConfigError, match=r"from_pretrained inside lazy_init .* call it after the with"):
+            autopar.from_pretrained(GPT2LMHeadModel, tmp_path)
+    autopar.initialize(model)
+
+
+@pytest.mark.parametrize("build", ["constructor", "files"])
+def test_the_default_device_does_not_matter(tmp_path, build):
+    plain = llama()
+    plain.save_pretrained(tmp_path)
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            with autopar.lazy_init():
+                model = LlamaForCausalLM(plain.config) if build == "constructor" else load(tmp_path)
+            found.append(autopar.initialize(model))
+    for (name, one), other in zip(found[0].state_dict().items(), found[1].state_dict().values(), strict=True):
+        assert other.device.type == "cpu" and torch.equal(one, other), name
+    for (name, one), other in zip(plain.named_buffers(), found[1].buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def load(path: Any) -> Any:
+    return LlamaForCausalLM.from_pretrained(path)
+
+
+def test_buffers_without_values_are_refused():
+    config = llama().config
+    message = r"the buffer \w*inv_freq of a LlamaRotaryEmbedding was made on the meta device"
+    with pytest.raises(ConfigError, match=message), autopar.lazy_init(), torch.device("meta"):
+        LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_values_follow_a_weight_to_another_module(tmp_path, inside):
+    plain = gpt2(tie_word_embeddings=False)
+    assert not torch.equal(plain.lm_head.weight, plain.transformer.wte.weight)
+    plain.save_pretrained(tmp_path)
+    with autopar.lazy_init():
+        model = GPT2LMHeadModel.from_pretrained(tmp_path)
+        if inside:
+            model.transformer.wte.weight = model.lm_head.weight
+    model.transformer.wte.weight = model.lm_head.weight
+    autopar.initialize(model)
+    assert torch.equal(model.transformer.wte.weight, plain.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+
+
+def test_parameters_that_came_later_are_refused():
+    model = lazily(gpt2(tie_word_embeddings=False))
+    model.lm_head = nn.Linear(36, 131, bias=False, device="meta")
+    with pytest.raises(ConfigError, match=r"1 parameters of GPT2LMHeadModel have no memory, .*: lm_head\.weight"):
+        autopar.initialize(model)
+    model.lm_head = nn.Linear(36, 131, bias=False)
+    assert torch.isfinite(autopar.initialize(model).lm_head.weight).all()
+
+
+def test_resized_embeddings():
+    model = lazily(gpt2())
+    model.resize_token_embeddings(140, mean_resizing=False)
+    assert autopar.initialize(model).lm_head.weight.std().item() == pytest.approx(0.1, rel=0.1)

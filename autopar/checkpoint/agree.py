@@ -191,15 +191,15 @@ def _try(action: Callable[[], T]) -> T | None:
 
 def _send(peers: Peers, rank: int, value: Any) -> bool:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    for tensor in (torch.tensor([data.numel()]), data):
+    for tensor in (torch.tensor([data.numel()], device="cpu"), data):
         _wait(peers.control.send([tensor], rank, _TAG))  # not dist.isend: see background.py
     return True
 
 
 def _receive(peers: Peers, rank: int) -> Any:
-    size = torch.zeros(1, dtype=torch.long)
+    size = torch.zeros(1, dtype=torch.long, device="cpu")
     _wait(peers.control.recv([size], rank, _TAG))
-    data = torch.empty(int(size), dtype=torch.uint8)
+    data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     _wait(peers.control.recv([data], rank, _TAG))
     return json.loads(data.numpy().tobytes())
 

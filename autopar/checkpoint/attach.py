@@ -41,7 +41,8 @@ def save_parallelized(
     """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
 
     The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A
-    checkpoint in ``directory`` is replaced; other files there (a tokenizer) are kept.
+    checkpoint in ``directory`` is replaced, also one in Hugging Face's form (do not save into the folder of the base
+    model); other files there (a tokenizer) are kept.
 
     Args:
         directory: folder to make, on a file system that all nodes share.
@@ -55,8 +56,8 @@ def save_parallelized(
         extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
         keep_last: afterwards remove the oldest checkpoints of the same series (``step-100``, ``step-200``), so that
             this many remain.
-        async_save: copy to host memory, return, and write in the background. An error is raised by the next call, or
-            by ``model.wait_for_save()``.
+        async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
+            which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
 
     Raises:
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank

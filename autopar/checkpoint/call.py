@@ -44,6 +44,11 @@ class Request:
         if format != "safetensors" and not merge_checkpoints:
             raise CheckpointError(f"format={format!r} needs merge_checkpoints=True; shards are always safetensors")
         path = absolute(directory)
+        if keep_last is not None and merge_checkpoints:
+            raise CheckpointError(
+                "keep_last= needs merge_checkpoints=False: a merged folder looks like any model's, and only "
+                "checkpoints that are certainly autopar's are deleted"
+            )
         if keep_last is not None:
             check_keep_last(Path(path), keep_last)
         return cls(path, bool(merge_checkpoints), parse_size(max_shard_size), format, keep_last, bool(async_save))

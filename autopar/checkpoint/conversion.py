@@ -44,7 +44,7 @@ class Converted(LazyTensor):
         if out.dtype == self.dtype:
             self.base.read_into(out, box)
             return
-        between = torch.empty(out.shape, dtype=self.dtype)
+        between = torch.empty(out.shape, dtype=self.dtype, device="cpu")
         self.base.read_into(between, box)
         out.copy_(between)
 

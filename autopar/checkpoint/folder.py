@@ -23,6 +23,7 @@ _OURS = re.compile(
     r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
     r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+    r"|wrapper\.safetensors"
 )
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -117,9 +118,10 @@ def _check_replaceable(target: Path, replace: bool) -> None:
     names = sorted(os.listdir(target))
     if not names:
         return
-    if not {"autopar.json", "config.json"} & set(names):
+    lost = [name for name in names if _OURS.fullmatch(name)]
+    if lost and not {"autopar.json", "config.json"} & set(names):
         raise CheckpointError(
-            f"{target} holds files but no checkpoint (neither autopar.json nor config.json): it is not overwritten\n"
+            f"{target} holds {lost[0]} but neither autopar.json nor config.json: it is not overwritten\n"
             f"  It holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Choose another folder."
         )
     if not replace:

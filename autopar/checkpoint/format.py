@@ -2,7 +2,9 @@
 
     config.json, generation_config.json     as Hugging Face writes them
     model-tp{t}-pp{p}.safetensors           what tensor-parallel rank t of stage p holds, under Hugging Face's names
-    optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved
+    optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
+                                            weights of half-precision parameters (``wte.weight::master``)
+    optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, what replica d keeps
     extra-tp0-pp0.safetensors               tensors among the user's own data, if there are any
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from autopar.checkpoint.lazy import InMemory, LazyTensor, Permuted, RangeFile, S
 from autopar.checkpoint.safetensors_stream import SafetensorsReader, nbytes
 from autopar.errors import CheckpointError
 
-__all__ = ["open_files", "same_values"]
+__all__ = ["damage", "open_files", "same_values"]
 
 _CHUNK = 1 << 24  # bytes that are compared at a time
 
@@ -38,6 +39,21 @@ def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLik
             )
         tensors.update(_open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path))
     return tensors
+
+
+def damage(folder: Path) -> str:
+    """Which of the small files in ``folder`` that loading goes by is no whole one, and why; "" if all are."""
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.index.json")]):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{path} cannot be read: {error}"
+        if not isinstance(data, dict):
+            return f"{path} holds a {type(data).__name__}, not an object"
+        files = {} if path.name == "config.json" else data.get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            return f"{path} has no weight_map from names of tensors to names of files"
+    return ""
 
 
 def _check_inside(path: Path, folder: Path) -> None:

@@ -54,7 +54,7 @@ Run = tuple["RangeFile", int, int]
 """A file, the byte where a run begins, and its length."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
-_SHORT = 512  # bytes: shorter runs than that are read together with what lies between them
+_SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
 
 
 class RangeFile:
@@ -139,7 +139,7 @@ class LazyTensor(ABC):
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The elements of ``box`` (all of them by default) as a new contiguous tensor on the CPU."""
         box = whole_box(self.shape) if box is None else box
-        out = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+        out = torch.empty([stop - start for start, stop in box], dtype=self.dtype, device="cpu")
         self.read_into(out, box)
         return out
 
@@ -221,12 +221,12 @@ class Stored(LazyTensor):
         for low in range(start, stop, step):
             high = min(stop, low + step)
             if not box:
-                buffer = torch.empty((), dtype=self.dtype)
+                buffer = torch.empty((), dtype=self.dtype, device="cpu")
                 self._read_runs(buffer, box, 0)
                 out.copy_(buffer)
                 continue
             piece = _with(wide, 0, (low, high))
-            buffer = torch.empty([b - a for a, b in piece], dtype=self.dtype)
+            buffer = torch.empty([b - a for a, b in piece], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, piece, self._run_dim(piece))
             if wide is not box:
                 buffer = buffer.narrow(inner, box[inner][0], box[inner][1] - box[inner][0])

@@ -72,6 +72,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wa
     def check() -> dict[str, Any]:
         nonlocal loading
         check_timeout(timeout)
+        if torch.is_inference_mode_enabled():
+            raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
         wanted.check()
         loading = _Loading(model, Path(absolute(directory)), wanted)
         return {
@@ -132,6 +134,8 @@ class _Loading:
                     ", ".join(key for key in ("optimizer", "lr_scheduler", "extra") if key in training) or "none of it"
                 )
                 raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
+        if self.wanted.lr_scheduler is not None:
+            _check_scheduler(self.wanted.lr_scheduler, training["lr_scheduler"], folder)
         optimizer, plan = self.wanted.optimizer, self.state.plan
         if optimizer is not None:
             self.weights = TrainingWeights(optimizer, model, plan, self.shards.manifest)
@@ -178,18 +182,24 @@ class _Loading:
         extra = self.shards.manifest.parts.get("extra")
         chosen = [name for name in ("lr_scheduler", "extra") if getattr(wanted, name) is not None]
         tensors = {name: self.shards.lazy(name, "extra").read() for name in extra.tensors} if extra and chosen else {}
-        return {name: decode(training[name], tensors, name) for name in chosen}
+        return {name: decode(training[name], tensors, name) for name in chosen}  # the scheduler's with its class
 
     def _restore(self, plain: Mapping[str, Any]) -> None:
         wanted, mpu = self.wanted, self.state.mpu
         if wanted.lr_scheduler is not None:
-            wanted.lr_scheduler.load_state_dict(plain["lr_scheduler"])
+            wanted.lr_scheduler.load_state_dict(plain["lr_scheduler"]["state"])
         if wanted.extra is not None:
             wanted.extra.update(plain["extra"])
         states = self.shards.manifest.training.get("random_states")
         if states is not None and (wanted.optimizer is not None or wanted.lr_scheduler is not None):
             chosen = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank)
             mpu.random_tracker = random_states.restore(chosen, mpu.random_tracker)
+
+
+def _check_scheduler(scheduler: Any, saved: Any, folder: Path) -> None:
+    then, now = saved.get("class") if isinstance(saved, Mapping) else None, type(scheduler).__name__
+    if then != now:
+        raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
 
 
 def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,25 +43,7 @@ FORMATS = {
     "bin": ("pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"),
 }
 OUTSIDE = "wrapper.safetensors"  # modules of the user's own around the Hugging Face model, under their own names
-_ALONG = (
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "chat_template.*",
-    "*.jinja",
-    "*processor_config.json",
-    "*.py",
-    "README.md",
-    "LICENSE*",
-)
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|index\.json|tmp|lock)|autopar\.json|\..*")
 
 
 def check_format(format: object) -> None:
@@ -149,17 +132,19 @@ def refuse_own_place(verb: str, folder: Path, target: Path) -> None:
 
 def write_dtype(path: Path, dtype: torch.dtype) -> None:
     """Note in a ``config.json`` that the weights were converted."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no mapping")
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def files_along(folder: Path) -> Iterable[Path]:
-    """The small files of a checkpoint that every form of it needs: config, tokenizer, templates, code."""
-    found = {folder / "config.json"}
-    for pattern in _ALONG:
-        found.update(path for path in folder.glob(pattern) if path.is_file())
-    return sorted(found)
+    """What every form of a checkpoint needs beside the weights: config, tokenizer, templates, code, notes."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and not _WEIGHTS.fullmatch(path.name))
 
 
 def write_merged(
@@ -230,8 +215,14 @@ def _verified_meanwhile(shards: Shards, verify: bool) -> Iterator[None]:
                 return
             shards.verify(item)
 
-    with ThreadPoolExecutor(1, "autopar verify") as pool:
+    try:
+        pool = ThreadPoolExecutor(1, "autopar verify")
         done = pool.submit(run)
+    except RuntimeError:  # the interpreter is ending, and a save in the background with it
+        run()
+        yield
+        return
+    with pool:
         try:
             yield
         except BaseException:

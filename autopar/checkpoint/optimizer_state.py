@@ -100,6 +100,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
         CheckpointError: a parameter is not the model's, or a state cannot be saved (which one, and why).
     """
     title = _title(optimizer)
+    _refuse_wrapper(optimizer, title)
     groups = _groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
     plans: dict[str, TensorPlan] = {}
@@ -162,6 +163,7 @@ def prepare(
         CheckpointError: the facts are damaged, or the state is not that of this optimizer (what differs).
     """
     title = _title(optimizer)
+    _refuse_wrapper(optimizer, title)
     groups = _groups(optimizer, model, plan)
     before = Facts.parse(facts)
     before.check_class(title)
@@ -197,6 +199,16 @@ def prepare(
 
 def _title(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _refuse_wrapper(optimizer: Optimizer, title: str) -> None:
+    """Raise CheckpointError for an optimizer around another one, whose own ``state`` is not the one that is used."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and value.state is not optimizer.state:
+            raise CheckpointError(
+                f"{title} wraps a {type(value).__name__} (its attribute {name!r}) and does not hold its state itself\n"
+                f"  Pass that one: optimizer=optimizer.{name}, where each rank holds all of it; or save without."
+            )
 
 
 def _kind_name(value: object) -> str:

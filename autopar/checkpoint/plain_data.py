@@ -141,6 +141,7 @@ class _Encoder:
         if value.layout != torch.strided or value.device.type == "meta":
             what = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
             raise CheckpointError(f"{where} is a tensor {what}; a checkpoint holds dense tensors with values")
+        value = value.detach().resolve_conj().resolve_neg()  # a file holds values, not how they are to be read
         if not self._inline:
             if where in self.tensors:
                 raise CheckpointError(f"two tensors would be called {where}")

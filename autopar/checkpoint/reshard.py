@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -156,6 +157,7 @@ def write_part(
         stages: name -> stage.
     """
     tp, pp = mesh
+    _allow_open_files(tp * pp)
     places = [(t, p) for p in range(pp) for t in range(tp)] if part != "extra" else [(0, 0)]
     with ExitStack() as stack:
         writers = {}
@@ -179,6 +181,20 @@ def write_part(
         size = writer.path.stat().st_size
         records[writer.path.name] = FileRecord(t, p, None, size, writer.header, writer.checksums)
     return Part(part, plans, records)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the process's limit of open files if need be, or CheckpointError if that is not allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + 256
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise CheckpointError(
+            f"{count} shard files are written side by side, this process may open {hard} files\n"
+            f"  Raise the limit (ulimit -n {needed}), or write fewer shards."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _holds(key: str, plan: TensorPlan, t: int) -> bool:

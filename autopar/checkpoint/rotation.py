@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -19,13 +20,9 @@ __all__ = ["check_keep_last", "is_checkpoint", "rotate", "series"]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _DROPPED = re.compile(r"\.(.+)\.old-[0-9a-f]{16}", re.DOTALL)
-_FIRST = ("autopar.json", "config.json")  # what makes a folder a checkpoint: deleted before the rest
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_MARK = "autopar.json"  # what makes a folder a checkpoint of ours: deleted before the rest
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
+_ABANDONED = 24 * 3600  # seconds after which a temporary folder of the series is nobody's any more
 
 
 def series(path: str | os.PathLike[str]) -> tuple[str, int]:
@@ -60,12 +57,11 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a complete checkpoint, in autopar's form or merged; False for a symbolic link."""
-    try:
-        names = set() if folder.is_symlink() else set(os.listdir(folder))
-    except OSError:  # a file, or nothing that may be read
-        return False
-    return "autopar.json" in names or ("config.json" in names and not names.isdisjoint(_WEIGHTS))
+    """Whether a folder holds a checkpoint in autopar's form; False for a symbolic link.
+
+    A merged folder looks like any model's, a user's base model included, and is never deleted.
+    """
+    return not folder.is_symlink() and (folder / _MARK).is_file()
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
@@ -119,12 +115,14 @@ def _members(parent: Path, stem: str) -> list[Path]:
 
 
 def _half_deleted(parent: Path, stem: str) -> list[Path]:
-    """Hidden folders of the series that are no checkpoint any more."""
+    """Hidden folders of the series that are no checkpoint any more, or that a killed save left long ago."""
     found = []
     for entry in os.scandir(parent):
-        dropped = _DROPPED.fullmatch(entry.name)
-        numbered = _NUMBERED.fullmatch(dropped[1]) if dropped is not None else None
+        hidden = _DROPPED.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
+        numbered = _NUMBERED.fullmatch(hidden[1]) if hidden is not None else None
         if numbered is None or numbered[1] != stem or entry.is_symlink():
+            continue
+        if _TEMPORARY.fullmatch(entry.name) and time.time() - entry.stat().st_mtime < _ABANDONED:
             continue
         if not is_checkpoint(Path(entry.path)):  # a whole one may be what an interrupted save was about to replace
             found.append(Path(entry.path))
@@ -136,7 +134,6 @@ def _remove(path: Path) -> None:
     hidden = path.parent / f".{path.name}.old-{secrets.token_hex(8)}"
     os.rename(path, hidden)
     fsync(path.parent)
-    for name in _FIRST:
-        (hidden / name).unlink(missing_ok=True)
+    (hidden / _MARK).unlink(missing_ok=True)
     fsync(hidden)
     shutil.rmtree(hidden)

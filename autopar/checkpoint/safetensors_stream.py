@@ -100,7 +100,7 @@ class SafetensorsWriter:
         self.checksums: dict[str, str] = {}
         self._next = iter(self.order)
         self._written = 0
-        self._scratch = torch.empty(0, dtype=torch.uint8)  # kept: fresh memory costs more than filling it
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # kept: fresh memory costs more than filling it
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
         for name in self.order:
@@ -133,7 +133,7 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor; it is copied to the CPU and made contiguous. Raises ``ValueError`` out of order."""
         self._is_next(name, tensor.dtype, tuple(tensor.shape))
-        on_cpu = tensor.detach().to("cpu").contiguous()
+        on_cpu = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         data = memory(on_cpu)
         self._append(data)
         self.checksums[name] = checksum(data)
@@ -145,7 +145,7 @@ class SafetensorsWriter:
         if runs is None:
             size = nbytes(lazy.dtype, lazy.shape)
             if self._scratch.numel() < size:
-                self._scratch = torch.empty(size, dtype=torch.uint8)
+                self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
             whole = self._scratch[:size].view(lazy.dtype).view(lazy.shape)
             lazy.read_into(whole, whole_box(lazy.shape))
             self._append(memory(whole))
@@ -235,7 +235,7 @@ class SafetensorsReader:
     def read(self, name: str, expected: str | None = None) -> torch.Tensor:
         """One tensor, on the CPU. Raises CheckpointError if it cannot be read or its checksum is not ``expected``."""
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         data = memory(tensor)
         self._file.read_into(data, entry.start)
         if expected is not None and checksum(data) != expected:

@@ -18,6 +18,7 @@ from autopar.checkpoint.checksum import file_checksum
 from autopar.checkpoint.folder import Staging, fsync_files
 from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.merge import write_merged
+from autopar.checkpoint.optimizer_facts import Facts
 from autopar.checkpoint.optimizer_facts import merge as merge_facts
 from autopar.checkpoint.part import FileRecord, Part, shard_name
 from autopar.checkpoint.rotation import rotate
@@ -48,9 +49,10 @@ def save(
     meet(mpu, "save_parallelized", patience(timeout))
     request: Request | None = None
     mine: Snapshot | None = None
+    writing: _Writing | None = None
 
     def check() -> dict[str, Any]:
-        nonlocal request, mine
+        nonlocal request, mine, writing
         check_timeout(timeout)
         request = Request.of(**arguments)
         training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
@@ -61,18 +63,20 @@ def save(
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
         mine = snapshot(model, optimizer, lr_scheduler, extra)
+        writing = _Writing(state, request, config_writer(model))
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         return {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
 
     together(mpu, check, check=same_call)
-    assert request is not None and mine is not None
+    assert request is not None and mine is not None and writing is not None
     if mine.in_shares:
         mine = _on_all(mpu, partial(mine.gathered, mpu))
-    writing = _Writing(model, state, request, mine)
-    if request.async_save:
-        state.background.start(mpu, _on_all(mpu, mine.copied), writing.run)
-    else:
+    if not request.async_save:
         writing.run(mpu, mine)
+        return
+    copied = _on_all(mpu, mine.copied)
+    writing.prepare(mpu)  # what is wrong with the folder is said now, and it is this save's from here on
+    state.background.start(mpu, copied, writing.run)
 
 
 def _on_all(peers: Peers, make: Callable[[], Snapshot]) -> Snapshot:
@@ -85,10 +89,10 @@ def _on_all(peers: Peers, make: Callable[[], Snapshot]) -> Snapshot:
 class _Writing:
     """One save after all checks: the part that can go on in the background."""
 
-    def __init__(self, model: nn.Module, state: State, request: Request, mine: Snapshot) -> None:
-        self.state, self.request = state, request
+    def __init__(self, state: State, request: Request, write_config: Callable[[Path], None]) -> None:
+        self.state, self.request, self.write_config = state, request, write_config
         self.staging: Staging | None = None
-        self.write_config = config_writer(model)
+        self.place: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
     def _untouched(self) -> str:
         if self.staging is not None and self.staging.committed:
@@ -100,12 +104,18 @@ class _Writing:
             return self._untouched()
         return f"{self.request.directory} holds the previous or the new checkpoint, whole."
 
+    def prepare(self, peers: Peers) -> tuple[Path, str]:
+        """Make the temporary folder. Every rank calls it."""
+        folder, save_id = first(peers, self._prepare, self._untouched)
+        self.place = Path(folder), save_id
+        return self.place
+
     def run(self, peers: Peers, mine: Snapshot) -> None:
         """Write, and put the folder in its place. Every rank runs it."""
         try:
-            folder, save_id = first(peers, self._prepare, self._untouched)
-            reports = together(peers, lambda: _write(mine, self.state, Path(folder), save_id), self._untouched)
-            first(peers, lambda: self._finish(Path(folder), save_id, reports), self._doubt)
+            folder, save_id = self.place or self.prepare(peers)
+            reports = together(peers, lambda: _write(mine, self.state, folder, save_id), self._untouched)
+            first(peers, lambda: self._finish(folder, save_id, reports), self._doubt)
         finally:
             if self.staging is not None:
                 self.staging.discard()
@@ -203,6 +213,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
     if reports[0]["facts"] is not None:
         parts["optimizer"] = Part("optimizer", plans, files.get("optimizer", {}))
         training["optimizer"] = merge_facts([report["facts"] for report in reports])
+        Facts.parse(training["optimizer"]).check_names(plans)  # nothing is saved that could not be loaded
     if "extra" in files:
         loose = {
             name: TensorPlan(name, tuple(shape), dtype.removeprefix("torch."))

@@ -194,7 +194,7 @@ class Shards:
         for tp in reversed(range(self.manifest.sizes.tp)):  # a lower rank has the last word where several hold a unit
             shard = self._shard(there, name, tp)
             if full is None:
-                full = torch.empty(plan.shape, dtype=shard.dtype)
+                full = torch.empty(plan.shape, dtype=shard.dtype, device="cpu")
             plan.layout.write(full, shard, tp)
         assert full is not None
         return full

@@ -117,7 +117,8 @@ def snapshot(
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
-        training["lr_scheduler"], found = encode(lr_scheduler.state_dict(), "lr_scheduler")
+        kept = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
+        training["lr_scheduler"], found = encode(kept, "lr_scheduler")
         loose |= found
     if extra is not None:
         if not isinstance(extra, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,15 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
     config.dtype = str(hf_model.dtype).removeprefix("torch.")
     config.architectures = [plain.__name__]
     generation = copy.deepcopy(hf_model.generation_config) if hf_model.can_generate() else None
+    if generation is not None:
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            warnings.warn(
+                f"generation_config.json is not saved, because transformers refuses it: {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+            generation = None
 
     def write(folder: Path) -> None:
         if hf_model.is_remote_code():

@@ -95,11 +95,13 @@ class ParallelStep:
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """The dp rank that keeps the state of ``parameter``; None if every replica keeps it (no ZeRO-1)."""
+        if parameter not in self._owners:  # of a group that was added since the last step
+            self._adopt()
         return self._owners[parameter] if self._shares else None
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank keeps the state of ``parameter``, and its fp32 weight."""
-        return not self._shares or self._owners[parameter] == self.mpu.dp.rank
+        return self.owner(parameter) in (None, self.mpu.dp.rank)
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The fp32 weight that the optimizer steps instead of ``parameter``; None if that is the parameter itself.

@@ -16,7 +16,19 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-__all__ = ["Conductor", "Course", "Handed", "StageDone", "element_class", "keep_length", "plain_element_class"]
+from autopar.pipeline_parallel.absent import Absent
+from autopar.pipeline_parallel.messages import map_tensors
+
+__all__ = [
+    "Conductor",
+    "Course",
+    "Handed",
+    "StageDone",
+    "WrittenInPlace",
+    "element_class",
+    "keep_length",
+    "plain_element_class",
+]
 
 
 class Handed:
@@ -41,15 +53,63 @@ class StageDone(Exception):
         self.handed = handed
 
 
+class WrittenInPlace(Exception):
+    """A model wrote into the output of an earlier block, which every block before this stage returned."""
+
+
 class Course:
-    """Which elements one forward runs: those from ``start`` up to, not including, ``stop``."""
+    """Which elements one forward runs: those from ``start`` up to, not including, ``stop``.
+
+    Attributes:
+        watch: where a forward is examined: then only ``source``, the element in front of the stage, returns what was
+            received, and earlier ones a copy that is marked as absent.
+        before: earlier blocks that were called.
+        loss: what was made of the result.
+    """
 
     def __init__(self, start: int, stop: int, last: bool, received: Handed | None) -> None:
         self.start, self.stop, self.last = start, stop, last
         self.received = received
+        self.watch: Absent | None = None
+        self.loss: Any = None
+        self.restart(start - 1)
+
+    def restart(self, source: int) -> None:
+        """Ready to run, again if it ran before."""
+        received = self.received
+        self.source = source
         self.encoder = received.encoder if received is not None else None
         self.output = received.output if received is not None else None  # of the last element so far
         self.cache: Cache | None = None
+        self.before: list[int] = []
+        self._copies: list[tuple[int, torch.Tensor, int]] = []
+
+    @property
+    def skipped_source(self) -> bool:
+        """Whether earlier blocks were called, but not the last of them."""
+        return bool(self.before) and self.source not in self.before
+
+    def arrived(self, place: int) -> Any:
+        """What the earlier block ``place`` returns."""
+        assert self.received is not None, f"element {place} of a stage that received nothing"
+        self.before.append(place)
+        if self.watch is None or place == self.source:
+            return self.received.output
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            copied = tensor.detach().clone()
+            self._copies.append((place, copied, copied._version))
+            return copied
+
+        made = map_tensors(self.received.output, stand_in)
+        self.watch.mark(made, [f"the output of block {place}"])
+        return made
+
+    def check_copies(self) -> None:
+        """Raise if the model wrote into what :meth:`arrived` gave it."""
+        for place, copied, version in self._copies:
+            if copied._version != version:
+                raise WrittenInPlace(place)
 
 
 class Conductor:
@@ -58,13 +118,15 @@ class Conductor:
     Attributes:
         encoder: place of the encoder among the elements.
         course: what runs now; None outside of the pipeline's forwards (then elements are what they were).
-        unproven: modes in which no stage has run yet: the first one is looked at (see ``holding``).
+        absent: name -> placeholder of each tensor that this rank does not hold.
+        proven: kinds of calls that were examined -> entries of the result that the last stage cannot make.
     """
 
     def __init__(self, encoder: int | None) -> None:
         self.encoder = encoder
         self.course: Course | None = None
-        self.unproven = {True, False}  # training, evaluation
+        self.absent: dict[str, torch.Tensor] = {}
+        self.proven: dict[Any, tuple[str, ...]] = {}
 
     @contextmanager
     def running(self, course: Course) -> Iterator[Course]:
@@ -89,12 +151,13 @@ class _Element:
         if self.place != self.conductor.encoder:
             course.cache = course.cache or _cache_among(args, kwargs)
         if self.place < course.start:
-            assert course.received is not None, f"element {self.place} of a stage that received nothing"
             if self.place == self.conductor.encoder:
                 return course.encoder
             if course.cache is not None:
                 _keep_length_of(self, course.cache, args, kwargs)
-            return course.received.output
+            return course.arrived(self.place)
+        if course.watch is not None:
+            course.check_copies()
         if self.place >= course.stop and self.place != self.conductor.encoder and not course.last:
             # The element that ends the stage was not called.
             raise StageDone(Handed(course.output, course.encoder))

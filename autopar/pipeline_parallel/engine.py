@@ -10,74 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from transformers.utils.generic import ModelOutput
 
-from autopar.errors import UnsupportedModelError
-from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone
+from autopar.pipeline_parallel.course import Conductor, Course, Handed
 from autopar.pipeline_parallel.messages import Post, map_tensors
+from autopar.pipeline_parallel.partial import complete
 from autopar.pipeline_parallel.schedule import Action
+from autopar.pipeline_parallel.stage import run_stage
 from autopar.policy.stages import StagePlan
 
-__all__ = ["Engine", "Step", "run_stage"]
+__all__ = ["Engine", "Step"]
 
 _STAGE_OFFSET = 7919  # between the seeds of two stages
-
-
-def run_stage(
-    model: Callable[..., Any], conductor: Conductor, course: Course, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """The forward of one stage: what it hands on (:class:`Handed`), or on the last one what the model returns."""
-    with conductor.running(course):
-        try:
-            result = model(*args, **kwargs)
-            if not course.last:
-                result = Handed(course.output, course.encoder)
-        except StageDone as done:
-            result = done.handed
-    if torch.is_grad_enabled() in conductor.unproven:
-        conductor.unproven.discard(torch.is_grad_enabled())
-        _prove(course, result)
-    return _without_placeholders(result) if course.start else result
-
-
-def _prove(course: Course, result: Any) -> None:
-    """Raise if a stage computed with what it does not hold, which is not a number."""
-    received, made = course.received, result
-    if received is not None and _not_a_number((received.output, received.encoder)):
-        return
-    if isinstance(made, Handed):
-        made = (made.output, made.encoder)
-    elif isinstance(made, ModelOutput):
-        made = made[_chief(made)]
-    if _not_a_number(made):
-        raise UnsupportedModelError(
-            "this model cannot be cut into pipeline stages, or gives values that are not numbers: the output of the "
-            f"elements {course.start} to {course.stop - 1} of the pipeline is nan, though what they received is not.\n"
-            "  Their code may read more than the output of the block before (an image encoder, say). If the weights "
-            "are at fault, pipeline_parallel_size=1 shows the same."
-        )
-
-
-def _chief(output: ModelOutput) -> str:
-    """The first entry that is no loss: logits, or hidden states. A loss may be 0 / 0, where no label counts."""
-    return next((name for name in output if "loss" not in name), next(iter(output)))
-
-
-def _without_placeholders(result: Any) -> Any:
-    """A last stage's output without what the model computed in front of its blocks (an image encoder's states)."""
-    if isinstance(result, ModelOutput):
-        chief, kept = _chief(result), dict(result)
-        for name, value in result.items():
-            if name != chief and "loss" not in name and isinstance(value, torch.Tensor) and _not_a_number(value):
-                kept[name] = None
-        return type(result)(**kept) if None in kept.values() else result
-    return result
-
-
-def _not_a_number(value: Any) -> bool:
-    found: list[bool] = []
-    map_tensors(value, lambda x: found.append(x.is_floating_point() and bool(x.isnan().any())))
-    return any(found)
 
 
 @contextlib.contextmanager
@@ -111,6 +54,7 @@ class Step:
         scale: applied to what is differentiated (fp16 loss scaling).
         call: what is called with a micro-batch; None: the model.
         losses, outputs: per micro-batch, filled on the last stage.
+        withheld: entries that the outputs lack there.
     """
 
     microbatches: list[dict[str, Any]]
@@ -122,6 +66,7 @@ class Step:
     call: Callable[..., Any] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    withheld: tuple[str, ...] = ()
 
 
 @dataclass
@@ -163,6 +108,7 @@ class Engine:
         do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weights}
         self._open, self._here = {}, {}
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
+        self.post.begin()
         try:
             for kind, stage, microbatch in lists[self.rank]:
                 do[kind](stage, microbatch, step)
@@ -194,10 +140,12 @@ class Engine:
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
         course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, received)
+        loss_of = step.loss_of
+        finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
         with torch.set_grad_enabled(step.backward), draws_of(stage, plan.stages, self.model.training and step.backward):
-            result = run_stage(step.call or self.model, self.conductor, course, (), inputs)
+            result = run_stage(step.call or self.model, self.conductor, course, (), dict(inputs), finish)
         if last:
-            roots = self._finish(result, inputs, microbatch, step)
+            roots = self._finish(result, course.loss, microbatch, step)
         else:
             roots = []
             map_tensors((result.output, result.encoder), lambda x: roots.append(x) if x.requires_grad else None)
@@ -205,20 +153,18 @@ class Engine:
         if step.backward:
             self._open[stage, microbatch] = _Open(leaves, roots)
 
-    def _finish(self, result: Any, inputs: dict[str, Any], microbatch: int, step: Step) -> list[torch.Tensor]:
+    def _finish(self, result: Any, loss: Any, microbatch: int, step: Step) -> list[torch.Tensor]:
         """The last stage's loss, as what is differentiated; nothing if no label of the micro-batch counts."""
         roots: list[torch.Tensor] = []
-        if step.loss_of is not None:
-            with torch.set_grad_enabled(step.backward):
-                loss = step.loss_of(result, inputs)
-                if loss is not None:
-                    step.losses[microbatch] = loss.detach()
-                    weight = step.weights[microbatch]
-                    if step.backward and weight:
-                        counted = loss * weight
-                        roots.append(counted if step.scale is None else step.scale(counted))
+        if loss is not None:
+            step.losses[microbatch] = loss.detach()
+            weight = step.weights[microbatch]
+            if step.backward and weight:
+                counted = loss * weight
+                roots.append(counted if step.scale is None else step.scale(counted))
         if step.keep_outputs:
-            step.outputs[microbatch] = map_tensors(result, torch.Tensor.detach)
+            step.withheld = getattr(result, "_withheld", ())
+            step.outputs[microbatch] = map_tensors(complete(result), torch.Tensor.detach)
         return roots
 
     # -- backward --------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 A parameter that another stage holds leaves the module. In its place stays a plain tensor without memory (all its
 strides are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what it
-computes there is replaced by what the stage receives. It is not a number: were it used after all, the first forward
-would show it.
+computes there is replaced by what the stage receives (``stage`` proves it). It is not a number.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ class Dropped:
 
     def __init__(self) -> None:
         self.parameters: dict[int, nn.Parameter] = {}
+        self.placeholders: dict[str, torch.Tensor] = {}  # by name
         self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
         self.emptied: list[nn.Module] = []
@@ -92,7 +92,7 @@ def drop(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> 
             shape, dtype = parameter.shape, parameter.dtype
             if id(parameter) not in dropped.parameters:
                 dropped.parameters[id(parameter)] = parameter
-            module.__dict__[name] = _placeholder(dtype, device).expand(shape)
+            module.__dict__[name] = dropped.placeholders[start + name] = _placeholder(dtype, device).expand(shape)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and start + name in foreign and any(map(start.startswith, blocks)):
                 dropped.buffers.append((module, name, start + name, buffer))

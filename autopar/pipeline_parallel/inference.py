@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from autopar.pipeline_parallel.course import Conductor, Course, Handed, keep_length
-from autopar.pipeline_parallel.engine import run_stage
 from autopar.pipeline_parallel.messages import Post
+from autopar.pipeline_parallel.partial import complete, partial
+from autopar.pipeline_parallel.stage import run_stage
 from autopar.policy.stages import StagePlan
 
 __all__ = ["call_through_stages"]
@@ -42,35 +44,60 @@ def call_through_stages(
     stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     plain = functools.partial(type(module).forward, module)  # the hooks around it have run
+    owner = plan.rank_of[stages[-1]]
+    ran = any(plan.rank_of[stage] == rank for stage in stages)
+    post.begin()
+    try:
+        result, used = _through(plain, stages, conductor, plan, rank, post, args, kwargs)
+        cache = cache or used
+        if owner == rank:
+            for other in range(plan.ranks):
+                if other != rank:
+                    post.send((complete(result), getattr(result, "_withheld", ())), other, **_RESULT)
+        else:
+            result = partial(*post.receive(owner, **_RESULT, cache=cache))
+        post.settle()
+    except Exception as error:
+        waiting = [(other, _RESULT["tag"]) for other in range(plan.ranks) if owner == rank and other != rank]
+        for stage, following in itertools.pairwise(stages):
+            if plan.rank_of[stage] == rank != plan.rank_of[following]:
+                waiting.append((plan.rank_of[following], _how(stage, following)["tag"]))
+        post.send_failure(error, waiting)
+        raise
+    if not ran and cache is not None:
+        _keep_lengths(module, cache, kwargs)
+    return result
+
+
+def _through(
+    plain: Any,
+    stages: list[int],
+    conductor: Conductor,
+    plan: StagePlan,
+    rank: int,
+    post: Post,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Cache | None]:
+    """What this rank's stages make, the last one's result if it is here, and the cache that they used."""
     handed: Handed | None = None
     result: Any = None
-    ran = False
+    cache: Cache | None = None
     for number, stage in enumerate(stages):
         if plan.rank_of[stage] != rank:
             continue
-        ran = True
         if number and plan.rank_of[stages[number - 1]] != rank:
             handed = Handed(*post.receive(plan.rank_of[stages[number - 1]], **_how(stages[number - 1], stage)))
         last = number == len(stages) - 1
         course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, handed if number else None)
-        result = run_stage(plain, conductor, course, args, kwargs)
+        result = run_stage(plain, conductor, course, args, dict(kwargs))
         cache = cache or course.cache
         if not last:
             handed = result
             following = plan.rank_of[stages[number + 1]]
             if following != rank:
                 post.send((handed.output, handed.encoder), following, **_how(stage, stages[number + 1]))
-    owner = plan.rank_of[stages[-1]]
-    if owner == rank:
-        for other in range(plan.ranks):
-            if other != rank:
-                post.send(result, other, **_RESULT)
-    else:
-        result = post.receive(owner, **_RESULT, cache=cache)
-    post.settle()
-    if not ran and cache is not None:
-        _keep_lengths(module, cache, kwargs)
-    return result
+    return result, cache
 
 
 _RESULT: dict[str, Any] = {"way": "forward", "tag": 1_000_001, "what": "the model's result"}

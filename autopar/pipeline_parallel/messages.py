@@ -131,11 +131,16 @@ class Post:
         self._groups = {"forward": forward, "backward": backward}
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
         self._label: Any = None
+        self._pass = 0
         self._farewell: list[Any] = []
         self._alarms: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Post:
         return self
+
+    def begin(self) -> None:
+        """A new pass begins, on every rank: what a pass that failed left behind is thrown away from now on."""
+        self._pass += 1
 
     def send(self, value: Any, to: int, *, way: str, tag: int, what: str, label: Any = None) -> None:
         """Send ``value`` to place ``to`` of the axis; returns at once.
@@ -161,16 +166,16 @@ class Post:
             receivers: (place, tag that it waits for).
         """
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-        self._sent.clear()
         for place, tag in receivers:
             with contextlib.suppress(PipelineError):
                 self._send_header(_Failure(text), self.axis.ranks[place], tag, "a failure")
-        self._farewell = self._sent  # buffers live as long as this process may still be asked
+        # Buffers live as long as this process may still be asked: the receiver throws them away in a later pass.
+        self._farewell += self._sent
         self._sent = []
         time.sleep(min(self.timeout, _FAREWELL) / 2)
 
     def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
-        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(pickle.dumps((self._pass, value))), dtype=torch.uint8)
         self._start(torch.tensor([packed.numel()]), peer, self.control, 2 * tag, what)
         self._start(packed, peer, self.control, 2 * tag, what)
 
@@ -188,10 +193,6 @@ class Post:
             PipelineError: nothing came in time, or the other process ended.
         """
         peer = self.axis.ranks[origin]
-        length = torch.zeros(1, dtype=torch.int64)
-        self._wait(length, peer, self.control, 2 * tag, what)
-        header = torch.empty(int(length.item()), dtype=torch.uint8)
-        self._wait(header, peer, self.control, 2 * tag, what)
 
         def tensor_of(slot: Slot) -> torch.Tensor:
             tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
@@ -199,10 +200,19 @@ class Post:
                 self._wait(tensor, peer, self._groups[way], 2 * tag + 1, what)
             return tensor.requires_grad_(slot.requires_grad)
 
-        packed = pickle.loads(header.numpy().tobytes())
-        if isinstance(packed, _Failure):
-            raise PipelineError(f"rank {peer} could not send {what}, it failed:\n{packed.text}")
-        return unpack(packed, tensor_of, cache)
+        while True:
+            length = torch.zeros(1, dtype=torch.int64)
+            self._wait(length, peer, self.control, 2 * tag, what)
+            header = torch.empty(int(length.item()), dtype=torch.uint8)
+            self._wait(header, peer, self.control, 2 * tag, what)
+            sent_in, packed = pickle.loads(header.numpy().tobytes())
+            if isinstance(packed, _Failure):
+                if sent_in < self._pass:
+                    continue
+                raise PipelineError(f"rank {peer} could not send {what}, it failed:\n{packed.text}")
+            value = unpack(packed, tensor_of, cache)
+            if sent_in >= self._pass:
+                return value
 
     def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
         try:

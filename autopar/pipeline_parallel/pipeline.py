@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,12 +31,13 @@ from autopar.pipeline_parallel.microbatches import (
     split,
     weights_of,
 )
+from autopar.pipeline_parallel.partial import partial
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
+from autopar.policy.collected import refuse_collected
 from autopar.policy.stages import StagePlan
 
 __all__ = ["Pipeline", "PipelineOutput"]
 
-_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _NAMES = ("execute_pipeline", "forward", "generate", "save_pretrained", "_autopar_pipeline", "_autopar_span")
 
 
@@ -82,6 +83,7 @@ class Pipeline:
         if plan.stages > 1:
             cut(model, plan, self.conductor)
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
+        self.conductor.absent = self.dropped.placeholders
         self.shared = Shared(model, plan, mpu)
         self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
         self.shifted = shifts_labels(inner)
@@ -137,18 +139,6 @@ class Pipeline:
                 lists = forwards(self.plan.rank_of, microbatches)
             self._schedules[key] = lists
         return self._schedules[key]
-
-    def refuse_collected(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the model is to return what it collects from all of its layers."""
-        config = self.inner.config
-        configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-        for name in _COLLECTED if self.plan.stages > 1 else ():
-            if arguments.get(name) or any(getattr(config, name, False) for config in configs):
-                raise ConfigError(
-                    f"{name}=True collects from every layer of {type(self.inner).__name__}, which is cut into "
-                    f"{self.plan.stages} pipeline stages: each has only its own. Leave it out"
-                    + (" (config.output_router_logits: the routers' auxiliary loss)." if "router" in name else ".")
-                )
 
     def run(self, model: nn.Module, step: Step) -> None:
         """One pass of the schedule, with gradients summed over stages that share a tensor, averaged over replicas."""
@@ -218,7 +208,7 @@ def execute_pipeline(
     if backward in pipeline.unchecked:
         pipeline.unchecked.discard(backward)
         check_batch(batch, mpu.pp)
-    pipeline.refuse_collected(batch)
+    refuse_collected(pipeline.inner, pipeline.plan.stages, batch)
     main = pipeline.inner.main_input_name
     samples = batch_size(batch, main)
     microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
@@ -238,7 +228,8 @@ def execute_pipeline(
         result.loss = pipeline.share_loss(result.loss)
     if return_outputs and pipeline.last:
         sizes = [batch_size(microbatch, main) for microbatch in microbatches]
-        result.outputs = merge_outputs([step.outputs[m] for m in range(len(microbatches))], sizes, step.weights)
+        merged = merge_outputs([step.outputs[m] for m in range(len(microbatches))], sizes, step.weights)
+        result.outputs = partial(merged, step.withheld)
     return result
 
 
@@ -293,7 +284,7 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
                 "  out = model.execute_pipeline(batch, optimizer=optimizer); optimizer.step(); optimizer.zero_grad()\n"
                 "  A plain call is for inference: model.eval(), or under torch.no_grad()."
             )
-        pipeline.refuse_collected(kwargs)
+        refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
         return call_through_stages(
             *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
             *(args, kwargs),

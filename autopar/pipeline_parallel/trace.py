@@ -10,6 +10,7 @@ weights, on five tokens.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.pipeline_parallel.messages import map_tensors
+from autopar.pipeline_parallel.rehearsal import rehearse_stages
 from autopar.policy.stages import Reads
 
 __all__ = ["trace_reads"]
@@ -41,11 +43,17 @@ def trace_reads(
         if copied is model and device.type == "meta":
             return None
         real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
-        for variant in (real, _with_mask(copied, real)):
+        for variant in (real, _with_mask(copied, real), _with_images(copied, real)):
+            start = f"{prefix}." if prefix else ""
             try:
-                return _trace(copied, f"{prefix}." if prefix else "", elements, encoder, variant)
+                reads = _trace(copied, start, elements, encoder, variant)
             except Exception:  # it does not run so, which says nothing about the model
                 continue
+            reads.within = start
+            taken = inspect.signature(copied.forward).parameters
+            once = {**variant, **({"use_cache": False} if "use_cache" in taken else {})}
+            reads.rehearse = functools.partial(rehearse_stages, copied, start, inputs=once)
+            return reads
     return None
 
 
@@ -83,6 +91,18 @@ def _with_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, A
     return {"attention_mask": torch.ones_like(ids), **inputs}
 
 
+def _with_images(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """With images of the size that the config names, for models that do not run on text alone."""
+    vision = getattr(model.config, "vision_config", None)
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
+    batch, device = next(iter(inputs.values())).shape[0], next(iter(inputs.values())).device
+    if type(size) is not int:
+        return dict(inputs)
+    pixels = torch.zeros(batch, channels, size, size, dtype=model.dtype, device=device)
+    names = [name for name in inspect.signature(model.forward).parameters if name.endswith("pixel_values")]
+    return {**dict.fromkeys(names, pixels), **inputs}
+
+
 class _Watch:
     def __init__(self, names: dict[int, str], encoder: int | None) -> None:
         self.names, self.encoder = names, encoder
@@ -93,6 +113,7 @@ class _Watch:
     def behind(self, place: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             self.reads.order.append(place)
+            self.reads.own_backward |= not torch.is_grad_enabled()
             self.read(place, output)
             return map_tensors(output, lambda tensor: self.cut(place, tensor))
 

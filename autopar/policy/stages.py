@@ -6,7 +6,7 @@ encoder itself (its output is what the decoder reads), then the decoder's blocks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -15,10 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import ConfigError, UnsupportedModelError
+from autopar.policy.collected import refuse_collected
+from autopar.policy.partition import partition, rank_of_stage
 from autopar.policy.schema import Policy
+from autopar.policy.unseen import looks_further
 from autopar.policy.uses import Scope, all_scopes, hugging_face_model, join, uses_of
 
-__all__ = ["Reads", "StagePlan", "elements_of", "make_stages", "partition", "rank_of_stage"]
+__all__ = ["Reads", "StagePlan", "elements_of", "make_stages"]
 
 
 @dataclass
@@ -29,11 +32,17 @@ class Reads:
         order: places of the elements in the order in which they were called.
         parameters: name -> places of the elements that read it; ``len(elements)``: what comes behind the last one does.
         earlier: place -> places of elements before the previous one whose output is read there.
+        own_backward: whether blocks run where no gradients are recorded: then the model has a backward of its own.
+        within: what names of the model that was seen begin with.
+        rehearse: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
     """
 
     order: list[int] = field(default_factory=list)
     parameters: dict[str, set[int]] = field(default_factory=dict)
     earlier: dict[int, set[int]] = field(default_factory=dict)
+    own_backward: bool = False
+    within: str = ""
+    rehearse: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,41 +110,6 @@ class StagePlan:
         )
 
 
-def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int, ...]:
-    """Stage -> rank: round and round, or (``folded``) to the last rank and back, which puts first and last together."""
-    return tuple(
-        ranks - 1 - stage % ranks if folded and stage // ranks % 2 else stage % ranks for stage in range(ranks * chunks)
-    )
-
-
-def partition(costs: Sequence[int], stages: int) -> list[int]:
-    """Bounds of the contiguous split of ``costs`` into non-empty stages whose largest sum is the smallest.
-
-    Of several such splits the most even one (the smallest sum of squares).
-
-    Raises:
-        ConfigError: more stages than costs.
-    """
-    count = len(costs)
-    if stages > count:
-        raise ConfigError(f"{count} blocks cannot be shared out over {stages} stages")
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: list[dict[int, tuple[tuple[int, int], list[int]]]] = [{0: ((0, 0), [0])}]
-    for stage in range(1, stages + 1):
-        row: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        for end in range(stage, count - (stages - stage) + 1):
-            options = []
-            for start, ((worst, squares), bounds) in best[-1].items():
-                if start < end:
-                    cost = sums[end] - sums[start]
-                    options.append(((max(worst, cost), squares + cost * cost), [*bounds, end]))
-            row[end] = min(options)
-        best.append(row)
-    return best[-1][count][1]
-
-
 def make_stages(
     root: nn.Module,
     policy: Policy,
@@ -154,11 +128,12 @@ def make_stages(
 
     Raises:
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
-        UnsupportedModelError: the blocks are no chain.
+        UnsupportedModelError: the blocks are no chain, or a stage cannot run by itself.
     """
     prefix, model = hugging_face_model(root)
     row = _Row(policy, prefix, model)
     count, stages = len(row.blocks), ranks * chunks
+    refuse_collected(model, stages, {})
     place = f"{type(model).__name__} ({', '.join(row.lists) or 'no list of blocks'})"
     together = _together(row, reads, place) if reads is not None and stages > 1 else list(range(count + 1))
     if stages == 1:
@@ -173,7 +148,9 @@ def make_stages(
                     f"{', '.join(map(str, together[1:-1])) or 'none'}."
                 )
     elif stages > len(together) - 1:
-        whole = "" if len(together) > count else f" (of which {len(together) - 1} groups can be told apart)"
+        whole = ""
+        if len(together) <= count:
+            whole = f" (but later ones, or the head, read what earlier ones made: they form {len(together) - 1} groups)"
         raise ConfigError(
             f"pipeline_parallel_size={ranks}{f' x chunks={chunks}' if chunks > 1 else ''} does not fit {place}: "
             f"{count} blocks{whole} cannot be shared out over {stages} stages.\n  Largest number of stages that fits "
@@ -192,7 +169,14 @@ def make_stages(
         encoder=row.encoder_place,
         costs=tuple(sum(costs[start:stop]) for start, stop in pairwise(bounds)),
     )
-    return replace(made, tensors=dict(row.tensors(root, made, reads.parameters if reads else {})))
+    made = replace(made, tensors=dict(row.tensors(root, made, reads)))
+    while reads is not None and reads.rehearse is not None and stages > 1:
+        more = reads.rehearse(made)
+        if not more:
+            break
+        wider = {name: tuple(sorted({*made.tensors[name], *read_by})) for name, read_by in more.items()}
+        made = replace(made, tensors={**made.tensors, **wider})
+    return made
 
 
 def elements_of(root: nn.Module, policy: Policy) -> tuple[tuple[str, ...], int | None]:
@@ -206,7 +190,12 @@ def _together(row: _Row, reads: Reads, place: str) -> list[int]:
     if any(first >= second for first, second in pairwise(reads.order)) or not reads.order:
         raise UnsupportedModelError(
             f"{place} cannot be cut into pipeline stages: its forward does not call each block once, in order "
-            f"(it calls {', '.join(map(str, reads.order[:8]))}{' ...' if len(reads.order) > 8 else ''})"
+            f"(it calls {', '.join(map(str, reads.order[:8])) or 'none'}{' ...' if len(reads.order) > 8 else ''})"
+        )
+    if reads.own_backward:
+        raise UnsupportedModelError(
+            f"{place} cannot be cut into pipeline stages: its forward runs the blocks where no gradients are recorded "
+            "(it has a backward pass of its own, or keeps them fixed)"
         )
     cuts = set(range(len(row.blocks) + 1))
     for reader, origins in reads.earlier.items():
@@ -310,19 +299,21 @@ class _Row:
             return first_of_main - 1 if _any_above(name, self.leaving) else 0
         return len(self.blocks) - 1 if _any_above(name, self.behind) or not _below(name, self.prefix) else first_of_main
 
-    def tensors(
-        self, root: nn.Module, plan: StagePlan, reads: Mapping[str, set[int]]
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors(self, root: nn.Module, plan: StagePlan, seen: Reads | None) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Each name of a parameter or buffer, with its stages: those that read it, else where the policy puts it."""
         everywhere = tuple(range(plan.stages))
+        reads = seen.parameters if seen is not None else {}
+        wide = self._wide(root, seen)
         ends = len(plan.elements) - 1
         by_id: dict[int, set[int]] = {}
         places: list[tuple[str, int]] = []
         for name, parameter in root.named_parameters(remove_duplicate=False):
             block = self._block_of(name) if self.blocks else 0
             held = everywhere if block is None else (self._stage(block, plan),)
-            if name in reads and not any(name.startswith(path + ".") for path in self.blocks):
+            if name in reads and not self._in_block(name):
                 held = tuple(plan.stage_of(min(place, ends)) for place in reads[name])
+            elif name in wide:
+                held = everywhere
             by_id.setdefault(id(parameter), set()).update(held)
             places.append((name, id(parameter)))
         for name, key in places:
@@ -334,6 +325,24 @@ class _Row:
                 yield name, (self._stage(owner, plan),)
             else:  # a buffer beside parameters (running statistics) is right where they are
                 yield name, held_by.get(name.rpartition(".")[0], everywhere)
+
+    def _wide(self, root: nn.Module, seen: Reads | None) -> set[str]:
+        """Parameters in front of the blocks that all stages need, as far as can be told without seeing them read."""
+        if len(self.blocks) < 2:
+            return set()
+        names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
+        start = join(self.prefix, "x")[:-1]
+        before = {name for name in names if name.startswith(start) and not self._in_block(name)}
+        before -= {name for name in before if _any_above(name, [*self.behind, *self.leaving])}
+        if seen is None:
+            return before
+        unread = {name for name in names if name not in seen.parameters and name.startswith(seen.within)}
+        unread -= {name for name in unread if _any_above(name, [*self.behind, *self.leaving])}
+        further = looks_further(self.model, self.prefix, self.blocks, unread, seen.parameters)
+        return unread & before if further else set()
+
+    def _in_block(self, name: str) -> bool:
+        return any(name.startswith(path + ".") for path in self.blocks)
 
     def _stage(self, block: int, plan: StagePlan) -> int:
         place = block + 1 if self.encoder_place is not None and block >= self.encoder_place else block

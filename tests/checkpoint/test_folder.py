@@ -96,9 +96,10 @@ def test_what_cannot_be_replaced(tmp_path, monkeypatch):
         Staging(tmp_path / "file" / "below")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("x")
-    with pytest.raises(CheckpointError, match="photos holds files but no checkpoint"):
+    (tmp_path / "photos" / "model.safetensors").write_text("x")
+    with pytest.raises(CheckpointError, match=r"photos holds model\.safetensors but neither autopar\.json"):
         Staging(tmp_path / "photos")
-    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+    assert sorted(os.listdir(tmp_path / "photos")) == ["cat.jpg", "model.safetensors"]
     make(tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="--force"):
         Staging(tmp_path / "ckpt", replace=False)

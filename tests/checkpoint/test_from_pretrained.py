@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,18 @@ from transformers import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    GenerationConfig,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedModel,
+    T5Config,
     T5ForConditionalGeneration,
 )
 
 import autopar
 from autopar.checkpoint.lazy import RangeFile
 from autopar.errors import CheckpointError, ConfigError
+from autopar.split import split_checkpoint
 from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
@@ -349,3 +355,180 @@ def test_a_rank_reads_its_share_and_no_more(tmp_path):
     share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
     assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     assert share < sum(read) < 1.01 * share
+
+
+def saved(folder: Path | str, model: Any, size: int) -> str:
+    """A folder of shards that the ranks have written."""
+    autopar.initialize(model, tp(size)).save_parallelized(str(folder))
+    return str(folder)
+
+
+@pooled(world_size=2)
+def test_untied_weights_of_a_config_that_ties(tmp_path):
+    for name, extra in (("different", 1.0), ("equal", 0.0)):
+        for size in (1, 2):
+            model = gpt2()
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + extra)
+            folder = saved(tmp_path / f"{name}{size}", model, size)
+            records: list[str] = []
+            handler = logging.Handler()
+            handler.emit = lambda record, to=records: to.append(record.getMessage())  # type: ignore[misc]
+            logging.getLogger("transformers").addHandler(handler)
+            lazy = autopar.from_pretrained(GPT2LMHeadModel, folder, tp(2))
+            logging.getLogger("transformers").removeHandler(handler)
+            head, table = lazy.lm_head.weight, lazy.transformer.wte.weight
+            assert (head is not table) == bool(extra)
+            assert torch.equal(head, table + extra)
+            assert any("they stay untied" in text for text in records) == bool(extra)
+            assert ("lm_head.weight" in lazy.all_tied_weights_keys) == (not extra)
+            lazy.save_parallelized(str(tmp_path / f"{name}{size}m"), merge_checkpoints=True)
+            merged = GPT2LMHeadModel.from_pretrained(tmp_path / f"{name}{size}m")
+            ids = torch.arange(12).view(2, 6)
+            assert torch.allclose(merged(ids).logits, lazy(ids).logits, atol=1e-5)
+
+
+@pooled(world_size=2)
+def test_dtypes_of_shards(tmp_path):
+    mixed = gpt2().bfloat16()
+    mixed.transformer.ln_f.float()
+    folder = saved(tmp_path / "mixed", mixed, 2)
+    expected = {name: tensor.dtype for name, tensor in mixed.state_dict().items()}
+    for auto in ("auto", None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), dtype=auto)
+        assert {name: tensor.dtype for name, tensor in lazy.state_dict().items()} == expected
+        assert not [one for one in caught if "converted" in str(one.message)]
+    for dtype in ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}):
+        with pytest.warns(UserWarning, match=r"2 tensors were converted on loading, transformer\.ln_f\.weight from fl"):
+            lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), **dtype)
+        assert {tensor.dtype for tensor in lazy.parameters()} == {torch.bfloat16}
+    config = T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, vocab_size=31)
+    plain = shared(tmp_path / "t5", T5ForConditionalGeneration(config))
+    keeps = autopar.from_pretrained(T5ForConditionalGeneration, plain, tp(2), dtype=torch.float16)
+    keeps.save_parallelized(str(tmp_path / "t5s"))
+    assert {tensor.dtype for tensor in keeps.parameters()} == {torch.float16, torch.float32}
+    for wanted in ("auto", torch.float16):
+        same(autopar.from_pretrained(T5ForConditionalGeneration, str(tmp_path / "t5s"), tp(2), dtype=wanted), keeps)
+    full = saved(tmp_path / "t5f", T5ForConditionalGeneration.from_pretrained(plain), 2)
+    with pytest.warns(UserWarning, match="converted on loading"):
+        same(autopar.from_pretrained(T5ForConditionalGeneration, full, tp(2), dtype=torch.float16), keeps)
+
+
+@pooled(world_size=2)
+def test_an_edited_config_of_shards(tmp_path):
+    folder = saved(tmp_path / "m", gpt2(), 2)
+    if dist.get_rank() == 0:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "activation_function": "relu"}))
+    dist.barrier()
+    with raises_everywhere(CheckpointError, "config.json is not the file that was saved", "verify=False"):
+        autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2))
+    lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), verify=False)
+    assert lazy.config.activation_function == "relu"
+
+
+@pytest.mark.parametrize("kind", ["files", "shards"])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", "config.json"),
+        ("config.json", "[]", "config.json holds a list, not an object"),
+        ("config.json", {"n_embd": "x"}, "n_embd"),
+        ("config.json", {"n_head": 5}, "divisible by num_heads"),
+        ("config.json", {"dtype": "bogus"}, "bogus"),
+        ("config.json", {"model_type": "nope"}, "nope"),
+        ("model.safetensors.index.json", "{", "model.safetensors.index.json cannot be read: Expecting property name"),
+        ("model.safetensors.index.json", "{}", "has no weight_map"),
+        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": []}', "has no weight_map"),
+        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": 3}}', "has no weight_map"),
+    ],
+)
+def test_damaged_small_files(tmp_path, kind, name, text, message):
+    if kind == "files":
+        gpt2().save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    elif name == "config.json":
+        autopar.initialize(gpt2()).save_parallelized(tmp_path / "m")
+    else:
+        return
+    path = tmp_path / "m" / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **text}) if isinstance(text, dict) else text)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "m"))) as info:
+        autopar.from_pretrained(AutoModelForCausalLM, tmp_path / "m", verify=False)
+    assert message in str(info.value)
+
+
+@pooled(world_size=2)
+def test_small_files_that_are_damaged_for_one_rank(tmp_path):
+    path = shared(tmp_path / "m", gpt2())
+    mine = shared(tmp_path / f"rank{dist.get_rank()}")
+    shutil.copytree(path, mine)
+    if dist.get_rank() == 1:
+        (Path(mine) / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"rank1/config\.json holds a list"):
+        autopar.from_pretrained(AutoModelForCausalLM, mine, tp(2))
+
+
+@pytest.mark.parametrize("kind", ["files", "shards"])
+def test_arguments_of_transformers(tmp_path, kind):
+    if kind == "files":
+        gpt2().save_pretrained(tmp_path / "in" / "m")
+    else:
+        autopar.initialize(gpt2()).save_parallelized(tmp_path / "in" / "m")
+
+    def load(**arguments: Any) -> Any:
+        return autopar.from_pretrained(AutoModelForCausalLM, tmp_path / "in" / "m", **arguments)
+
+    for good in (
+        {"use_safetensors": True, "low_cpu_mem_usage": True, "weights_only": True, "local_files_only": True},
+        {"token": None, "revision": "main", "cache_dir": "x", "ignore_mismatched_sizes": True, "device_map": None},
+        {"trust_remote_code": True, "key_mapping": None, "use_kernels": False, "torch_dtype": "float32"},
+    ):
+        same(load(**good), gpt2())
+    assert load(attn_implementation="eager").config._attn_implementation == "eager"
+    assert load(embd_pdrop=0.25).transformer.drop.p == 0.25
+    assert load(generation_config=GenerationConfig(temperature=0.3)).generation_config.temperature == 0.3
+    config = gpt2(embd_pdrop=0.5).config
+    lazy = load(model_config=config)
+    assert lazy.transformer.drop.p == 0.5 and lazy.config is not config
+    inner = autopar.from_pretrained(AutoModelForCausalLM, tmp_path / "in", subfolder="m")
+    same(inner, gpt2())
+    for bad, message in (
+        ({"bogus": 1}, "bogus=1"),
+        ({"n_layer": "x"}, "n_layer='x'"),
+        ({"dtype": "bogus"}, "dtype='bogus' must be"),
+        ({"dtype": torch.int64}, "must be 'auto' or a floating-point dtype"),
+        ({"torch_dtype": "nn"}, "dtype='nn' must be"),
+        ({"config": config}, "goes to model_config="),
+        ({"model_config": 3}, "model_config must be"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(**bad)
+    with pytest.raises(ConfigError, match="must be a model class"):
+        autopar.from_pretrained("gpt2", tmp_path)
+    with pytest.raises(ConfigError, match="path=None"):
+        autopar.from_pretrained(AutoModelForCausalLM, None)  # type: ignore[arg-type]
+
+
+@pooled(world_size=2)
+def test_shards_of_several_stages(tmp_path):
+    for model in (gpt2(), llama()):
+        plain = shared(tmp_path / type(model).__name__, model)
+        for size, stages in ((1, 2), (2, 2), (3, 1)):
+            folder = f"{plain}-{size}-{stages}"
+            if dist.get_rank() == 0:
+                split_checkpoint(plain, folder, tp=size, pp=stages)
+            dist.barrier()
+            for now in (1, 2):
+                expected = autopar.initialize(type(model).from_pretrained(plain), tp(now))
+                same(autopar.from_pretrained(AutoModelForCausalLM, folder, tp(now)), expected)
+
+
+@pytest.mark.parametrize("kind", ["files", "shards"])
+def test_the_default_device_does_not_matter(tmp_path, kind):
+    llama().bfloat16().save_pretrained(tmp_path / "files")
+    autopar.initialize(llama().bfloat16()).save_parallelized(tmp_path / "shards")
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the conversion
+        lazy = autopar.from_pretrained(AutoModelForCausalLM, tmp_path / kind, dtype=torch.float32)
+    same(lazy, autopar.initialize(LlamaForCausalLM.from_pretrained(tmp_path / "files", dtype=torch.float32)))

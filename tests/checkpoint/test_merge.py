@@ -91,10 +91,19 @@ def test_splitting_is_hugging_faces(tmp_path, format):
 
 def test_companions_come_along_and_force_replaces(tmp_path):
     save_alone(tmp_path / "ckpt", 2)
-    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "generation_config.json", "notes.md"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "merges.txt",
+        "generation_config.json",
+        "spm.model",
+        "notes.md",
+    ):
         (tmp_path / "ckpt" / name).write_text(name)
+    (tmp_path / "ckpt" / "other.safetensors").write_text("weights of something else")
     merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
     companions = {"config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
+    companions |= {"spm.model", "notes.md"}
     assert set(os.listdir(tmp_path / "merged")) == {*companions, "model.safetensors"}
     with pytest.raises(CheckpointError, match="--force"):
         merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")

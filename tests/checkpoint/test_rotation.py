@@ -56,7 +56,7 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path):
 def test_the_lowest_numbers_go(tmp_path):
     for number in (100, 20, 3):
         sharded(tmp_path / f"step-{number}")
-    merged(tmp_path / "step-0050")
+    sharded(tmp_path / "step-0050")
     assert rotate(tmp_path / "step-100", 2) == [tmp_path / "step-3", tmp_path / "step-20"]
     assert sorted(os.listdir(tmp_path)) == ["step-0050", "step-100"]
     assert rotate(tmp_path / "step-100", 2) == []
@@ -124,7 +124,7 @@ def test_a_target_that_is_a_link_stands_for_what_it_points_to(tmp_path):
     assert (tmp_path / "latest" / "autopar.json").is_file()
 
 
-@pytest.mark.parametrize("make", [sharded, merged])
+@pytest.mark.parametrize("make", [sharded])
 def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, make):
     """Every system call of the deletion is once the last one; then the next rotation cleans up."""
 
@@ -210,8 +210,8 @@ def test_two_rotations_at_once(tmp_path, monkeypatch):
 
 
 def test_only_complete_checkpoints_count(tmp_path):
-    for name in ("model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"):
-        assert is_checkpoint(merged(tmp_path / name, name))
+    for name in ("model.safetensors", "pytorch_model.bin"):  # could be anybody's
+        assert not is_checkpoint(merged(tmp_path / name, name))
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-0").write_text("a file")
     assert not any(is_checkpoint(tmp_path / name) for name in ("step-0", "step-1", "absent"))

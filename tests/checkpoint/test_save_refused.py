@@ -49,7 +49,7 @@ def test_wrong_arguments(tmp_path):
     if mpu.rank == 0:
         (tmp_path / "file").write_text("x")
         (tmp_path / "photos").mkdir()
-        (tmp_path / "photos" / "cat.jpg").write_text("x")
+        (tmp_path / "photos" / "model.safetensors").write_text("x")
     dist.barrier()
     cases = [
         ({"directory": 3}, "directory=3 must be a path"),
@@ -63,7 +63,8 @@ def test_wrong_arguments(tmp_path):
         ({"timeout": "1"}, "timeout='1' must be"),
         ({"directory": tmp_path / "file"}, "is a file"),
         ({"directory": tmp_path / "file" / "x"}, "cannot make"),
-        ({"directory": tmp_path / "photos"}, "holds files but no checkpoint"),
+        ({"directory": tmp_path / "photos"}, "holds model.safetensors but neither autopar.json nor config.json"),
+        ({"directory": tmp_path / "x-1", "keep_last": 1, "merge_checkpoints": True}, "needs merge_checkpoints=False"),
         ({"directory": tmp_path / f"own{mpu.rank}"}, "ranks were called differently: directory"),
         ({"merge_checkpoints": mpu.rank == 0}, "ranks were called differently: merge is True on rank 0 and False"),
         ({"merge_checkpoints": 1 if mpu.rank else True}, "merge_checkpoints=1"),
@@ -74,7 +75,7 @@ def test_wrong_arguments(tmp_path):
     with raises_everywhere(CheckpointError, "directory=None must be a path"):
         model.from_parallelized(None)
     assert sorted(os.listdir(tmp_path)) == ["file", "own0", "own1", "photos"]
-    assert os.listdir(tmp_path / "photos") == ["cat.jpg"]
+    assert os.listdir(tmp_path / "photos") == ["model.safetensors"]
     model.save_parallelized(tmp_path / "ckpt")
     with raises_everywhere(CheckpointError, "ranks were called differently: function is 'save_parallelized' on rank 0"):
         (model.from_parallelized if mpu.rank else model.save_parallelized)(tmp_path / "ckpt")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.errors import ConfigError, PipelineError
+from autopar.errors import ConfigError, PipelineError, UnsupportedModelError
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.worlds import distributed, spawn
@@ -67,3 +67,41 @@ def test_an_error_on_one_stage_ends_all() -> None:
     with pytest.raises(kind, match="hold no loss: put labels into the batch"):
         piped.execute_pipeline(batch)
     assert time.monotonic() - started < TIMEOUT
+
+
+@pytest.mark.parametrize("doomed", [0, 1, 2])
+@distributed(world_size=3)
+def test_a_plain_call_that_fails_on_one_stage_ends_all_and_the_next_one_works(doomed: int) -> None:
+    plain = deep("gpt2", 4).eval()
+    piped = _piped(3).eval()
+    (batch,) = language_batches(131, count=1, batch=2)
+    place = (0, 2, 3)[doomed]
+    failing = list(piped.transformer.h)[place]
+
+    def fail(*_: object) -> None:
+        if dist.get_rank() == doomed:
+            raise ValueError("something broke")
+
+    for call in (lambda: piped(**batch), lambda: piped.generate(batch["input_ids"], max_new_tokens=3)):
+        hook = failing.mlp.register_forward_pre_hook(fail)
+        started = time.monotonic()
+        with pytest.raises((ValueError, UnsupportedModelError, PipelineError), match="something broke"), torch.no_grad():
+            call()
+        assert time.monotonic() - started < TIMEOUT
+        hook.remove()
+        with torch.no_grad():
+            assert torch.equal(piped(**batch).logits, plain(**batch).logits)
+
+
+@distributed(world_size=2)
+def test_a_plain_call_with_wrong_arguments_leaves_nothing_behind() -> None:
+    plain = deep("gpt2", 4).eval()
+    piped = _piped(2).eval()
+    (batch,) = language_batches(131, count=1, batch=2)
+    for wrong in (torch.zeros(3, 5), {"mask": 1}):
+        started = time.monotonic()
+        with pytest.raises(Exception), torch.no_grad():  # noqa: B017, PT011: the model's own, or that of a neighbour
+            piped(input_ids=batch["input_ids"], attention_mask=wrong)
+        assert time.monotonic() - started < TIMEOUT
+        with torch.no_grad():
+            assert torch.equal(piped(**batch).logits, plain(**batch).logits)

@@ -134,21 +134,86 @@ def test_activation_checkpointing(name: str, schedule: str) -> None:
 
 
 @pooled(world_size=2)
-def test_dropout_recomputes_its_masks_and_differs_between_stages() -> None:
+def test_dropout_recomputes_its_masks() -> None:
+    _recompute_with_dropout(tp=1)
+
+
+@pooled(world_size=4)
+def test_dropout_recomputes_its_masks_with_tensor_parallelism() -> None:
+    _recompute_with_dropout(tp=2)
+
+
+def _recompute_with_dropout(tp: int) -> None:
     gradients = []
     for recompute in (False, True):
         model = gpt2(n_layer=2, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
-        config = {**_config(), "activation_checkpointing": {"enable": recompute}}
+        config = {**_config(tp=tp), "activation_checkpointing": {"enable": recompute}}
         piped = autopar.initialize(model, config)
         torch.manual_seed(1)
-        piped.execute_pipeline(_full(1, 3)[0])
+        for batch in _full(2, 3):  # gradients accumulate
+            piped.execute_pipeline(batch)
         gradients.append([parameter.grad for parameter in piped.parameters()])
-        state = [torch.get_rng_state()] * 2
+        state = [torch.get_rng_state()] * (2 * tp)
         dist.all_gather_object(state, torch.get_rng_state())
-        assert torch.equal(*state)  # afterwards all stages draw the same again
+        assert all(torch.equal(each, state[0]) for each in state)  # afterwards all stages draw the same again
         piped.mpu.destroy()
     for first, second in zip(*gradients, strict=True):
         close(second, first, "gradient with recomputed activations", 1e-6)
+    undropped = autopar.initialize(gpt2(n_layer=2), _config(tp=tp))
+    for batch in _full(2, 3):
+        undropped.execute_pipeline(batch)
+    pairs = zip(gradients[1], undropped.parameters(), strict=True)
+    assert any((gradient - parameter.grad).abs().max() > 1e-3 for gradient, parameter in pairs)  # it did drop
+    undropped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_gradients_of_several_calls_accumulate() -> None:
+    _accumulate(tp=1)
+
+
+@pooled(world_size=8)
+def test_gradients_of_several_calls_accumulate_on_three_axes() -> None:
+    _accumulate(tp=2)
+
+
+def _accumulate(tp: int) -> None:
+    """Three calls make one step, twice: gradients, also of the tied embedding, and weights equal the plain model's."""
+    plain = gpt2(n_layer=4)
+    piped = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-3) for model in (plain, piped)]
+    piped, _ = autopar.initialize(piped, _config(tp=tp, microbatch_size=1), optimizer=optimizers[1])
+    dp = piped.mpu.dp
+    batches = _full(6, 4)
+    for number, batch in enumerate(batches):
+        plain(**batch).loss.backward()
+        mine = {name: tensor.chunk(dp.size)[dp.rank] for name, tensor in batch.items()}
+        piped.execute_pipeline(mine, optimizer=optimizers[1])
+        if number % 3 == 2:
+            gradients = whole_tensors(piped, lambda parameter: parameter.grad)
+            for name, parameter in plain.named_parameters():
+                close(gradients[name], parameter.grad, f"gradient of {name} after {number + 1} calls")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = whole_tensors(piped, lambda parameter: parameter.data)
+    for name, parameter in plain.named_parameters():
+        close(weights[name], parameter.data, name)
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_what_is_collected_from_all_layers_is_refused() -> None:
+    (batch,) = _full(1, 2)
+    for name in ("output_hidden_states", "output_attentions"):
+        model = gpt2()
+        setattr(model.config, name, True)
+        with raises_everywhere(ConfigError, f"{name}=True collects from every layer of GPT2LMHeadModel"):
+            autopar.initialize(model, _config())
+        piped = autopar.initialize(gpt2(), _config())
+        with raises_everywhere(ConfigError, f"{name}=True collects from every layer of GPT2LMHeadModel"):
+            piped.execute_pipeline({**batch, name: True})
+        piped.mpu.destroy()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "llama"])
