@@ -18,6 +18,7 @@ ROWS = [
     ["sources"],
     ["lazy_files"],
     ["lazy_model"],
+    ["random_init"],
     ["materialize"],
     ["api", "split"],
     ["pretrained", "cli"],

@@ -20,10 +20,20 @@ from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
 from autopar.errors import CheckpointError
 from autopar.policy.plan import Plan, TensorPlan
 
-__all__ = ["LOSS_SCALE", "Step", "TrainingWeights", "differs_by_replica", "loss_scale", "masters", "owns", "step_of"]
+__all__ = [
+    "LOSS_SCALE",
+    "MASTER",
+    "Step",
+    "TrainingWeights",
+    "differs_by_replica",
+    "loss_scale",
+    "masters",
+    "owns",
+    "step_of",
+]
 
 LOSS_SCALE = "loss_scale"
-_MASTER = "master"
+MASTER = "master"
 
 
 class Step(Protocol):
@@ -91,7 +101,7 @@ def masters(
     """Saved name -> fp32 weight that this rank keeps, the optimizer's own and no copy, and how it is shared out."""
     result = {}
     for name, weight in _weights(optimizer, model, plan).items():
-        due, saved = plan.tensors[name], f"{name}::{_MASTER}"
+        due, saved = plan.tensors[name], f"{name}::{MASTER}"
         result[saved] = weight, TensorPlan(saved, due.shape, dtype_name(weight.dtype), due.layout)
     return result
 
@@ -129,7 +139,7 @@ class TrainingWeights:
         self.states: dict[str, TensorPlan] = {}
         for name, tensor in manifest.parts["optimizer"].tensors.items():
             parameter, _, key = name.partition("::")
-            if key != _MASTER or _MASTER in facts.state.get(parameter, {}):
+            if key != MASTER or MASTER in facts.state.get(parameter, {}):
                 self.states[name] = tensor
                 continue
             due = manifest.tensors.get(parameter)
