@@ -26,7 +26,7 @@ from autopar.checkpoint.safetensors_stream import SafetensorsWriter
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.state import State, config_writer, listed, state_of
-from autopar.checkpoint.training_weights import MASTER
+from autopar.checkpoint.training_weights import states_only
 from autopar.errors import CheckpointError
 from autopar.policy.plan import TensorPlan
 
@@ -214,8 +214,8 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
     if reports[0]["facts"] is not None:
         parts["optimizer"] = Part("optimizer", plans, files.get("optimizer", {}))
         training["optimizer"] = merge_facts([report["facts"] for report in reports])
-        states = {name: plan for name, plan in plans.items() if not name.endswith(f"::{MASTER}")}
-        Facts.parse(training["optimizer"]).check_names(states)  # nothing is saved that could not be loaded
+        facts = Facts.parse(training["optimizer"])
+        facts.check_names(states_only(plans, facts))  # nothing is saved that could not be loaded
     if "extra" in files:
         loose = {
             name: TensorPlan(name, tuple(shape), dtype.removeprefix("torch."))

@@ -8,7 +8,7 @@ are in the checkpoint whatever the precision, and a run of another precision tak
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "loss_scale",
     "masters",
     "owns",
+    "states_only",
     "step_of",
 ]
 
@@ -52,7 +53,17 @@ class Step(Protocol):
         """Its fp32 weight, if it has one."""
 
     @property
-    def loss_scale(self) -> float:
+    def states_only(tensors: Mapping[str, TensorPlan], facts: Facts) -> dict[str, TensorPlan]:
+    """The optimizer's tensors without the fp32 weights; a state of its own may be called ``master`` too."""
+    result = {}
+    for name, tensor in tensors.items():
+        parameter, _, key = name.partition("::")
+        if key != MASTER or MASTER in facts.state.get(parameter, {}):
+            result[name] = tensor
+    return result
+
+
+def loss_scale(self) -> float:
         """What a loss is multiplied by."""
 
 
@@ -136,11 +147,11 @@ class TrainingWeights:
         self._stepped = {id(parameter) for parameter in _parameters(optimizer)}
         facts = Facts.parse(manifest.training["optimizer"])
         self._saved: dict[str, str] = {}
-        self.states: dict[str, TensorPlan] = {}
-        for name, tensor in manifest.parts["optimizer"].tensors.items():
-            parameter, _, key = name.partition("::")
-            if key != MASTER or MASTER in facts.state.get(parameter, {}):
-                self.states[name] = tensor
+        tensors = manifest.parts["optimizer"].tensors
+        self.states = states_only(tensors, facts)
+        for name, tensor in tensors.items():
+            parameter = name.partition("::")[0]
+            if name in self.states:
                 continue
             due = manifest.tensors.get(parameter)
             if due is None or due.shape != tensor.shape or tensor.dtype != "float32":
