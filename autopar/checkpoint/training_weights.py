@@ -53,17 +53,7 @@ class Step(Protocol):
         """Its fp32 weight, if it has one."""
 
     @property
-    def states_only(tensors: Mapping[str, TensorPlan], facts: Facts) -> dict[str, TensorPlan]:
-    """The optimizer's tensors without the fp32 weights; a state of its own may be called ``master`` too."""
-    result = {}
-    for name, tensor in tensors.items():
-        parameter, _, key = name.partition("::")
-        if key != MASTER or MASTER in facts.state.get(parameter, {}):
-            result[name] = tensor
-    return result
-
-
-def loss_scale(self) -> float:
+    def loss_scale(self) -> float:
         """What a loss is multiplied by."""
 
 
@@ -114,6 +104,16 @@ def masters(
     for name, weight in _weights(optimizer, model, plan).items():
         due, saved = plan.tensors[name], f"{name}::{MASTER}"
         result[saved] = weight, TensorPlan(saved, due.shape, dtype_name(weight.dtype), due.layout)
+    return result
+
+
+def states_only(tensors: Mapping[str, TensorPlan], facts: Facts) -> dict[str, TensorPlan]:
+    """The optimizer's tensors without the fp32 weights; a state of its own may be called ``master`` too."""
+    result = {}
+    for name, tensor in tensors.items():
+        parameter, _, key = name.partition("::")
+        if key != MASTER or MASTER in facts.state.get(parameter, {}):
+            result[name] = tensor
     return result
 
 
