@@ -25,6 +25,8 @@ from tests.pool import pooled
 from tests.small import gpt2
 from tests.worlds import raises_everywhere
 
+NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.every) for name in ("llama", "bert", "t5"))]
+
 
 def check_chain(folder: Path, name: str, meshes: list[Mesh]) -> None:
     """One training that changes its mesh after every second step is the plain model's."""
@@ -60,7 +62,7 @@ def run_cli(*arguments: object) -> Any:
     return result
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("name", NAMES)
 @pooled(world_size=2)
 def test_training_goes_on_on_any_mesh_of_two(tmp_path, name):
     check_chain(tmp_path, name, [*OF_TWO, OF_TWO[1], OF_TWO[0]])
@@ -208,7 +210,7 @@ def test_dtensors_of_other_kinds_are_refused() -> None:
         check_share("w", fine, 4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("name", NAMES)
 @pooled(world_size=4)
 def test_training_goes_on_on_any_mesh_of_four(tmp_path, name):
     check_chain(tmp_path, name, OF_FOUR if name in ("gpt2", "llama") else OF_FOUR[:4])
