@@ -1,6 +1,6 @@
 """Nested values with tensors in them, from one stage to another.
 
-A message is a header (what the value is made of, as bytes, with its length in front) and then its tensors one by one,
+A message is a header (its length, and what the value is made of, as bytes) and then its tensors one by one,
 so shapes may change from one message to the next. Sends do not wait; a receive waits no longer than the timeout.
 """
 
@@ -25,6 +25,8 @@ __all__ = ["Post", "Slot", "map_tensors", "pack", "unpack"]
 
 
 _ALARM = 1024  # bytes of an alarm
+_LENGTH = 8  # bytes of a header's length
+_HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
 _FAREWELL = 3.0  # seconds that a failing stage gives its neighbours to take the message
 
 
@@ -176,8 +178,13 @@ class Post:
 
     def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps((self._pass, value))), dtype=torch.uint8)
-        self._start(torch.tensor([packed.numel()]), peer, self.control, 2 * tag, what)
-        self._start(packed, peer, self.control, 2 * tag, what)
+        first = torch.zeros(_HEADER, dtype=torch.uint8)
+        first[:_LENGTH] = torch.tensor([packed.numel()]).view(torch.uint8)
+        if packed.numel() <= _HEADER - _LENGTH:
+            first[_LENGTH : _LENGTH + packed.numel()] = packed
+        self._start(first, peer, self.control, 2 * tag, what)
+        if packed.numel() > _HEADER - _LENGTH:
+            self._start(packed, peer, self.control, 2 * tag, what)
 
     def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
         try:
@@ -201,10 +208,13 @@ class Post:
             return tensor.requires_grad_(slot.requires_grad)
 
         while True:
-            length = torch.zeros(1, dtype=torch.int64)
-            self._wait(length, peer, self.control, 2 * tag, what)
-            header = torch.empty(int(length.item()), dtype=torch.uint8)
+            header = torch.empty(_HEADER, dtype=torch.uint8)
             self._wait(header, peer, self.control, 2 * tag, what)
+            length = int(header[:_LENGTH].view(torch.int64).item())
+            header = header[_LENGTH:]
+            if length > header.numel():
+                header = torch.empty(length, dtype=torch.uint8)
+                self._wait(header, peer, self.control, 2 * tag, what)
             sent_in, packed = pickle.loads(header.numpy().tobytes())
             if isinstance(packed, _Failure):
                 if sent_in < self._pass:

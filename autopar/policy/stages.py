@@ -336,9 +336,13 @@ class _Row:
         before -= {name for name in before if _any_above(name, [*self.behind, *self.leaving])}
         if seen is None:
             return before
-        unread = {name for name in names if name not in seen.parameters and name.startswith(seen.within)}
+        tensors = dict(root.named_parameters(remove_duplicate=False))
+        read = {id(tensors[name]) for name in seen.parameters}  # by any of its names
+        unread = {name for name in names if id(tensors[name]) not in read and name.startswith(seen.within)}
         unread -= {name for name in unread if _any_above(name, [*self.behind, *self.leaving])}
-        further = looks_further(self.model, self.prefix, self.blocks, unread, seen.parameters)
+        entries = {0, len(list(self.elements()))}
+        entries |= {self.encoder_place + 1} if self.encoder_place is not None else set()
+        further = looks_further(self.model, self.prefix, self.blocks, unread, seen.parameters, entries)
         return unread & before if further else set()
 
     def _in_block(self, name: str) -> bool:
