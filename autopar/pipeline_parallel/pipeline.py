@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ from autopar.policy.stages import StagePlan
 
 __all__ = ["Pipeline", "PipelineOutput"]
 
-_NAMES = ("execute_pipeline", "forward", "generate", "save_pretrained", "_autopar_pipeline", "_autopar_span")
+_NAMES = ("execute_pipeline", "no_sync", "forward", "generate", "save_pretrained", "_autopar_pipeline", "_autopar_span")
 
 
 @dataclass
@@ -88,12 +89,14 @@ class Pipeline:
         self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
         self.shifted = shifts_labels(inner)
         self.unchecked = {True, False} if check else set[bool]()
+        self.averages = True  # gradients over dp, at the end of a training pass
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Give ``model`` its ``execute_pipeline``, and, in several stages, a forward and ``generate`` through them."""
+        """Give ``model`` its ``execute_pipeline`` and ``no_sync``; in several stages also forward and ``generate``."""
         model._autopar_pipeline = self  # type: ignore[assignment]
         model.execute_pipeline = types.MethodType(execute_pipeline, model)  # type: ignore[assignment]
+        model.no_sync = types.MethodType(no_sync, model)  # type: ignore[assignment]
         if self.plan.stages == 1:
             return
         paths = {id(module): path for path, module in model.named_modules()}
@@ -147,7 +150,8 @@ class Pipeline:
         self.engine.run(self.actions(step.backward, len(step.microbatches)), step)
         if step.backward:
             self.shared.sum()
-            average_gradients(model, self.mpu)
+            if self.averages:
+                average_gradients(model, self.mpu)
 
     @property
     def last(self) -> bool:
@@ -165,6 +169,20 @@ class Pipeline:
                 self.post.send(loss, other, **how)
         self.post.settle()
         return loss
+
+
+@contextmanager
+def no_sync(self: nn.Module) -> Iterator[None]:
+    """``execute_pipeline`` inside does not average gradients over data parallel; the next one outside averages all.
+
+    For a step of several calls: it saves communication and changes no number.
+    """
+    pipeline: Pipeline = vars(self)["_autopar_pipeline"]
+    before, pipeline.averages = pipeline.averages, False
+    try:
+        yield
+    finally:
+        pipeline.averages = before
 
 
 def execute_pipeline(
