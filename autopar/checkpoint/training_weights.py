@@ -91,7 +91,12 @@ def _weights(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> 
         return {}
     stepped = {id(parameter) for parameter in _parameters(optimizer)}
     for name, parameter in _named(model, plan).items():
-        if id(parameter) in stepped and step.owns(parameter) and (weight := step.master(parameter)) is not None:
+        if (
+            id(parameter) in stepped
+            and parameter.requires_grad
+            and step.owns(parameter)
+            and (weight := step.master(parameter)) is not None
+        ):
             found[name] = weight
     return found
 

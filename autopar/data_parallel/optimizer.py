@@ -3,7 +3,8 @@
 The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
 hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a stand-in:
 an object of the same class whose groups hold what this rank has to step, the parameters that it owns or their fp32
-weights. The user's optimizer and model are never in a state in between, not even if ``step`` raises.
+weights. The user's optimizer and model are never in a state in between, not even if ``step`` raises (only gradients are
+unscaled and clipped in place by then).
 """
 
 from __future__ import annotations
@@ -128,6 +129,21 @@ class ParallelStep:
         self._used_scale = self.scale.scale
         return loss * self._used_scale
 
+    @torch.no_grad()
+    def give_back_weights(self) -> None:
+        """Put the fp32 weights into the model, on every replica; with ZeRO-1 a collective of the dp axis."""
+        if self.masters is None:
+            return
+        half = [p for p in self._owners if p.dtype in DTYPES.values() and p.requires_grad]
+        for parameter in half:
+            weight, gradient = self.master(parameter) if self.owns(parameter) else None, parameter.grad
+            parameter.grad = None
+            parameter.data = parameter.data.float() if weight is None else weight
+            if gradient is not None:
+                parameter.grad = gradient.float()
+        if self._shares:
+            broadcast_from_owners([p.data for p in half], [self._owners[p] for p in half], self.mpu.dp)
+
     def remove(self) -> None:
         """Leave the optimizer as torch made it; its state stays what this rank has."""
         for handle in self._handles:
@@ -143,6 +159,11 @@ class ParallelStep:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
                 "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
+            )
+        if getattr(vars(self.model).get("_autopar_pipeline"), "unaveraged", False):
+            raise ConsistencyError(
+                f"the gradients of the {self.mpu.dp.size} data-parallel replicas were not averaged: the last "
+                "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
         self._adopt()
         overflow = self._agree()
@@ -188,7 +209,10 @@ class ParallelStep:
             self._loads[owner] += size
 
     def _halve(self, inner: PreTrainedModel, dtype: torch.dtype, masters: Masters) -> None:
-        to_half(self.model, inner, dtype, masters, lambda parameter: parameter in self._owners and self.owns(parameter))
+        def stepped(parameter: nn.Parameter) -> bool:
+            return parameter in self._owners and parameter.requires_grad and self.owns(parameter)
+
+        to_half(self.model, inner, dtype, masters, stepped)
         for parameter, entries in self.optimizer.state.items():
             if parameter.dtype == dtype:
                 for key, value in entries.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,17 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
         raise ConfigError(
             "LBFGS computes gradients inside of step(closure), where they can neither be averaged, unscaled nor "
             "clipped; use another optimizer"
+        )
+    if config.tensor_parallel_size > 1 and isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        raise ConfigError(
+            f"Muon makes each update from the whole matrix, of which a rank has a share: with tensor_parallel_size="
+            f"{config.tensor_parallel_size} its steps would be others than on one process\n"
+            "  Use an optimizer that works element by element (AdamW, SGD ...), or tensor_parallel_size 1."
+        )
+    if config.tensor_parallel_size > 1 and type(optimizer).__name__ == "Adafactor":
+        warnings.warn(
+            "Adafactor's statistics are those of each rank's share: its steps differ from those on one process",
+            stacklevel=2,
         )
     if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("lr_scheduler drives another optimizer than the one that was passed to initialize")

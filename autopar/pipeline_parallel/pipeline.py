@@ -90,6 +90,7 @@ class Pipeline:
         self.shifted = shifts_labels(inner)
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
+        self.unaveraged = False  # whether the last pass left that to a later one
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -152,6 +153,7 @@ class Pipeline:
             self.shared.sum()
             if self.averages:
                 average_gradients(model, self.mpu)
+            self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
     @property
     def last(self) -> bool:

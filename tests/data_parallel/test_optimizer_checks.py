@@ -67,3 +67,31 @@ def test_ranks_whose_groups_differ():
     optimizer = torch.optim.SGD(parameters if dist.get_rank() == 0 else parameters[::-1], lr=0.1)
     with raises_everywhere(ConsistencyError, "ranks [1] call autopar.initialize differently than rank 0"):
         autopar.initialize(model, {}, optimizer=optimizer)
+
+
+@distributed(world_size=2)
+def test_optimizers_that_need_whole_matrices_are_refused_or_warn():
+    two = {"model_parallelism": {"tensor_parallel_size": 2}}
+
+    def matrices(model):
+        return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+    refused("Muon makes each update from the whole matrix", two, optimizer=lambda m: torch.optim.Muon(matrices(m)))
+    with pytest.warns(UserWarning, match="Adafactor's statistics are those of each rank's share"):
+        model = gpt2()
+        autopar.initialize(model, two, optimizer=torch.optim.Adafactor(model.parameters()))
+
+
+@distributed(world_size=2)
+def test_a_step_whose_last_call_was_not_averaged():
+    model = gpt2()
+    model, optimizer = autopar.initialize(model, {"zero": {"stage": 1}}, optimizer=sgd(model))
+    ids = torch.arange(8).view(1, 8) + dist.get_rank()
+    model.execute_pipeline({"input_ids": ids, "labels": ids})
+    optimizer.step()
+    with model.no_sync():
+        model.execute_pipeline({"input_ids": ids, "labels": ids})
+    with raises_everywhere(ConsistencyError, "ran inside no_sync"):
+        optimizer.step()
+    model.execute_pipeline({"input_ids": ids, "labels": ids})
+    optimizer.step()

@@ -319,3 +319,28 @@ def _half_already(dtype):
     model(IDS[:2], labels=IDS[:2]).loss.backward()
     optimizer.step()
     assert {v["exp_avg"].dtype for v in optimizer.state.values()} == {torch.bfloat16}
+
+
+@distributed(world_size=2)
+def test_deparallelize_gives_the_fp32_weights_back() -> None:
+    for zero in (0, 1):
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = {"precision": {"dtype": "bf16"}, "zero": {"stage": zero}}
+        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+        ids = torch.arange(8).view(1, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        autopar.average_gradients(model)
+        optimizer.step()
+        step = optimizer._autopar
+        expected = {n: step.master(p).clone() for n, p in model.named_parameters() if step.owns(p)}
+        assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in expected.values())
+        plain = autopar.deparallelize(model)
+        for name, parameter in plain.named_parameters():
+            assert parameter.dtype == torch.float32
+            if name in expected:
+                assert torch.equal(parameter, expected[name]), name
+        sums = torch.stack([parameter.double().sum() for parameter in plain.parameters()])
+        other = sums.clone()
+        dist.all_reduce(other)
+        assert torch.equal(other, 2 * sums)
