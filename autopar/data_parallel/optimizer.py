@@ -246,7 +246,9 @@ class ParallelStep:
         elif self.scale is not None and any_gradient:
             raise ConfigError(
                 "precision.dtype=fp16, and the loss of this step was not scaled: small gradients became zero.\n"
-                "  optimizer.scale_loss(loss).backward() instead of loss.backward()"
+                "  optimizer.scale_loss(loss).backward() instead of loss.backward(); for stages "
+                "model.execute_pipeline(batch, optimizer=optimizer);\n  with get_forward_backward_func, loss_func must "
+                "return optimizer.scale_loss(loss)"
             )
         if overflow or not any_gradient:
             return overflow

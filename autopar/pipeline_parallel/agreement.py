@@ -1,55 +1,174 @@
-"""Check that all stages of a model replica are fed the same batch: each reads masks and labels from its own copy."""
+"""What the stages of a model replica agree on: that each has a batch, that it is the same one, and how a pass ended."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
-from autopar.errors import ConsistencyError
-from autopar.pipeline_parallel.messages import map_tensors
+from autopar.errors import ConsistencyError, PipelineError
+from autopar.pipeline_parallel.messages import Post, map_tensors
 
-__all__ = ["check_batch"]
+__all__ = ["DONE", "END", "ENDED", "check_batch", "check_digest", "data_ended", "digest_of", "end_pass", "naming"]
+
+END: dict[str, Any] = {"way": "forward", "tag": 1_000_000_000, "what": "its word on how the step ended"}
+DONE, ENDED = "done", "ended"  # the words: all actions are done; the data has ended, so there is no step
+_SAMPLE = 65536  # elements that a digest looks at
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
+_HINT = (
+    "\n  Every stage needs the whole batch: shard the data by mpu.get_data_parallel_rank(), or use\n"
+    "  autopar.prepare_dataloader(dataset, ..., mpu=model.mpu). consistency_check: {enable: false} turns this\n"
+    "  check off."
+)
+
+Batch = TypeVar("Batch")
 
 
-def check_batch(batch: Mapping[str, Any], axis: Axis) -> None:
-    """Compare the tensors of a batch over the pipeline-parallel axis; one object exchange.
+def check_batch(read: Callable[[], Batch], axis: Axis) -> Batch:
+    """What ``read`` gives, compared over all ranks of a model replica; one object exchange.
 
     Raises:
-        ConsistencyError: on every rank of the axis, naming the entries that differ.
+        StopIteration: the data has ended on every rank.
+        ConsistencyError: it has ended on some; or another rank has no batch; or, naming the arguments that differ, the
+            batches are different. Whatever is raised, every rank of the axis raises something.
     """
-    if axis.size == 1:
-        return
-    mine = {name: _digests(value) for name, value in batch.items()}
-    everyone: list[dict[str, str]] = [mine] * axis.size
+    batch: Batch | None = None
+    failure: Exception | None = None
+    mine: tuple[str, Any]
+    try:
+        batch = read()
+        mine = ("batch", {name: _exact(value) for name, value in _entries(batch).items()})
+    except StopIteration as error:
+        failure, mine = error, (ENDED, None)
+    except Exception as error:  # whatever it is, the peers must not wait for this rank
+        failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
+    everyone: list[tuple[str, Any]] = [mine] * axis.size
     dist.all_gather_object(everyone, mine, group=axis.group)
+    ended = [rank for rank, (word, _) in zip(axis.ranks, everyone, strict=True) if word == ENDED]
+    if failure is not None and (mine[0] != ENDED or len(ended) == axis.size):
+        raise failure
+    for rank, (word, text) in zip(axis.ranks, everyone, strict=True):
+        if word == "failed":
+            raise ConsistencyError(f"rank {rank} could not read its batch, so no stage begins:\n{text}")
+    if ended:
+        raise data_ended(ended)
+    lines = _differences([digests for _, digests in everyone], axis.ranks)
+    if lines:
+        raise ConsistencyError(
+            f"the stages of one model replica (ranks {list(axis.ranks)}) got different batches ({len(lines)} "
+            f"argument{'s' if len(lines) > 1 else ''}):\n" + "\n".join(lines) + _HINT
+        )
+    return batch  # type: ignore[return-value]
+
+
+def data_ended(ranks: list[int]) -> ConsistencyError:
+    """The error of every stage, if only some have a batch."""
+    return ConsistencyError(
+        f"the data iterator has ended on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, and not on "
+        "every stage of this model replica.\n  All its ranks read the same batches, so their iterators must be equally "
+        "long and started together."
+    )
+
+
+def digest_of(batch: Any, count: int) -> dict[str, str]:
+    """Argument -> shape and hash of its tensors (of an even sample of large ones), and how many micro-batches."""
+    digests = {name: _sampled(value) for name, value in _entries(batch).items()}
+    return {name: digest for name, digest in digests.items() if digest} | {"number of micro-batches": str(count)}
+
+
+def check_digest(mine: dict[str, str], theirs: dict[str, str], ranks: tuple[int, int], microbatch: int) -> None:
+    """Compare the digests of a micro-batch on two stages.
+
+    Args:
+        ranks: this one, and the sender.
+
+    Raises:
+        ConsistencyError: they differ; names the arguments.
+    """
+    lines = _differences([mine, theirs], ranks)
+    if lines:
+        raise ConsistencyError(
+            f"two stages of one model replica (ranks {ranks[0]} and {ranks[1]}) got different batches (micro-batch "
+            f"{microbatch}):\n" + "\n".join(lines) + _HINT
+        )
+
+
+def end_pass(post: Post, word: str) -> list[int]:
+    """Tell all ranks of the pipeline this rank's word, and hear theirs; returns the ranks whose data has ended.
+
+    Raises:
+        PipelineError: another rank failed or did not answer.
+    """
+    others = [place for place in range(post.axis.size) if place != post.axis.rank]
+    for place in others:
+        post.send(word, place, **END)
+    words = {post.axis.rank: word} | {place: post.receive(place, **END) for place in others}
+    if len(set(words.values())) == 1:  # a rank without data takes nothing of what was sent
+        post.settle()
+    return [post.axis.ranks[place] for place in sorted(words) if words[place] == ENDED]
+
+
+@contextlib.contextmanager
+def naming(what: str, ranks: tuple[int, ...] | list[int]) -> Iterator[None]:
+    """A collective inside that fails raises a PipelineError that says what it waited for."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise _failed(what, ranks, error) from error
+    except RuntimeError as error:
+        if not any(sign in str(error).lower() for sign in ("gloo", "nccl", "timed out", "connection")):
+            raise
+        raise _failed(what, ranks, error) from error
+
+
+def _failed(what: str, ranks: tuple[int, ...] | list[int], error: Exception) -> PipelineError:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return PipelineError(
+        f"{what} failed: one of the ranks {list(ranks)} ended, failed or hangs; its own log tells why.\n"
+        f"  torch says: {first}"
+    )
+
+
+def _differences(everyone: list[dict[str, str]], ranks: tuple[int, ...] | list[int]) -> list[str]:
     lines = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         seen = [theirs.get(name, "missing") for theirs in everyone]
         if len(set(seen)) > 1:
-            lines.append(f"  {name}: " + ", ".join(f"rank {r}: {s}" for r, s in zip(axis.ranks, seen, strict=True)))
-    if lines:
-        raise ConsistencyError(
-            f"the stages of one model replica (ranks {list(axis.ranks)}) got different batches ({len(lines)} "
-            f"argument{'s' if len(lines) > 1 else ''}):\n"
-            + "\n".join(lines)
-            + "\n  Every stage needs the whole batch: "
-            "shard the data by mpu.get_data_parallel_rank(), or use\n  autopar.prepare_dataloader(dataset, ..., "
-            "mpu=model.mpu). consistency_check: {enable: false} turns this check off."
-        )
+            lines.append(f"  {name}: " + ", ".join(f"rank {r}: {s}" for r, s in zip(ranks, seen, strict=True)))
+    return lines
 
 
-def _digests(value: Any) -> str:
+def _entries(batch: Any) -> Mapping[str, Any]:
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, list | tuple):
+        return {
+            f"micro-batch {number}" if isinstance(entry, Mapping) else f"entry {number}": entry
+            for number, entry in enumerate(batch)
+        }
+    return {"batch": batch}
+
+
+def _exact(value: Any) -> str:
+    return _hashes(value, lambda tensor: tensor) or (repr(value) if isinstance(value, _PLAIN) else type(value).__name__)
+
+
+def _sampled(value: Any) -> str:
+    return _hashes(value, lambda tensor: tensor.reshape(-1)[:: max(tensor.numel() // _SAMPLE, 1)])
+
+
+def _hashes(value: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> str:
     found: list[str] = []
 
     def note(tensor: torch.Tensor) -> None:
-        data = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)
+        data = part(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)
         digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
         found.append(f"{list(tensor.shape)} {digest}")
 
     map_tensors(value, note)
-    return ", ".join(found) or repr(value)
+    return ", ".join(found)

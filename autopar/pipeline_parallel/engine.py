@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,36 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from autopar.errors import PipelineError
+from autopar.pipeline_parallel.agreement import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
 from autopar.pipeline_parallel.course import Conductor, Course, Handed
 from autopar.pipeline_parallel.messages import Post, map_tensors
 from autopar.pipeline_parallel.partial import complete
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage import run_stage
+from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
 from autopar.policy.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
-
-_STAGE_OFFSET = 7919  # between the seeds of two stages
-
-
-@contextlib.contextmanager
-def draws_of(stage: int, stages: int, training: bool) -> Iterator[None]:
-    """Random draws inside differ from stage to stage; outside, the default generators stay equal on all stages."""
-    if stages == 1 or not training:
-        yield
-        return
-    seed = int(torch.randint(2**62, ()).item()) + _STAGE_OFFSET * stage
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    outside = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
-    torch.default_generator.manual_seed(seed)
-    if cuda:
-        torch.cuda.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(outside[0])
-        if outside[1] is not None:
-            torch.cuda.set_rng_state(outside[1])
 
 
 @dataclass
@@ -53,6 +33,7 @@ class Step:
         loss_of: ``(outputs, inputs) -> loss``; None where no loss is wanted.
         scale: applied to what is differentiated (fp16 loss scaling).
         call: what is called with a micro-batch; None: the model.
+        read: what the stages must have read alike, per micro-batch; None: the micro-batches.
         losses, outputs: per micro-batch, filled on the last stage.
         withheld: entries that the outputs lack there.
     """
@@ -64,6 +45,7 @@ class Step:
     keep_outputs: bool = False
     backward: bool = True
     call: Callable[..., Any] | None = None
+    read: list[Any] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     withheld: tuple[str, ...] = ()
@@ -88,10 +70,16 @@ class Engine:
         plan: its stages.
         rank: this rank's place on the pipeline-parallel axis.
         post: to the other places.
+        check: compare micro-batches with what the sender of an activation has.
     """
 
-    def __init__(self, model: nn.Module, conductor: Conductor, plan: StagePlan, rank: int, post: Post) -> None:
+    def __init__(
+        self, model: nn.Module, conductor: Conductor, plan: StagePlan, rank: int, post: Post, *, check: bool = True
+    ) -> None:
         self.model, self.conductor, self.plan, self.rank, self.post = model, conductor, plan, rank, post
+        self._check = check and plan.ranks > 1
+        self._digests: list[dict[str, str]] = []
+        self._seed: int | None = None  # of this pass
         self._open: dict[tuple[int, int], _Open] = {}
         self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
         self._turn: dict[Action, int] = {}  # every rank's actions -> their number in its list
@@ -103,30 +91,64 @@ class Engine:
             lists: every rank's actions.
 
         Raises:
-            PipelineError: another stage did not deliver.
+            PipelineError: another stage did not deliver, or failed at any point of the pass.
+            ConsistencyError: another stage has another batch, or none.
         """
         do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weights}
         self._open, self._here = {}, {}
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         self.post.begin()
         try:
-            for kind, stage, microbatch in lists[self.rank]:
-                do[kind](stage, microbatch, step)
-            self.post.settle()
+            read = step.microbatches if step.read is None else step.read
+            self._digests = [digest_of(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
+            with seed_of_pass(self.plan.stages, self.model.training) as self._seed:
+                for kind, stage, microbatch in lists[self.rank]:
+                    do[kind](stage, microbatch, step)
+                ended = end_pass(self.post, DONE)  # so that nobody waits in a collective for a stage that failed
+                if ended:
+                    raise data_ended(ended)
         except Exception as error:
             self._tell(error)
             raise
         finally:
             self._open, self._here = {}, {}
 
+    def cannot_begin(self, error: Exception) -> None:
+        """Instead of :meth:`run`, on a rank that fails before it: the others learn it in the pass that they begin."""
+        self.post.begin()
+        self._tell(error)
+
+    def data_ended(self) -> None:
+        """Instead of :meth:`run`, on a rank that has no more batch; returns if no other rank has one.
+
+        Raises:
+            ConsistencyError: another one has.
+            PipelineError: another one did not answer.
+        """
+        self.post.begin()
+        mine = data_ended([self.post.axis.ranks[self.rank]])
+        self.post.send_failure(mine, self._waiting(), pause=False)
+        try:
+            ended = end_pass(self.post, ENDED)
+        except PipelineError as error:
+            self._tell(mine)
+            raise mine from error
+        if len(ended) < self.plan.ranks:
+            raise data_ended(ended)
+
     def _tell(self, error: Exception) -> None:
-        """The neighbours, who wait for this rank."""
+        """The neighbours, who may wait for this rank, and all who have finished."""
+        others = [(place, END["tag"]) for place in range(self.plan.ranks) if place != self.rank]
+        self.post.send_failure(error, [*self._waiting(), *others])
+
+    def _waiting(self) -> list[tuple[int, int]]:
+        """(place, tag) of what the neighbours wait for."""
         receivers = []
         for stage in self.plan.stages_on(self.rank):
             for kind, to in (("F", stage + 1), ("B", stage - 1)):
                 if 0 <= to < self.plan.stages and self.plan.rank_of[to] != self.rank:
                     receivers.append((self.plan.rank_of[to], self._how(kind, stage, to, 0)["tag"]))
-        self.post.send_failure(error, receivers)
+        return receivers
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -135,21 +157,23 @@ class Engine:
         leaves: list[torch.Tensor] = []
         received = None
         if stage > 0:
-            taken = self._take("F", stage - 1, stage, microbatch)
+            *taken, digest = self._take("F", stage - 1, stage, microbatch)
+            sender = self.post.axis.ranks[self.plan.rank_of[stage - 1]]
+            check_digest(self._digests[microbatch], digest, (self.post.axis.ranks[self.rank], sender), microbatch)
             received = Handed(*map_tensors(taken, lambda x: _entering(x, leaves) if step.backward else x))
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
         course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, received)
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
-        with torch.set_grad_enabled(step.backward), draws_of(stage, plan.stages, self.model.training and step.backward):
+        with torch.set_grad_enabled(step.backward), draws_of(self._seed, stage + plan.stages * microbatch):
             result = run_stage(step.call or self.model, self.conductor, course, (), dict(inputs), finish)
         if last:
             roots = self._finish(result, course.loss, microbatch, step)
         else:
             roots = []
             map_tensors((result.output, result.encoder), lambda x: roots.append(x) if x.requires_grad else None)
-            self._give("F", stage, stage + 1, microbatch, (result.output, result.encoder))
+            self._give("F", stage, stage + 1, microbatch, (result.output, result.encoder, self._digests[microbatch]))
         if step.backward:
             self._open[stage, microbatch] = _Open(leaves, roots)
 

@@ -14,6 +14,7 @@ from autopar.pipeline_parallel.course import Conductor, Course, Handed, keep_len
 from autopar.pipeline_parallel.messages import Post
 from autopar.pipeline_parallel.partial import complete, partial
 from autopar.pipeline_parallel.stage import run_stage
+from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
 from autopar.policy.stages import StagePlan
 
 __all__ = ["call_through_stages"]
@@ -48,7 +49,8 @@ def call_through_stages(
     ran = any(plan.rank_of[stage] == rank for stage in stages)
     post.begin()
     try:
-        result, used = _through(plain, stages, conductor, plan, rank, post, args, kwargs)
+        with seed_of_pass(plan.stages, module.training) as seed:
+            result, used = _through(plain, stages, conductor, plan, rank, post, args, kwargs, seed)
         cache = cache or used
         if owner == rank:
             for other in range(plan.ranks):
@@ -78,6 +80,7 @@ def _through(
     post: Post,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    seed: int | None,
 ) -> tuple[Any, Cache | None]:
     """What this rank's stages make, the last one's result if it is here, and the cache that they used."""
     handed: Handed | None = None
@@ -90,7 +93,8 @@ def _through(
             handed = Handed(*post.receive(plan.rank_of[stages[number - 1]], **_how(stages[number - 1], stage)))
         last = number == len(stages) - 1
         course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, handed if number else None)
-        result = run_stage(plain, conductor, course, args, dict(kwargs))
+        with draws_of(seed, stage):
+            result = run_stage(plain, conductor, course, args, dict(kwargs))
         cache = cache or course.cache
         if not last:
             handed = result

@@ -13,17 +13,21 @@ where, as in Megatron-LM's ``pretrain_gpt.py``, ::
         outputs = model(**batch)
         return outputs, lambda outputs: (outputs.loss, {"lm loss": outputs.loss.detach()})
 
-The step function runs once per micro-batch and stage; every stage reads the data and calls the model once.
+The step function runs once per micro-batch and stage; every stage reads the data and calls the model once. The data of
+all micro-batches is read first. With ``precision.dtype: fp16`` nothing here knows the optimizer, so ``loss_func``
+returns ``optimizer.scale_loss(outputs.loss)`` as its loss (and reports the plain one).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from autopar.errors import ConfigError
+from autopar.pipeline_parallel.beginning import beginning, read_batch
 from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.pipeline import Pipeline
 
@@ -51,8 +55,9 @@ def forward_backward(
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (outputs, loss_func)``; ``loss_func(outputs) -> (loss, what is
-            reported)``, called on the last stage only.
-        data_iterator: gives micro-batches, the same ones on every stage.
+            reported)``, called on the last stage only. In fp16 the loss must have gone through
+            ``optimizer.scale_loss``.
+        data_iterator: gives micro-batches, the same ones on every stage; one for each call of the step function.
         model: what ``autopar.initialize`` returned (or a list of it).
         seq_length, micro_batch_size: not needed: shapes travel with the activations.
         forward_only: no backward.
@@ -63,6 +68,8 @@ def forward_backward(
     Raises:
         ConfigError: the model is not parallelized, or ``collect_non_loss_data``, which is not supported.
         PipelineError: another stage did not deliver.
+        ConsistencyError: the stages read different data, or it has ended on some of them.
+        StopIteration: it has ended on all of them.
     """
     chosen = model[0] if isinstance(model, list) else model
     pipeline: Pipeline | None = vars(chosen).get("_autopar_pipeline")
@@ -80,15 +87,25 @@ def forward_backward(
         reported.append(report)
         return loss
 
-    step = Step(
-        microbatches=[{"microbatch": number} for number in range(num_microbatches)],
-        weights=[1 / num_microbatches] * num_microbatches,
-        loss_of=loss_of,
-        backward=not forward_only,
-        call=_StepFunction(forward_step_func, data_iterator, chosen, num_microbatches, pipeline),
-    )
-    pipeline.run(chosen, step)
+    engine, backward = pipeline.engine, not forward_only
+    with beginning(engine):
+        read = functools.partial(_take, data_iterator, num_microbatches)
+        batches = read_batch(read, engine, pipeline.mpu.model, pipeline.unchecked, backward)
+        step = Step(
+            microbatches=[{"microbatch": number} for number in range(num_microbatches)],
+            weights=[1 / num_microbatches] * num_microbatches,
+            loss_of=loss_of,
+            backward=backward,
+            call=_StepFunction(forward_step_func, batches, chosen, pipeline),
+            read=list(batches),
+        )
+        pipeline.run(chosen, step)
     return reported
+
+
+def _take(data: Iterator[Any], count: int) -> list[Any]:
+    """Not inside the step function, where stages draw other random numbers: a loader would shuffle by them."""
+    return [next(data) for _ in range(count)]
 
 
 class _StepFunction:
@@ -97,16 +114,11 @@ class _StepFunction:
     Several stages on one rank see the same micro-batch.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], data: Iterator[Any], model: nn.Module, count: int, pipeline: Pipeline
-    ) -> None:
-        self.function, self.data, self.model = function, data, model
-        self.batches: list[Any] = []
-        self.left = [len(pipeline.plan.stages_on(pipeline.mpu.pp.rank))] * count
+    def __init__(self, function: Callable[..., Any], batches: list[Any], model: nn.Module, pipeline: Pipeline) -> None:
+        self.function, self.batches, self.model = function, batches, model
+        self.left = [len(pipeline.plan.stages_on(pipeline.mpu.pp.rank))] * len(batches)
 
     def __call__(self, microbatch: int) -> Any:
-        while len(self.batches) <= microbatch:
-            self.batches.append(next(self.data))
         batch = self.batches[microbatch]
         self.left[microbatch] -= 1
         if not self.left[microbatch]:

@@ -140,6 +140,11 @@ class Post:
     def __deepcopy__(self, memo: dict[int, Any]) -> Post:
         return self
 
+    @property
+    def passes(self) -> int:
+        """How many have begun."""
+        return self._pass
+
     def begin(self) -> None:
         """A new pass begins, on every rank: what a pass that failed left behind is thrown away from now on."""
         self._pass += 1
@@ -156,25 +161,30 @@ class Post:
         self._label = label
         tensors: list[torch.Tensor] = []
         packed, peer = pack(value, tensors), self.axis.ranks[to]
-        self._send_header(packed, peer, tag, what)
-        for tensor in tensors:
-            if tensor.numel():
-                self._start(tensor.detach().contiguous(), peer, self._groups[way], 2 * tag + 1, what)
+        try:
+            self._send_header(packed, peer, tag, what)
+            for tensor in tensors:
+                if tensor.numel():
+                    self._start(tensor.detach().contiguous(), peer, self._groups[way], 2 * tag + 1, what)
+        except RuntimeError as error:
+            raise self._lost(what, peer, error, sending=True) from error
 
-    def send_failure(self, error: Exception, receivers: list[tuple[int, int]]) -> None:
+    def send_failure(self, error: Exception, receivers: list[tuple[int, int]], *, pause: bool = True) -> None:
         """Let others fail at once with this error instead of after the timeout; as far as they can be reached.
 
         Args:
             receivers: (place, tag that it waits for).
+            pause: give them time to take it, before this process may end.
         """
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
         for place, tag in receivers:
-            with contextlib.suppress(PipelineError):
+            with contextlib.suppress(RuntimeError):  # its connection may be closed
                 self._send_header(_Failure(text), self.axis.ranks[place], tag, "a failure")
         # Buffers live as long as this process may still be asked: the receiver throws them away in a later pass.
         self._farewell += self._sent
         self._sent = []
-        time.sleep(min(self.timeout, _FAREWELL) / 2)
+        if pause and receivers:
+            time.sleep(min(self.timeout, _FAREWELL) / 2)
 
     def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps((self._pass, value))), dtype=torch.uint8)
@@ -187,10 +197,7 @@ class Post:
             self._start(packed, peer, self.control, 2 * tag, what)
 
     def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
-        try:
-            work = dist.isend(tensor, peer, group=group, tag=tag)
-        except RuntimeError as error:
-            raise self._lost(what, peer, error, sending=True) from error
+        work = dist.isend(tensor, peer, group=group, tag=tag)
         self._sent.append((work, tensor, what, self._label))
 
     def receive(self, origin: int, *, way: str, tag: int, what: str, cache: Any = None) -> Any:

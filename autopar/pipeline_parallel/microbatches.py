@@ -8,14 +8,35 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers.cache_utils import Cache
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
 from transformers.utils.generic import ModelOutput
 
+from autopar.collectives import Axis
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.messages import map_tensors
 
-__all__ = ["batch_size", "merge_outputs", "next_batch", "shifts_labels", "split", "weights_of"]
+__all__ = [
+    "batch_size",
+    "default_reduction",
+    "merge_outputs",
+    "next_batch",
+    "over_replicas",
+    "shifts_labels",
+    "split",
+    "weights_of",
+]
+
+_MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
+_LABELS = ("labels", "shift_labels")
+_OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indices", "observed_mask")  # parts of names
 
 
 def next_batch(data: Any) -> dict[str, Any]:
@@ -58,7 +79,8 @@ def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int |
     """Micro-batches of ``size`` samples (the last one may be smaller), or ``count`` of them as even as can be.
 
     Every tensor whose dim 0 is ``samples`` long is cut, also inside tuples, lists and dicts; everything else goes into
-    each micro-batch whole. A batch of fewer samples than ``count`` gives that many micro-batches of one.
+    each micro-batch whole. ``position_ids`` of several kinds, ``[kinds, batch, seq]``, are cut in dim 1. A batch of
+    fewer samples than ``count`` gives that many micro-batches of one.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -68,27 +90,111 @@ def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int |
         bounds = [*range(0, max(samples, 1), size), samples]
 
     def part(start: int, stop: int) -> dict[str, Any]:
-        def narrow(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[start:stop] if tensor.ndim and tensor.shape[0] == samples else tensor
+        def narrow(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+            cut = tensor.ndim > dim and tensor.shape[dim] == samples
+            return tensor.narrow(dim, start, stop - start) if cut else tensor
 
-        return {name: map_tensors(value, narrow) for name, value in batch.items()}
+        return {
+            name: narrow(value, 1) if _of_several_kinds(name, value) else map_tensors(value, narrow)
+            for name, value in batch.items()
+        }
 
     return [part(start, stop) for start, stop in pairwise(bounds)]
 
 
+def _of_several_kinds(name: str, value: Any) -> bool:
+    """Multimodal rotary positions: of time, height and width."""
+    return name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3
+
+
 def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: str, shifted: bool) -> list[float]:
-    """How much the mean loss of each micro-batch counts in that of the batch; they add up to 1.
+    """How much the loss of each micro-batch counts in that of the batch; weights of means add up to 1.
 
     Args:
         reduction: ``tokens``: by the labels that count (those that are not -100; without labels, by samples), which
-            makes the sum the batch's own mean. ``microbatch``: alike.
+            makes the sum the batch's own mean. ``microbatch``: alike. ``sum``: the losses are shares, which add up.
         shifted: the first label of each sequence does not count, as in causal language models.
     """
+    if reduction == "sum":
+        return [1.0] * len(microbatches)
     if reduction == "microbatch":
         return [1 / len(microbatches)] * len(microbatches)
     counts = [_labels(microbatch, main_input, shifted) for microbatch in microbatches]
     total = sum(counts)
     return [count / total for count in counts] if total else [0.0] * len(counts)
+
+
+def over_replicas(
+    weights: list[float], batch: Mapping[str, Any], main_input: str, reduction: str, shifted: bool, axis: Axis
+) -> list[float]:
+    """Weights that make the mean of the replicas' gradients that of the global batch. A collective over ``axis`` (dp).
+
+    A replica counts by its labels (without labels, by its samples) if ``reduction`` is ``tokens``; else all are alike.
+
+    Args:
+        weights: those of :func:`weights_of`, within this replica.
+        batch: of this replica, on the axis' device.
+    """
+    count = _labels(batch, main_input, shifted)
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    total = torch.tensor(count, device=tensors[0].device if tensors else None)
+    dist.all_reduce(total, group=axis.group)
+    if reduction != "tokens" or not total:
+        return weights
+    factor = count * axis.size / int(total)
+    return [weight * factor for weight in weights]
+
+
+def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -> str:
+    """How the model's own losses of micro-batches make up that of the batch: a ``reduction`` of :func:`weights_of`.
+
+    ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
+    ``num_items_in_batch``. What is neither cannot be put together, and is one micro-batch's mean.
+
+    Raises:
+        ConfigError: it is neither, and there are several micro-batches. From the model and the batch's names only, so
+            the same on every rank.
+    """
+    reason = _no_mean_over_labels(model, batch)
+    if reason is None:
+        return "sum" if _divides_by_items(model, batch) else "tokens"
+    if microbatches > 1:
+        raise ConfigError(
+            f"execute_pipeline: the loss of {type(model).__name__} over {microbatches} micro-batches is not the mean "
+            f"of theirs by labels: {reason}.\n"
+            "  Give criterion=lambda outputs, inputs: ... (a mean over the labels of one micro-batch), or one "
+            "micro-batch\n  (pipeline.microbatch_size = the batch's samples); pipeline.loss_reduction: microbatch "
+            "takes the mean of their losses."
+        )
+    return "microbatch"
+
+
+def _no_mean_over_labels(model: Any, batch: Mapping[str, Any]) -> str | None:
+    """Why the model's own loss is no mean over ``labels``; None if it is one, as far as can be seen."""
+    given = {name: value for name, value in batch.items() if value is not None}
+    others = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
+    if others:
+        return f"the batch has targets besides labels ({', '.join(others)})"
+    if not isinstance(given.get("labels", torch.empty(0)), torch.Tensor):
+        return f"labels is a {type(given['labels']).__name__}, not a tensor"
+    if "ctc_loss_reduction" in _names_in_forward(model):
+        return f"it is a CTC loss (config.ctc_loss_reduction: {getattr(model.config, 'ctc_loss_reduction', None)})"
+    function = _loss_function(model)
+    if function in LOSS_MAPPING.values() and function not in _MEANS:
+        return f"it is transformers' {getattr(function, '__name__', function)}"
+    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
+    asked = given.get("output_router_logits", any(getattr(each, "output_router_logits", False) for each in configs))
+    return "it has the routers' auxiliary loss (output_router_logits)" if asked else None
+
+
+def _divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``."""
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if batch.get("num_items_in_batch") is None or not getattr(model, "accepts_loss_kwargs", True):
+        return False
+    if isinstance(labels, torch.Tensor) and labels.is_floating_point():
+        return False
+    return not {"loss_function", "num_items_in_batch"}.isdisjoint(_names_in_forward(model))
 
 
 def _labels(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
@@ -133,11 +239,26 @@ def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:
 
 def shifts_labels(model: Any) -> bool:
     """Whether the model's own loss leaves out the first label of each sequence, as those of causal models do."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if code is None:
-        return False
-    if "loss_function" in code.co_names:
-        own = vars(model).get("_loss_function")
-        function = getattr(own, "plain", own) or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)
+    function = _loss_function(model)
+    if function is not None:
         return function is ForCausalLMLoss
-    return "shift_labels" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+    code = _code_of_forward(model)
+    return code is not None and "shift_labels" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+
+
+def _loss_function(model: Any) -> Any:
+    """What the model's forward calls as ``self.loss_function``; None if it calls none."""
+    if "loss_function" not in _names_in_forward(model):
+        return None
+    own = vars(model).get("_loss_function")
+    return getattr(own, "plain", own) or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)
+
+
+def _names_in_forward(model: Any) -> set[str]:
+    """Attributes, globals and variables that the model's forward names."""
+    code = _code_of_forward(model)
+    return set() if code is None else {*code.co_names, *code.co_varnames}
+
+
+def _code_of_forward(model: Any) -> Any:
+    return getattr(inspect.unwrap(type(model).forward), "__code__", None)

@@ -17,17 +17,20 @@ from transformers import PreTrainedModel
 from autopar.errors import ConfigError
 from autopar.mesh import MPU, rank_groups
 from autopar.pipeline_config import PipelineConfig
-from autopar.pipeline_parallel.agreement import check_batch
+from autopar.pipeline_parallel.agreement import naming
+from autopar.pipeline_parallel.beginning import read_batch, telling
 from autopar.pipeline_parallel.course import Conductor
 from autopar.pipeline_parallel.engine import Engine, Step
-from autopar.pipeline_parallel.gradients import Shared, average_gradients
+from autopar.pipeline_parallel.gradients import Shared, average_gradients, held_alike
 from autopar.pipeline_parallel.holding import cut, drop, mend, restore
 from autopar.pipeline_parallel.inference import call_through_stages
 from autopar.pipeline_parallel.messages import Post, map_tensors
 from autopar.pipeline_parallel.microbatches import (
     batch_size,
+    default_reduction,
     merge_outputs,
     next_batch,
+    over_replicas,
     shifts_labels,
     split,
     weights_of,
@@ -86,7 +89,7 @@ class Pipeline:
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
         self.conductor.absent = self.dropped.placeholders
         self.shared = Shared(model, plan, mpu)
-        self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post)
+        self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post, check=check)
         self.shifted = shifts_labels(inner)
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
@@ -146,14 +149,23 @@ class Pipeline:
 
     def run(self, model: nn.Module, step: Step) -> None:
         """One pass of the schedule, with gradients summed over stages that share a tensor, averaged over replicas."""
-        if step.backward:
-            self.shared.set_aside()
-        self.engine.run(self.actions(step.backward, len(step.microbatches)), step)
-        if step.backward:
-            self.shared.sum()
-            if self.averages:
-                average_gradients(model, self.mpu)
-            self.unaveraged = not self.averages and self.mpu.dp.size > 1
+        actions = self.actions(step.backward, len(step.microbatches))
+        if not step.backward:
+            self.engine.run(actions, step)
+            return
+        alike = held_alike(model, vars(model)["_autopar"].plan, self.mpu)
+        self.shared.set_aside()
+        try:
+            self.engine.run(actions, step)
+            with naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
+                self.shared.sum(alike)
+        except BaseException:
+            self.shared.put_back()
+            raise
+        if self.averages:
+            with naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
+                average_gradients(model, self.mpu, self.shared, alike)
+        self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
     @property
     def last(self) -> bool:
@@ -187,6 +199,7 @@ def no_sync(self: nn.Module) -> Iterator[None]:
         pipeline.averages = before
 
 
+@telling
 def execute_pipeline(
     self: nn.Module,
     data: Any,
@@ -213,28 +226,43 @@ def execute_pipeline(
 
     Returns:
         :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once (``loss_reduction:
-        tokens``): each micro-batch counts by its labels that are not -100, or, without labels, by its samples. Over
-        data-parallel replicas gradients are averaged, as ``DistributedDataParallel`` does.
+        tokens``): each micro-batch counts by its labels that are not -100, or, without labels, by its samples; with
+        ``num_items_in_batch`` in the batch, by which the model divides its losses, they add up. Over data-parallel
+        replicas gradients are averaged, each replica counting by its labels too, so that they are those of the global
+        batch; the loss is this replica's. (``loss_reduction: microbatch``, ``num_items_in_batch`` and losses that are
+        no mean over labels: the plain average, as ``DistributedDataParallel`` takes it.)
 
     Raises:
-        ConsistencyError: the stages of one replica got different batches (looked at on the first step).
-        ConfigError: ``data`` is neither a batch nor an iterator, or the outputs hold no loss to train with.
+        StopIteration: the iterator has ended, on all ranks of this replica.
+        ConsistencyError: the stages of one replica got different batches (whole on the first step of a mode, later a
+            sample of each tensor), or the iterator has ended on some of them.
+        ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, or the model's
+            own loss is no mean over ``labels`` and there are several micro-batches.
         PipelineError: another stage did not deliver within ``pipeline.timeout``.
+
+    After an error in the middle of a step, gradients of earlier calls are as they were for weights on several stages;
+    others hold a part of this call's too. Use ``zero_grad`` before going on.
     """
     pipeline: Pipeline = vars(self)["_autopar_pipeline"]
     mpu, config = pipeline.mpu, pipeline.config
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
-    batch = map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device))
-    if backward in pipeline.unchecked:
-        pipeline.unchecked.discard(backward)
-        check_batch(batch, mpu.pp)
+    batch = read_batch(
+        lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
+        *(pipeline.engine, mpu.model, pipeline.unchecked, backward),
+    )
     refuse_collected(pipeline.inner, pipeline.plan.stages, batch)
     main = pipeline.inner.main_input_name
     samples = batch_size(batch, main)
     microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
+    reduction = config.loss_reduction
+    if reduction == "tokens" and criterion is None and (backward or return_loss):
+        reduction = default_reduction(pipeline.inner, batch, len(microbatches))
+    shares = weights = weights_of(microbatches, main, reduction, pipeline.shifted)
+    if backward and config.loss_reduction == "tokens" and mpu.dp.size > 1:
+        weights = over_replicas(shares, batch, main, reduction, pipeline.shifted, mpu.dp)
     step = Step(
         microbatches=microbatches,
-        weights=weights_of(microbatches, main, config.loss_reduction, pipeline.shifted),
+        weights=weights,
         loss_of=_criterion(criterion, required=backward) if backward or return_loss else None,
         scale=getattr(optimizer, "scale_loss", None),
         keep_outputs=return_outputs,
@@ -243,12 +271,12 @@ def execute_pipeline(
     pipeline.run(self, step)
     result = PipelineOutput()
     if return_loss and pipeline.last and step.losses:
-        result.loss = _mean(step)
+        result.loss = _mean(step, shares)
     if return_loss and broadcast_loss and pipeline.plan.stages > 1:
         result.loss = pipeline.share_loss(result.loss)
     if return_outputs and pipeline.last:
         sizes = [batch_size(microbatch, main) for microbatch in microbatches]
-        merged = merge_outputs([step.outputs[m] for m in range(len(microbatches))], sizes, step.weights)
+        merged = merge_outputs([step.outputs[m] for m in range(len(microbatches))], sizes, shares)
         result.outputs = partial(merged, step.withheld)
     return result
 
@@ -266,8 +294,8 @@ def _criterion(criterion: Callable[..., Any] | None, *, required: bool) -> Calla
     return loss_of
 
 
-def _mean(step: Step) -> torch.Tensor:
-    counted = [step.losses[m] * weight for m, weight in enumerate(step.weights) if weight]
+def _mean(step: Step, shares: list[float]) -> torch.Tensor:
+    counted = [step.losses[m] * share for m, share in enumerate(shares) if share]
     return torch.stack(counted).sum() if counted else step.losses[0]
 
 

@@ -79,8 +79,8 @@ def shard_digest(model: nn.Module) -> str | None:
 
 
 def share_random_state(mpu: MPU) -> None:
-    """Give every tp rank the state of the first one's default generators (CPU, and CUDA under nccl)."""
-    axis = mpu.tp
+    """Give every rank of a model replica (tp x pp) the first one's default generators (CPU, and CUDA under nccl)."""
+    axis = mpu.model
     if axis.size == 1:
         return
     state = torch.get_rng_state()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.errors import AutoparError, ConfigError, PipelineError, UnsupportedModelError
+from autopar.errors import AutoparError, ConfigError, ConsistencyError, PipelineError, UnsupportedModelError
+from autopar.pipeline_parallel.agreement import naming
+from autopar.pipeline_parallel.megatron import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.worlds import distributed, spawn
@@ -108,3 +113,157 @@ def test_a_plain_call_with_wrong_arguments_leaves_nothing_behind() -> None:
         assert time.monotonic() - started < TIMEOUT
         with torch.no_grad():
             assert torch.equal(piped(**batch).logits, plain(**batch).logits)
+
+
+def _batches(count: int, batch: int = 4, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    return language_batches(131, count=count, batch=batch, seed=seed)
+
+
+def _works_again(piped: torch.nn.Module) -> None:
+    """After a failure the next step is an ordinary one."""
+    plain = deep("gpt2", 4)
+    (batch,) = _batches(1, seed=9)
+    loss = piped.execute_pipeline(batch, broadcast_loss=True).loss
+    assert abs(loss - plain(**batch).loss).item() < 1e-5
+
+
+@pytest.mark.parametrize("doomed", [0, 1, 2])
+@distributed(world_size=3)
+def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
+    piped = _piped(3)
+    (batch,) = _batches(1)
+    weight = piped.transformer.h[(0, 2, 3)[doomed]].mlp.c_fc.weight
+    backwards = []
+
+    def fail(gradient: torch.Tensor) -> None:
+        backwards.append(None)
+        if dist.get_rank() == doomed and len(backwards) == 4:
+            raise ValueError("something broke at the end")
+
+    hook = weight.register_hook(fail) if dist.get_rank() == doomed else None
+    started = time.monotonic()
+    kind = ValueError if dist.get_rank() == doomed else PipelineError
+    with pytest.raises(kind, match="something broke at the end"):
+        piped.execute_pipeline(batch)
+    assert time.monotonic() - started < TIMEOUT
+    if hook is not None:
+        hook.remove()
+    piped.zero_grad()
+    _works_again(piped)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("doomed", [0, 2])
+@distributed(world_size=3)
+def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: bool) -> None:
+    piped = _piped(3)
+    batches = _batches(2)
+    data = iter(batches[: 1 + later - (dist.get_rank() == doomed)])
+    if later:
+        piped.execute_pipeline(data, forward_only=forward_only)
+    started = time.monotonic()
+    with pytest.raises(
+        (ConsistencyError, PipelineError), match=f"data iterator has ended on rank {doomed}, and not on"
+    ):
+        piped.execute_pipeline(data, forward_only=forward_only)
+    assert time.monotonic() - started < TIMEOUT
+    _works_again(piped)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2])
+@distributed(world_size=3)
+def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
+    piped = _piped(3)
+    data = iter(_batches(count))
+    for _ in range(count):
+        piped.execute_pipeline(data, forward_only=forward_only)
+    started = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            piped.execute_pipeline(data, forward_only=forward_only)
+    assert time.monotonic() - started < 1.0  # nobody waits for anything
+    _works_again(piped)
+
+
+@pytest.mark.parametrize("later", [False, True])
+@distributed(world_size=3)
+def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
+    piped = _piped(3)
+
+    def read() -> Any:
+        yield from _batches(int(later))
+        if dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+        yield from _batches(1)
+
+    data = read()
+    if later:
+        piped.execute_pipeline(data)
+    started = time.monotonic()
+    kind = OSError if dist.get_rank() == 1 else (ConsistencyError, PipelineError)
+    with pytest.raises(kind, match="the disk is gone"):
+        piped.execute_pipeline(data)
+    assert time.monotonic() - started < TIMEOUT
+    _works_again(piped)
+
+
+@pytest.mark.parametrize("what", ["ids", "labels", "count"])
+@distributed(world_size=3)
+def test_another_batch_on_one_stage_after_the_first_step(what: str) -> None:
+    piped = _piped(3)
+    first, second = _batches(2)
+    piped.execute_pipeline(first)
+    if dist.get_rank() == 1:
+        if what == "count":
+            second = {name: tensor[:3] for name, tensor in second.items()}
+        else:
+            second = {**second, {"ids": "input_ids", "labels": "labels"}[what]: first["labels"].clamp(min=0)}
+    name = {"ids": "input_ids", "labels": "labels", "count": "number of micro-batches: rank 1: 3, rank 0: 4"}[what]
+    started = time.monotonic()
+    with pytest.raises((ConsistencyError, PipelineError), match="got different batches") as info:
+        piped.execute_pipeline(second)
+    assert name in str(info.value)
+    assert isinstance(info.value, ConsistencyError) or dist.get_rank() != 1
+    assert time.monotonic() - started < TIMEOUT
+    piped.zero_grad()
+    _works_again(piped)
+
+
+@distributed(world_size=2)
+def test_data_of_the_megatron_loop_that_ends_on_one_stage() -> None:
+    piped = _piped(2)
+    batches = _batches(4, batch=2)
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        return model(**next(data_iterator)), lambda outputs: (outputs.loss, None)
+
+    run = functools.partial(
+        get_forward_backward_func(), forward_step_func=forward_step, model=piped, num_microbatches=4
+    )
+    for _ in range(2):  # with the first step's exchange, and then without
+        started = time.monotonic()
+        with pytest.raises((ConsistencyError, PipelineError), match="data iterator has ended on rank 1, and not on"):
+            run(data_iterator=iter(batches[: 4 - dist.get_rank()]))
+        with pytest.raises(StopIteration):
+            run(data_iterator=iter(batches[:2]))
+        assert time.monotonic() - started < TIMEOUT
+        run(data_iterator=iter(batches))
+    with pytest.raises((ConsistencyError, PipelineError), match="got different batches"):
+        run(data_iterator=iter(batches if dist.get_rank() else batches[::-1]))
+    piped.zero_grad()
+    run(data_iterator=iter(batches))
+
+
+@distributed(world_size=2)
+def test_a_collective_that_fails_says_what_it_waited_for() -> None:
+    with pytest.raises(PipelineError, match=r"(?s)summing failed: one of the ranks \[0, 1\] .* torch says: "):
+        if dist.get_rank():
+            time.sleep(3)
+            raise PipelineError("summing failed: one of the ranks [0, 1] is this one; torch says: nothing")
+        group = dist.distributed_c10d._get_default_group()
+        with naming("summing", [0, 1]):
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="of the user's"), naming("summing", [0, 1]):
+        raise RuntimeError("an error of the user's")

@@ -1,0 +1,285 @@
+"""Losses that are no mean over labels, replicas with unlike padding, gradients that stay the same on all holders."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
+
+import autopar
+from autopar.errors import ConfigError
+from autopar.pipeline_parallel.gradients import _runs, held_alike, sum_gradients
+from autopar.pipeline_parallel.microbatches import default_reduction, split
+from tests.parity import close, language_batches
+from tests.pipeline_parallel.oracle import whole_tensors
+from tests.pool import pooled
+from tests.random_models import Case, build
+from tests.small import gpt2, llama
+from tests.worlds import distributed, raises_everywhere
+
+_BERT = BertConfig(
+    num_hidden_layers=2,
+    hidden_size=32,
+    num_attention_heads=2,
+    intermediate_size=32,
+    vocab_size=131,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def _config(pp: int = 1, tp: int = 1, **pipeline: Any) -> dict[str, Any]:
+    sizes = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
+    return {"model_parallelism": sizes, "pipeline": pipeline}
+
+
+def _bert(kind: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(copy.deepcopy(_BERT))
+
+
+def _ids(samples: int = 4) -> torch.Tensor:
+    return torch.randint(5, 131, (samples, 7), generator=torch.Generator().manual_seed(2))
+
+
+def _compare(piped: nn.Module, plain: nn.Module) -> None:
+    gradients = whole_tensors(piped, lambda parameter: parameter.grad)
+    for name, parameter in plain.named_parameters():
+        assert (gradients[name] is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            close(gradients[name], parameter.grad, f"gradient of {name}")
+
+
+def _questions() -> dict[str, Any]:
+    starts, ends = torch.tensor([1, 2, 9, 3]), torch.tensor([2, 3, 9, 4])  # the third answer lies behind the end
+    return {"input_ids": _ids(), "start_positions": starts, "end_positions": ends}
+
+
+def _pairs() -> dict[str, Any]:
+    labels = torch.full_like(_ids(), -100)
+    labels[0, :6], labels[1, 0] = 3, 4
+    return {"input_ids": _ids(), "labels": labels, "next_sentence_label": torch.tensor([0, 1, 0, 1])}
+
+
+def _speech() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
+    return Wav2Vec2ForCTC(Wav2Vec2Config(vocab_size=16, **sizes, **convolutions))
+
+
+def test_which_losses_can_be_put_together() -> None:
+    words = {"input_ids": _ids(), "labels": _ids()}
+    items = {**words, "num_items_in_batch": torch.tensor(11)}
+    for model in (gpt2(), llama(), _bert(BertForMaskedLM)):
+        assert default_reduction(model, {**words, "position_ids": _ids(), "label_ids": None}, 4) == "tokens"
+    for model in (gpt2(), llama()):
+        assert default_reduction(model, items, 4) == "sum"
+    assert default_reduction(_bert(BertForMaskedLM), items, 4) == "tokens"  # its cross entropy is always a mean
+    classes = build(Case("gpt2", "GPT2ForSequenceClassification"), 6, 3)
+    assert default_reduction(classes, {**words, "labels": torch.zeros(4)}, 4) == "tokens"
+    sparse = build(Case("mixtral", "MixtralForCausalLM"), 6, 3)
+    assert default_reduction(sparse, words, 4) == "tokens"
+    refused = [
+        (_bert(BertForQuestionAnswering), _questions(), r"targets besides labels \(start_positions, end_positions\)"),
+        (_bert(BertForPreTraining), _pairs(), r"targets besides labels \(next_sentence_label\)"),
+        (_speech(), {"input_values": torch.zeros(4, 400), "labels": _ids()}, "ctc_loss_reduction: sum"),
+        (sparse, {**words, "output_router_logits": True}, "the routers' auxiliary loss"),
+        (gpt2(), {**words, "labels": [{}]}, "labels is a list, not a tensor"),
+    ]
+    for model, batch, reason in refused:
+        assert default_reduction(model, batch, 1) == "microbatch"
+        with pytest.raises(ConfigError, match=f"over 4 micro-batches is not the mean of theirs by labels: .*{reason}"):
+            default_reduction(model, batch, 4)
+    sparse.config.output_router_logits = True
+    assert default_reduction(sparse, {**words, "output_router_logits": False}, 4) == "tokens"
+    with pytest.raises(ConfigError, match="output_router_logits"):
+        default_reduction(sparse, words, 2)
+
+
+@pytest.mark.parametrize(("kind", "batch"), [(BertForQuestionAnswering, _questions()), (BertForPreTraining, _pairs())])
+@pooled(world_size=2)
+def test_a_loss_with_several_targets_takes_one_micro_batch(kind: Any, batch: dict[str, Any]) -> None:
+    plain = _bert(kind).train()
+    expected = plain(**batch).loss
+    expected.backward()
+    piped = autopar.initialize(copy.deepcopy(plain), _config(pp=2, microbatch_size=1))
+    for settings in ({}, {"forward_only": True}):
+        with raises_everywhere(ConfigError, "targets besides labels", "Give criterion="):
+            piped.execute_pipeline(batch, **settings)
+    piped.execute_pipeline(batch, forward_only=True, return_loss=False)  # without a loss nothing is wrong
+    piped.execute_pipeline(batch, lambda outputs, inputs: outputs.loss, forward_only=True)
+    piped.mpu.destroy()
+    piped = autopar.initialize(copy.deepcopy(plain), _config(pp=2, microbatch_size=4))
+    close(piped.execute_pipeline(batch, broadcast_loss=True).loss, expected.detach(), "loss")
+    _compare(piped, plain)
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_losses_divided_by_the_number_of_items_add_up() -> None:
+    labels = _ids()
+    labels[0, 2:] = -100
+    batch = {"input_ids": _ids(), "labels": labels, "num_items_in_batch": torch.tensor(40)}
+    for tp, pp in ((1, 2), (2, 1)):
+        plain = gpt2().train()
+        expected = plain(**batch).loss
+        expected.backward()
+        piped = autopar.initialize(copy.deepcopy(plain), _config(pp=pp, tp=tp, microbatch_size=1))
+        close(piped.execute_pipeline(batch, broadcast_loss=True).loss, expected.detach(), "loss")
+        _compare(piped, plain)
+        piped.mpu.destroy()
+
+
+def _ragged(empty: bool) -> dict[str, Any]:
+    (batch,) = language_batches(131, count=1, batch=4)
+    batch["labels"][1, 2:] = -100
+    batch["labels"][2:, 1 if empty else 3 :] = -100  # the second replica: none at all, or few
+    return batch
+
+
+def _ragged_replicas(pp: int) -> None:
+    for empty, size in ((False, 1), (False, 2), (True, 1)):
+        batch = _ragged(empty)
+        plain = gpt2().train()
+        plain(**batch).loss.backward()
+        piped = autopar.initialize(copy.deepcopy(plain), _config(pp=pp, microbatch_size=size))
+        dp = piped.mpu.dp
+        mine = {name: tensor.chunk(2)[dp.rank] for name, tensor in batch.items()}
+        out = piped.execute_pipeline(mine, broadcast_loss=True)
+        _compare(piped, plain)
+        if dp.rank == 0 or not empty:
+            close(out.loss, plain(**mine).loss.detach(), "the loss is this replica's")
+        piped.zero_grad()
+        if not empty:  # by request, the mean of the replicas' means
+            plain.zero_grad()
+            for rank in range(2):
+                halves = {name: tensor.chunk(2)[rank] for name, tensor in batch.items()}
+                rows = split(halves, 2, size, None)
+                for row in rows:
+                    (plain(**row).loss / len(rows) / 2).backward()
+            piped._autopar_pipeline.config = _with_reduction(piped, "microbatch")
+            piped.execute_pipeline(mine)
+            _compare(piped, plain)
+        piped.mpu.destroy()
+
+
+def _with_reduction(model: Any, reduction: str) -> Any:
+    """The model's pipeline section with another reduction."""
+    return dataclasses.replace(model._autopar_pipeline.config, loss_reduction=reduction)
+
+
+@pooled(world_size=2)
+def test_replicas_with_unlike_padding() -> None:
+    _ragged_replicas(pp=1)
+
+
+@pooled(world_size=4)
+def test_replicas_with_unlike_padding_in_stages() -> None:
+    _ragged_replicas(pp=2)
+
+
+def _digits(group: Any, tensors: dict[str, torch.Tensor], size: int) -> None:
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, tensors, group=group)
+    names = set.intersection(*(set(theirs) for theirs in everyone))
+    assert names
+    for name in names:
+        for theirs in everyone:
+            assert torch.equal(theirs[name], everyone[0][name]), f"{name} differs between holders"
+
+
+def _two_steps(piped: Any) -> None:
+    optimizer = torch.optim.SGD(piped.parameters(), lr=0.1)
+    for batch in language_batches(131, count=2, batch=6):
+        dp = piped.mpu.dp
+        optimizer.zero_grad()
+        piped.execute_pipeline({name: tensor.chunk(3)[dp.rank] for name, tensor in batch.items()})
+        optimizer.step()
+
+
+@distributed(world_size=6)
+def test_tied_weights_stay_the_same_over_three_replicas() -> None:
+    """The stages' sizes are unlike, so that in common buffers other parts of the embedding would be added first."""
+    model = gpt2(n_layer=4, vocab_size=2000)
+    piped = autopar.initialize(model, _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1]))
+    _two_steps(piped)
+    (holders,) = piped._autopar_pipeline.shared.sets()
+    for tensors in ([p.grad for p in holders], [p.data for p in holders]):
+        _digits(piped.mpu.pp.group, {str(place): tensor for place, tensor in enumerate(tensors)}, 2)
+
+
+@pooled(world_size=2)
+def test_replicated_weights_travel_in_buffers_of_their_own() -> None:
+    piped = autopar.initialize(gpt2(), _config(tp=2))
+    plan, names = piped._autopar.plan, {id(p): n for n, p in piped.named_parameters()}
+    runs = _runs([list(piped.parameters())], held_alike(piped, plan, piped.mpu))
+    found = [[names[id(parameter)] for parameter in run] for run in runs]
+    kinds = [{plan.tensors[plan.canonical(name)].layout is None for name in run} for run in found]
+    assert sorted(map(list, kinds)) == [[False], [True]]
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, found[kinds.index({True})])
+    assert everyone[0] == everyone[1]
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_half_precision_gradients_are_divided_before_they_are_summed() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    parameter.grad = torch.full((3,), 60000.0, dtype=torch.float16)
+    sum_gradients([[parameter]], dist.group.WORLD, 0.5)
+    assert torch.equal(parameter.grad, torch.full((3,), 60000.0, dtype=torch.float16))
+
+
+@pooled(world_size=2)
+def test_a_failed_step_leaves_earlier_gradients_of_tied_weights() -> None:
+    def fail(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if len(seen) == 1:
+            raise ValueError("the second micro-batch")
+        seen.append(outputs)
+        return outputs.loss
+
+    seen: list[Any] = []
+    piped = autopar.initialize(gpt2(), _config(pp=2, microbatch_size=1))
+    (batch,) = language_batches(131, count=1, batch=3)
+    piped.execute_pipeline(batch)
+    (tied,) = piped._autopar_pipeline.shared.sets()
+    earlier = [parameter.grad.clone() for parameter in tied]
+    with pytest.raises((ValueError, autopar.PipelineError)):
+        piped.execute_pipeline(batch, fail)
+    for parameter, gradient in zip(tied, earlier, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    dist.barrier()
+    piped.zero_grad()
+    plain = gpt2().train()
+    plain(**batch).loss.backward()
+    piped.execute_pipeline(batch)
+    _compare(piped, plain)
+    piped.mpu.destroy()
+
+
+def test_positions_of_several_kinds_are_cut_by_samples() -> None:
+    for samples in (3, 4):
+        positions = torch.arange(3 * samples * 5).view(3, samples, 5)
+        batch = {"input_ids": _ids(samples), "position_ids": positions}
+        parts = split(batch, samples, 1, None)
+        assert [part["position_ids"].shape for part in parts] == [(3, 1, 5)] * samples
+        assert torch.equal(torch.cat([part["position_ids"] for part in parts], dim=1), positions)
+    shared = torch.zeros(3, 1, 5)  # the same for all samples
+    assert all(p["position_ids"].shape == (3, 1, 5) for p in split({**batch, "position_ids": shared}, 4, 1, None))
+    flat = torch.arange(15).view(3, 5)
+    parts = split({"input_ids": _ids(3), "position_ids": flat}, 3, 1, None)
+    assert torch.equal(torch.cat([part["position_ids"] for part in parts]), flat)

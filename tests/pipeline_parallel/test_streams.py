@@ -1,0 +1,146 @@
+"""Random numbers of the stages: the default generators are equal on all of them, whatever was done in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
+from tests.parity import language_batches
+from tests.pool import pooled
+from tests.small import gpt2
+
+
+def _piped(tp: int = 1, seed: int = 1, **config: Any) -> Any:
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": 2}
+    model = gpt2(n_layer=4, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
+    torch.manual_seed(seed)  # what makes the model seeds, too
+    return autopar.initialize(model, {"model_parallelism": sizes, **config})
+
+
+def _states() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()] * dist.get_world_size()
+    dist.all_gather_object(states, torch.get_rng_state())
+    return states
+
+
+def _assert_alike() -> None:
+    states = _states()
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+@pooled(world_size=4)
+def test_initialize_shares_the_generators_of_a_replica() -> None:
+    piped = _piped(tp=2, seed=dist.get_rank())
+    _assert_alike()
+    piped.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_replicas_keep_generators_of_their_own() -> None:
+    piped = _piped(seed=dist.get_rank())
+    states = _states()
+    for ranks in ([0, 2], [1, 3]):
+        assert torch.equal(states[ranks[0]], states[ranks[1]])
+    assert not torch.equal(states[0], states[1])
+    piped.mpu.destroy()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pooled(world_size=2)
+def test_training_mode_keeps_the_stages_alike(schedule: str) -> None:
+    piped = _piped(pipeline={"schedule": schedule})
+    (batch,) = language_batches(131, count=1, batch=3)
+    before = torch.get_rng_state()
+    for step in range(2):  # the first one of a mode compares batches, too
+        piped.execute_pipeline(batch)
+        _assert_alike()
+        piped.execute_pipeline(batch, forward_only=True)
+        _assert_alike()
+        with torch.no_grad():
+            piped(**batch)
+            _assert_alike()
+            piped.transformer(input_ids=batch["input_ids"])  # the head's stage draws nothing
+            _assert_alike()
+        assert not torch.equal(before, torch.get_rng_state()), step
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_plain_call_in_training_mode_drops_other_elements_each_time() -> None:
+    piped = _piped()
+    (batch,) = language_batches(131, count=1)
+    with torch.no_grad():
+        assert not torch.equal(piped(**batch).logits, piped(**batch).logits)
+        torch.manual_seed(3)
+        first = piped(**batch).logits
+        torch.manual_seed(3)
+        assert torch.equal(first, piped(**batch).logits)
+    before = torch.get_rng_state()
+    piped.eval()
+    with torch.no_grad():
+        assert torch.equal(piped(**batch).logits, piped(**batch).logits)
+    assert torch.equal(before, torch.get_rng_state())
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_step_that_fails_draws_nothing() -> None:
+    piped = _piped(pipeline={"timeout": 6})
+    (batch,) = language_batches(131, count=1)
+    before = torch.get_rng_state()
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise ValueError("something broke")
+
+    with pytest.raises(Exception, match="something broke"):
+        piped.execute_pipeline(batch, criterion=fail)
+    assert torch.equal(before, torch.get_rng_state())
+    piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_shuffling_loader_of_the_megatron_loop_gives_all_stages_the_same() -> None:
+    piped = _piped()
+    rows = language_batches(131, count=1, batch=16)[0]["input_ids"]
+    seen = []
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        (ids,) = next(data_iterator)
+        seen.append(ids)
+        return model(input_ids=ids, labels=ids), lambda outputs: (outputs.loss, None)
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=2, shuffle=True)
+    for _ in range(2):
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iter(loader), model=piped, num_microbatches=8
+        )
+    everyone = [torch.cat(seen)] * 2
+    dist.all_gather_object(everyone, torch.cat(seen))
+    assert torch.equal(*everyone)
+    _assert_alike()
+    piped.mpu.destroy()
+
+
+def test_streams_of_a_pass() -> None:
+    torch.manual_seed(0)
+    drawn = []
+    with seed_of_pass(2, True) as seed:
+        for number in (0, 1, 0):
+            with draws_of(seed, number):
+                drawn.append(torch.rand(4))
+        outside = torch.rand(4)
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    torch.manual_seed(0)
+    with seed_of_pass(2, True):
+        assert torch.equal(outside, torch.rand(4))
+    before = torch.get_rng_state()
+    for stages, training in ((1, True), (2, False)):
+        with seed_of_pass(stages, training) as seed:
+            assert seed is None
+    assert torch.equal(before, torch.get_rng_state())
