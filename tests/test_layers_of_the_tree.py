@@ -14,6 +14,7 @@ ROWS = [
     ["broadcast", "random_state"],
     ["mesh"],
     ["policy"],
+    ["gradient_sums"],
     ["tensor_parallel", "data_parallel", "pipeline_parallel", "checkpoint"],
     ["sources"],
     ["lazy_files"],

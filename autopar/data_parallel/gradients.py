@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.data_parallel import averaging
 from autopar.data_parallel.norm import counted_here, gradient_norm, local_part
 from autopar.errors import ConfigError
+from autopar.gradient_sums import average_over_replicas
 from autopar.mesh import MPU
 
 __all__ = ["GradScaler", "average_gradients", "clip_grad_norm_"]
@@ -26,7 +26,7 @@ def average_gradients(model: nn.Module) -> None:
         ConfigError: the model is not parallelized.
     """
     root, state = _parallelized(model)
-    averaging.average_gradients(root.parameters(), state.mpu.dp)
+    average_over_replicas(root, state.plan, state.stages, state.mpu)
 
 
 @torch.no_grad()

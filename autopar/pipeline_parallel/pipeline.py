@@ -15,13 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import ConfigError
+from autopar.gradient_sums import average_over_replicas, held_alike
 from autopar.mesh import MPU, rank_groups
 from autopar.pipeline_config import PipelineConfig
 from autopar.pipeline_parallel.agreement import naming
 from autopar.pipeline_parallel.beginning import read_batch, telling
 from autopar.pipeline_parallel.course import Conductor
 from autopar.pipeline_parallel.engine import Engine, Step
-from autopar.pipeline_parallel.gradients import Shared, average_gradients, held_alike
+from autopar.pipeline_parallel.gradients import Shared
 from autopar.pipeline_parallel.holding import cut, drop, mend, restore
 from autopar.pipeline_parallel.inference import call_through_stages
 from autopar.pipeline_parallel.messages import Post, map_tensors
@@ -153,18 +154,18 @@ class Pipeline:
         if not step.backward:
             self.engine.run(actions, step)
             return
-        alike = held_alike(model, vars(model)["_autopar"].plan, self.mpu)
+        plan = vars(model)["_autopar"].plan
         self.shared.set_aside()
         try:
             self.engine.run(actions, step)
             with naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
-                self.shared.sum(alike)
+                self.shared.sum(held_alike(model, plan, self.mpu))
         except BaseException:
             self.shared.put_back()
             raise
         if self.averages:
             with naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
-                average_gradients(model, self.mpu, self.shared, alike)
+                average_over_replicas(model, plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
     @property

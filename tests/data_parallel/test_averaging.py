@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
-from autopar.data_parallel.averaging import average_gradients, first_difference
+from autopar.data_parallel.averaging import first_difference
+from autopar.gradient_sums import sum_gradients
 from tests.worlds import distributed
 
 
@@ -19,7 +20,7 @@ def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
         parameter.grad = torch.full_like(parameter, 2.0 * index + 4 * rank)
     parameters[2].grad.fill_(60000.0)  # the sum of two overflows, the mean does not
     parameters[4].grad = torch.arange(6.0).view(2, 3).t() * (1 + rank)  # not contiguous
-    average_gradients(parameters, axis)
+    sum_gradients([parameters], axis.group, 1 / axis.size)
     assert torch.equal(parameters[0].grad, torch.full((2, 3), 2.0))
     assert parameters[1].grad == 4.0 and parameters[2].grad[0] == 60000.0
     assert torch.equal(parameters[4].grad, torch.arange(6.0).view(2, 3).t() * 1.5)
@@ -34,11 +35,11 @@ def test_a_gradient_that_one_replica_lacks_counts_as_zero():
     parameters[0].grad = torch.full((3,), 1.0 + rank)
     if rank == 1:
         parameters[1].grad = torch.full((3,), 4.0)
-    average_gradients(parameters, axis)
+    sum_gradients([parameters], axis.group, 1 / axis.size)
     assert torch.equal(parameters[0].grad, torch.full((3,), 1.5))
     assert torch.equal(parameters[1].grad, torch.full((3,), 2.0))
     assert parameters[2].grad is None and parameters[3].grad is None
-    average_gradients([], axis)
+    sum_gradients([], axis.group)
 
 
 @distributed(world_size=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,8 +11,6 @@ import autopar
 from tests.parity import close
 from tests.small import gpt2, llama
 from tests.worlds import distributed
-
-pytest.importorskip("autopar.pipeline_parallel")
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 

@@ -21,7 +21,7 @@ from transformers import (
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.gradients import _runs, held_alike, sum_gradients
+from autopar.gradient_sums import held_alike, runs_of, sum_gradients
 from autopar.pipeline_parallel.microbatches import default_reduction, split
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
@@ -217,7 +217,7 @@ def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     model = gpt2(n_layer=4, vocab_size=2000)
     piped = autopar.initialize(model, _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1]))
     _two_steps(piped)
-    (holders,) = piped._autopar_pipeline.shared.sets()
+    ((_, holders),) = piped._autopar_pipeline.shared._sets
     for tensors in ([p.grad for p in holders], [p.data for p in holders]):
         _digits(piped.mpu.pp.group, {str(place): tensor for place, tensor in enumerate(tensors)}, 2)
 
@@ -226,7 +226,7 @@ def test_tied_weights_stay_the_same_over_three_replicas() -> None:
 def test_replicated_weights_travel_in_buffers_of_their_own() -> None:
     piped = autopar.initialize(gpt2(), _config(tp=2))
     plan, names = piped._autopar.plan, {id(p): n for n, p in piped.named_parameters()}
-    runs = _runs([list(piped.parameters())], held_alike(piped, plan, piped.mpu))
+    runs = runs_of([list(piped.parameters())], held_alike(piped, plan, piped.mpu))
     found = [[names[id(parameter)] for parameter in run] for run in runs]
     kinds = [{plan.tensors[plan.canonical(name)].layout is None for name in run} for run in found]
     assert sorted(map(list, kinds)) == [[False], [True]]
@@ -256,7 +256,7 @@ def test_a_failed_step_leaves_earlier_gradients_of_tied_weights() -> None:
     piped = autopar.initialize(gpt2(), _config(pp=2, microbatch_size=1))
     (batch,) = language_batches(131, count=1, batch=3)
     piped.execute_pipeline(batch)
-    (tied,) = piped._autopar_pipeline.shared.sets()
+    ((_, tied),) = piped._autopar_pipeline.shared._sets
     earlier = [parameter.grad.clone() for parameter in tied]
     with pytest.raises((ValueError, autopar.PipelineError)):
         piped.execute_pipeline(batch, fail)

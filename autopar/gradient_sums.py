@@ -1,0 +1,117 @@
+"""Sums of gradients over a group: of what several stages hold, and of data-parallel replicas, with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.mesh import MPU
+from autopar.policy.plan import Plan
+from autopar.policy.stages import StagePlan
+
+__all__ = ["Alike", "average_over_replicas", "held_alike", "runs_of", "sum_gradients"]
+
+Alike = Mapping[int, tuple[int, ...]]
+"""``id(parameter)`` -> the tensor-parallel ranks that hold the same part of it."""
+
+_BUCKET = 32 * 1024 * 1024  # bytes of one all-reduce
+
+
+def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
+    """``id(parameter)`` -> the tensor-parallel ranks that hold the same part of it as this one, of all parameters."""
+    rank, size = mpu.tp.rank, mpu.tp.size
+    layouts = {name: tensor.layout for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
+    alike: dict[int, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        if size == 1 or name not in layouts:  # added after initialize: of this rank alone, as far as is known
+            alike[id(parameter)] = (rank,)
+            continue
+        layout = layouts[name]
+        alike[id(parameter)] = tuple(
+            other for other in range(size) if layout is None or layout.ranges(other) == layout.ranges(rank)
+        )
+    return alike
+
+
+def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Parameter]]:
+    """Each list by who holds the same: such a run has the same content and order on all of these ranks.
+
+    An all-reduce over three ranks or more adds in an order that depends on the place in the buffer. Ranks that hold the
+    same would drift apart by rounding if it lay at another place there.
+    """
+    runs: dict[tuple[int, tuple[int, ...]], list[nn.Parameter]] = {}
+    for number, parameters in enumerate(lists):
+        for parameter in parameters:
+            runs.setdefault((number, alike[id(parameter)]), []).append(parameter)
+    return list(runs.values())
+
+
+def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
+    """Average all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
+
+    A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. What several
+    ranks of a replica hold gets the same bits on all of them.
+    """
+    if mpu.dp.size == 1:
+        return
+    by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}  # in the stages' order on all holders
+    own = dict(model.named_parameters())
+    for name in [*stages.tensors, *(name for name in own if name not in stages.tensors)]:
+        if name in own and not isinstance(own[name], DTensor):
+            holders = stages.holders(name) if name in stages.tensors else ()
+            by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
+    runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
+    sum_gradients(runs, mpu.dp.group, 1 / mpu.dp.size)
+
+
+@torch.no_grad()
+def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0) -> None:
+    """Scale gradients, then sum them over a group. Every rank gives the same parameters in the same order.
+
+    A parameter that has a gradient on no rank gets none.
+
+    Args:
+        runs: what may travel together in one buffer.
+        scale: before the sum, which might be too large for fp16.
+    """
+    runs = [[parameter for parameter in run if parameter.requires_grad] for run in runs]
+    parameters = [parameter for run in runs for parameter in run]
+    if not parameters:
+        return
+    device = parameters[0].device
+    present = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    used = {id(parameter) for parameter, flag in zip(parameters, present.tolist(), strict=True) if flag}
+    for bucket in (bucket for run in runs for bucket in _buckets([p for p in run if id(p) in used])):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
+        if scale != 1.0:
+            flat.mul_(scale)
+        dist.all_reduce(flat, group=group)
+        for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(part.view(parameter.shape))
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    by_dtype: Mapping[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)  # type: ignore[attr-defined]
+    for same in by_dtype.values():
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in same:
+            bucket.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+            if size >= _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
