@@ -304,6 +304,10 @@ def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() ->
         assert {case.head for case in _cases(model_type)} == heads - left_out, model_type
 
 
+def test_every_model_type_has_a_model_or_comes_inside_another() -> None:
+    assert not [name for name in MODEL_TYPES if not of_type(name).inside and not _cases(name)]
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if of_type(name).inside])
 def test_a_part_is_inside_what_tests_it(model_type: str) -> None:

@@ -37,7 +37,6 @@ ATTRIBUTES = ("block_attributes", "attributes", "block_inputs", "inputs")
 
 # Rules for branches that no small model takes: policy -> beginnings of paths, and why.
 UNTESTED: dict[str, tuple[tuple[str, ...], str]] = {
-    "blip_text": (("attention.self.all_head_size", "crossattention"), "its models come inside BLIP only"),
     "bros": (("crossattention",), "transformers' own cannot be built with it"),
     "canine": (("char_embeddings.HashBucketCodepointEmbedder_",), "more hash functions than the small model has"),
     "evolla": (("adapter",), "kinds of sequences that the adapter may lack"),
