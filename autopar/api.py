@@ -35,6 +35,7 @@ from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
 from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
 from autopar.policy.uses import hugging_face_model
+from autopar.roll_call import RollCall
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import share_random_state
@@ -130,7 +131,8 @@ def initialize(
     share_random_state(mpu)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
-    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, check=parsed.consistency_check)
+    roll = RollCall(mpu, parsed.pipeline.timeout)
+    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check)
     on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
@@ -144,7 +146,7 @@ def initialize(
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed)
-    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
     return model if optimizer is None else (model, optimizer)
 
 

@@ -111,8 +111,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         problems: list[str] = []
-        if self.pipeline == _NO_PIPELINE and self.pipeline_parallel_size > 1:
-            object.__setattr__(self, "pipeline", PipelineConfig.of({}, self.pipeline_parallel_size, problems))
+        if isinstance(self.pipeline, PipelineConfig):
+            given = _check_section("pipeline", self.pipeline.given(), _SECTIONS["pipeline"], problems)
+            object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
         for field in dataclasses.fields(self):
             problem = _problem(field.name, getattr(self, field.name), type(field.default))
             problems += [problem] if problem else []

@@ -7,6 +7,7 @@ import yaml
 
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
+from autopar.pipeline_config import PipelineConfig
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
 
@@ -100,6 +101,26 @@ def test_a_size_that_does_not_divide_the_world_stands_in_the_same_list():
     for ready in (ParallelConfig(3), {"model_parallelism": {"tensor_parallel_size": 3}}):
         with pytest.raises(ConfigError, match=r"= 3 does not divide the world of 4 processes"):
             ParallelConfig.parse(ready, world_size=4)
+
+
+def test_a_ready_config_is_held_to_the_same():
+    config = ParallelConfig(
+        pipeline_parallel_size=2, pipeline=PipelineConfig(schedule="zbv", layers_per_stage=(1,) * 4)
+    )
+    assert (config.pipeline.chunks, config.pipeline.microbatch_size, config.pipeline.layers_per_stage) == (
+        2,
+        1,
+        (1,) * 4,
+    )
+    for wrong, message in (
+        ({"schedule": "1f2b"}, "pipeline.schedule='1f2b' is unknown. Did you mean '1f1b'?"),
+        ({"num_microbatches": 1}, "pipeline.num_microbatches=1 is less than pipeline_parallel_size=2"),
+        ({"timeout": "soon"}, "pipeline.timeout must be an integer, not 'soon'"),
+        ({"chunks": 3, "schedule": "zbv"}, "pipeline.chunks=3 does not fit schedule zbv"),
+    ):
+        with pytest.raises(ConfigError) as info:
+            ParallelConfig(pipeline_parallel_size=2, pipeline=PipelineConfig(**wrong))
+        assert message in str(info.value)
 
 
 def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():

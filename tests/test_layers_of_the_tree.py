@@ -13,6 +13,7 @@ ROWS = [
     ["axis"],
     ["broadcast", "random_state"],
     ["mesh"],
+    ["roll_call"],
     ["policy"],
     ["gradient_sums"],
     ["tensor_parallel", "data_parallel", "pipeline_parallel", "checkpoint"],

@@ -16,6 +16,7 @@ from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import drop_absent, rebind, shard_state
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
+from autopar.roll_call import RollCall
 
 __all__ = ["attach"]
 
@@ -28,6 +29,7 @@ def attach(
     mpu: MPU,
     config: ParallelConfig,
     optimizer: Any,
+    roll: RollCall,
 ) -> ParallelStep | None:
     """ZeRO, precision and clipping of ``config``, for the model and the user's optimizer; every rank calls it.
 
@@ -46,4 +48,4 @@ def attach(
     if optimizer is None:
         return None
     counted = counted_here(dict(model.named_parameters()), plan, mpu)
-    return ParallelStep(optimizer, model, inner, plan, mpu, config, counted)
+    return ParallelStep(optimizer, model, inner, plan, mpu, config, counted, roll)

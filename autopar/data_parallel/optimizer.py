@@ -10,7 +10,8 @@ unscaled and clipped in place by then).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from autopar.data_parallel.stand_in import StandIn
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
+from autopar.roll_call import RollCall
 
 __all__ = ["ParallelStep"]
 
@@ -59,8 +61,10 @@ class ParallelStep:
         mpu: MPU,
         config: ParallelConfig,
         counted: frozenset[str],
+        roll: RollCall,
     ) -> None:
         self.optimizer, self.model, self.plan, self.mpu, self.counted = optimizer, model, plan, mpu, counted
+        self._roll = roll
         self.max_norm = config.gradient_clipping
         self.scale = LossScale.of(config) if config.precision == "fp16" else None
         self.masters = Masters() if config.precision != "fp32" and config.zero_stage != 3 else None
@@ -166,14 +170,16 @@ class ParallelStep:
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
         self._adopt()
-        overflow = self._agree()
+        with self._together():
+            overflow = self._agree()
+            multiplier = 1.0 if overflow else self._multiplier()
         self._used_scale = 0.0
         self.step_was_skipped = overflow
         if overflow:
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
             self._running = StandIn(optimizer, {})
         else:
-            self._running = StandIn(optimizer, self._stepped(self._multiplier()))
+            self._running = StandIn(optimizer, self._stepped(multiplier))
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -186,10 +192,17 @@ class ParallelStep:
             self.skipped_steps += 1
         elif self._shares:
             shared = [p for p in self._owners if p.requires_grad]
-            broadcast_from_owners([p.data for p in shared], [self._owners[p] for p in shared], self.mpu.dp)
+            with self._together():
+                broadcast_from_owners([p.data for p in shared], [self._owners[p] for p in shared], self.mpu.dp)
         if self.scale is not None:
             self._update_scale(self.scale)
         self._publish()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Collectives inside wait no longer than ``pipeline.timeout``, and name who failed."""
+        with self._roll.patience(), self._roll.naming("optimizer.step()", range(self.mpu.world_size)):
+            yield
 
     def _adopt(self) -> None:
         """Give parameters an owner that have none: all at first, later those of a new group."""

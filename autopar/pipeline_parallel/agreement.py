@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
-from autopar.errors import ConsistencyError, PipelineError
+from autopar.errors import ConsistencyError
 from autopar.pipeline_parallel.messages import Post, map_tensors
+from autopar.roll_call import RollCall
 
-__all__ = ["DONE", "END", "ENDED", "check_batch", "check_digest", "data_ended", "digest_of", "end_pass", "naming"]
+__all__ = ["DONE", "END", "ENDED", "check_batch", "check_digest", "data_ended", "digest_of", "end_pass"]
 
 END: dict[str, Any] = {"way": "forward", "tag": 1_000_000_000, "what": "its word on how the step ended"}
 DONE, ENDED = "done", "ended"  # the words: all actions are done; the data has ended, so there is no step
@@ -29,13 +29,14 @@ _HINT = (
 Batch = TypeVar("Batch")
 
 
-def check_batch(read: Callable[[], Batch], axis: Axis) -> Batch:
-    """What ``read`` gives, compared over all ranks of a model replica; one object exchange.
+def check_batch(read: Callable[[], Batch], axis: Axis, roll: RollCall) -> Batch:
+    """What ``read`` gives, compared over all ranks of a model replica (``axis``); one object exchange.
 
     Raises:
         StopIteration: the data has ended on every rank.
         ConsistencyError: it has ended on some; or another rank has no batch; or, naming the arguments that differ, the
             batches are different. Whatever is raised, every rank of the axis raises something.
+        PipelineError: one of the ranks did not answer.
     """
     batch: Batch | None = None
     failure: Exception | None = None
@@ -48,7 +49,8 @@ def check_batch(read: Callable[[], Batch], axis: Axis) -> Batch:
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
     everyone: list[tuple[str, Any]] = [mine] * axis.size
-    dist.all_gather_object(everyone, mine, group=axis.group)
+    with roll.naming("comparing the batch over the stages", axis.ranks):
+        dist.all_gather_object(everyone, mine, group=axis.group)
     ended = [rank for rank, (word, _) in zip(axis.ranks, everyone, strict=True) if word == ENDED]
     if failure is not None and (mine[0] != ENDED or len(ended) == axis.size):
         raise failure
@@ -111,27 +113,6 @@ def end_pass(post: Post, word: str) -> list[int]:
     if len(set(words.values())) == 1:  # a rank without data takes nothing of what was sent
         post.settle()
     return [post.axis.ranks[place] for place in sorted(words) if words[place] == ENDED]
-
-
-@contextlib.contextmanager
-def naming(what: str, ranks: tuple[int, ...] | list[int]) -> Iterator[None]:
-    """A collective inside that fails raises a PipelineError that says what it waited for."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise _failed(what, ranks, error) from error
-    except RuntimeError as error:
-        if not any(sign in str(error).lower() for sign in ("gloo", "nccl", "timed out", "connection")):
-            raise
-        raise _failed(what, ranks, error) from error
-
-
-def _failed(what: str, ranks: tuple[int, ...] | list[int], error: Exception) -> PipelineError:
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return PipelineError(
-        f"{what} failed: one of the ranks {list(ranks)} ended, failed or hangs; its own log tells why.\n"
-        f"  torch says: {first}"
-    )
 
 
 def _differences(everyone: list[dict[str, str]], ranks: tuple[int, ...] | list[int]) -> list[str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from autopar.errors import PipelineError
 from autopar.pipeline_parallel.agreement import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
 from autopar.pipeline_parallel.course import Conductor, Course, Handed
+from autopar.pipeline_parallel.halves import Rest, backward_input, backward_weights
 from autopar.pipeline_parallel.messages import Post, map_tensors
 from autopar.pipeline_parallel.partial import complete
 from autopar.pipeline_parallel.schedule import Action
@@ -21,6 +21,8 @@ from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
 from autopar.policy.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
+
+_NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "backward to its weights"}
 
 
 @dataclass
@@ -58,7 +60,7 @@ class _Open:
     leaves: list[torch.Tensor]
     roots: list[torch.Tensor]
     gradients: list[torch.Tensor | None] | None = None
-    groups: list[dict[str, Any]] | None = None
+    rest: Rest | None = None
 
 
 class Engine:
@@ -80,6 +82,7 @@ class Engine:
         self._check = check and plan.ranks > 1
         self._digests: list[dict[str, str]] = []
         self._seed: int | None = None  # of this pass
+        self._recomputes = False  # activations, in this pass's backward
         self._open: dict[tuple[int, int], _Open] = {}
         self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
         self._turn: dict[Action, int] = {}  # every rank's actions -> their number in its list
@@ -97,13 +100,16 @@ class Engine:
         do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weights}
         self._open, self._here = {}, {}
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
+        self._recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
         self.post.begin()
         try:
             read = step.microbatches if step.read is None else step.read
             self._digests = [digest_of(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
             with seed_of_pass(self.plan.stages, self.model.training) as self._seed:
                 for kind, stage, microbatch in lists[self.rank]:
-                    do[kind](stage, microbatch, step)
+                    what = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
+                    with self.post.roll.naming(what, self.post.roll.mpu.tp.ranks):
+                        do[kind](stage, microbatch, step)
                 ended = end_pass(self.post, DONE)  # so that nobody waits in a collective for a stage that failed
                 if ended:
                     raise data_ended(ended)
@@ -135,6 +141,7 @@ class Engine:
             raise mine from error
         if len(ended) < self.plan.ranks:
             raise data_ended(ended)
+        self.post.roll.withdraw()
 
     def _tell(self, error: Exception) -> None:
         """The neighbours, who may wait for this rank, and all who have finished."""
@@ -215,31 +222,25 @@ class Engine:
         del self._open[stage, microbatch]
 
     def _backward_input(self, stage: int, microbatch: int, step: Step) -> None:
-        """Only the gradient of what the stage received; the first stage has none, its whole backward is ``W``."""
+        """Only the gradient of what the stage received; the first stage has none, its whole backward is ``W``.
+
+        Where activations are recomputed it is the whole backward: its halves would recompute them once more each.
+        """
         opened = self._incoming(stage, microbatch)
-        if opened.roots and opened.leaves:
-            # Views and leaves cannot be detached in place, which the split does to free the graph above.
-            roots = [
-                root if root.grad_fn is not None and not root._is_view() else root.clone() for root in opened.roots
-            ]
-            _, opened.groups = stage_backward_input(
-                roots,
-                opened.gradients,  # type: ignore[arg-type]
-                opened.leaves,
-                iter(self._weights()),
-            )
+        if opened.roots and self._recomputes:
+            torch.autograd.backward(opened.roots, opened.gradients)
+            opened.roots = []
+        elif opened.roots and opened.leaves:
+            opened.rest = backward_input(opened.roots, opened.gradients, opened.leaves)  # type: ignore[arg-type]
             opened.roots = []
         self._outgoing(stage, microbatch, opened)
 
     def _backward_weights(self, stage: int, microbatch: int, step: Step) -> None:
         opened = self._open.pop((stage, microbatch))
-        if opened.groups is not None:
-            stage_backward_weight(iter(self._weights()), opened.groups)
+        if opened.rest is not None:
+            backward_weights(opened.rest)
         elif opened.roots:
             torch.autograd.backward(opened.roots, opened.gradients)
-
-    def _weights(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     # -- between stages --------------------------------------------------------------------------------------------
 

@@ -90,7 +90,8 @@ def forward_backward(
     engine, backward = pipeline.engine, not forward_only
     with beginning(engine):
         read = functools.partial(_take, data_iterator, num_microbatches)
-        batches = read_batch(read, engine, pipeline.mpu.model, pipeline.unchecked, backward)
+        count = (lambda _: 1) if backward and pipeline.averages else None
+        batches = read_batch(read, engine, pipeline.mpu, pipeline.unchecked, backward, count)[0]
         step = Step(
             microbatches=[{"microbatch": number} for number in range(num_microbatches)],
             weights=[1 / num_microbatches] * num_microbatches,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,14 +20,13 @@ from transformers.utils.generic import ModelOutput
 
 from autopar.collectives import Axis
 from autopar.errors import PipelineError
+from autopar.roll_call import PATIENCE, RollCall
 
 __all__ = ["Post", "Slot", "map_tensors", "pack", "unpack"]
 
 
-_ALARM = 1024  # bytes of an alarm
 _LENGTH = 8  # bytes of a header's length
 _HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
-_FAREWELL = 3.0  # seconds that a failing stage gives its neighbours to take the message
 
 
 class Slot(NamedTuple):
@@ -111,31 +110,28 @@ class Post:
 
     Args:
         axis: the pipeline-parallel axis.
-        forward, backward: groups of its ranks, so that what goes one way never waits for what goes the other.
+        groups: (way, whether the receiver comes after the sender on the axis) -> group of its ranks. What goes one way
+            between two ranks never waits for what goes another (in a V outputs go both up and down).
         control: a gloo group of the axis for headers, which lie in CPU memory.
-        alarm: another gloo group of the axis. A receive that gives up closes all connections of its group, so what
-            went wrong is told over this one.
+        roll: who of the world is still there. A receive that gives up closes all connections of its group, so what
+            went wrong is told there.
         device: where tensors live.
-        timeout: seconds that a receive waits.
     """
 
     def __init__(
         self,
         axis: Axis,
-        forward: Any,
-        backward: Any,
+        groups: Mapping[tuple[str, bool], Any],
         control: Any,
-        alarm: Any,
+        roll: RollCall,
         device: torch.device,
-        timeout: float,
     ) -> None:
-        self.axis, self.control, self.alarm, self.device, self.timeout = axis, control, alarm, device, timeout
-        self._groups = {"forward": forward, "backward": backward}
+        self.axis, self.control, self.roll, self.device, self.timeout = axis, control, roll, device, roll.timeout
+        self._groups = groups
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
         self._label: Any = None
         self._pass = 0
         self._farewell: list[Any] = []
-        self._alarms: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Post:
         return self
@@ -148,6 +144,7 @@ class Post:
     def begin(self) -> None:
         """A new pass begins, on every rank: what a pass that failed left behind is thrown away from now on."""
         self._pass += 1
+        self.roll.withdraw()
 
     def send(self, value: Any, to: int, *, way: str, tag: int, what: str, label: Any = None) -> None:
         """Send ``value`` to place ``to`` of the axis; returns at once.
@@ -163,9 +160,10 @@ class Post:
         packed, peer = pack(value, tensors), self.axis.ranks[to]
         try:
             self._send_header(packed, peer, tag, what)
+            group = self._groups[way, to > self.axis.rank]
             for tensor in tensors:
                 if tensor.numel():
-                    self._start(tensor.detach().contiguous(), peer, self._groups[way], 2 * tag + 1, what)
+                    self._start(tensor.detach().contiguous(), peer, group, 2 * tag + 1, what)
         except RuntimeError as error:
             raise self._lost(what, peer, error, sending=True) from error
 
@@ -177,6 +175,7 @@ class Post:
             pause: give them time to take it, before this process may end.
         """
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        self.roll.say(text)
         for place, tag in receivers:
             with contextlib.suppress(RuntimeError):  # its connection may be closed
                 self._send_header(_Failure(text), self.axis.ranks[place], tag, "a failure")
@@ -184,7 +183,7 @@ class Post:
         self._farewell += self._sent
         self._sent = []
         if pause and receivers:
-            time.sleep(min(self.timeout, _FAREWELL) / 2)
+            time.sleep(min(self.timeout, PATIENCE) / 2)
 
     def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps((self._pass, value))), dtype=torch.uint8)
@@ -211,7 +210,7 @@ class Post:
         def tensor_of(slot: Slot) -> torch.Tensor:
             tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self.device)
             if tensor.numel():
-                self._wait(tensor, peer, self._groups[way], 2 * tag + 1, what)
+                self._wait(tensor, peer, self._groups[way, self.axis.rank > origin], 2 * tag + 1, what)
             return tensor.requires_grad_(slot.requires_grad)
 
         while True:
@@ -234,7 +233,7 @@ class Post:
     def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
         try:
             work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
-            work.wait(timedelta(seconds=self.timeout + _FAREWELL * self._behind(peer)))
+            work.wait(timedelta(seconds=self.timeout + PATIENCE * self._behind(peer)))
         except RuntimeError as error:
             raise self._lost(what, peer, error) from error
 
@@ -270,25 +269,7 @@ class Post:
             f"rank {self.axis.ranks[self.axis.rank]} (place {self.axis.rank} of the pipeline) {doing} {what} "
             f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
         )
-        said = self._exchange(text, peer)
-        return PipelineError(f"{text}\n  {said or 'Its own log tells why.'}\n  torch says: {_first_line(error)}")
-
-    def _exchange(self, text: str, peer: int) -> str | None:
-        """Tell all ranks of the axis what is wrong here, and hear whether ``peer`` said something before it went."""
-        mine = torch.zeros(_ALARM, dtype=torch.uint8)
-        encoded = text.encode()[:_ALARM]
-        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        theirs = torch.zeros(_ALARM, dtype=torch.uint8)
-        self._alarms = []
-        for rank in self.axis.ranks:
-            if rank != self.axis.ranks[self.axis.rank]:
-                with contextlib.suppress(RuntimeError):
-                    self._alarms.append((dist.isend(mine, rank, group=self.alarm), mine))
-        with contextlib.suppress(RuntimeError):
-            work: Any = dist.irecv(theirs, peer, group=self.alarm)
-            work.wait(timedelta(seconds=_FAREWELL))
-            return "It said: " + theirs.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        return None
+        return self.roll.lost(text, [peer], error)
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -19,16 +18,15 @@ from transformers.loss.loss_utils import (
 )
 from transformers.utils.generic import ModelOutput
 
-from autopar.collectives import Axis
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.messages import map_tensors
 
 __all__ = [
     "batch_size",
     "default_reduction",
+    "label_count",
     "merge_outputs",
     "next_batch",
-    "over_replicas",
     "shifts_labels",
     "split",
     "weights_of",
@@ -119,30 +117,9 @@ def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: s
         return [1.0] * len(microbatches)
     if reduction == "microbatch":
         return [1 / len(microbatches)] * len(microbatches)
-    counts = [_labels(microbatch, main_input, shifted) for microbatch in microbatches]
+    counts = [label_count(microbatch, main_input, shifted) for microbatch in microbatches]
     total = sum(counts)
     return [count / total for count in counts] if total else [0.0] * len(counts)
-
-
-def over_replicas(
-    weights: list[float], batch: Mapping[str, Any], main_input: str, reduction: str, shifted: bool, axis: Axis
-) -> list[float]:
-    """Weights that make the mean of the replicas' gradients that of the global batch. A collective over ``axis`` (dp).
-
-    A replica counts by its labels (without labels, by its samples) if ``reduction`` is ``tokens``; else all are alike.
-
-    Args:
-        weights: those of :func:`weights_of`, within this replica.
-        batch: of this replica, on the axis' device.
-    """
-    count = _labels(batch, main_input, shifted)
-    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    total = torch.tensor(count, device=tensors[0].device if tensors else None)
-    dist.all_reduce(total, group=axis.group)
-    if reduction != "tokens" or not total:
-        return weights
-    factor = count * axis.size / int(total)
-    return [weight * factor for weight in weights]
 
 
 def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -> str:
@@ -197,7 +174,8 @@ def _divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     return not {"loss_function", "num_items_in_batch"}.isdisjoint(_names_in_forward(model))
 
 
-def _labels(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
+def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
+    """Labels of a batch that count in its loss; its samples, if it has none."""
     labels = microbatch.get("shift_labels", microbatch.get("labels"))
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
         return batch_size(microbatch, main_input)

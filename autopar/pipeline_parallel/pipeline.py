@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from autopar.errors import ConfigError
 from autopar.gradient_sums import average_over_replicas, held_alike
 from autopar.mesh import MPU, rank_groups
 from autopar.pipeline_config import PipelineConfig
-from autopar.pipeline_parallel.agreement import naming
 from autopar.pipeline_parallel.beginning import read_batch, telling
 from autopar.pipeline_parallel.course import Conductor
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -29,17 +29,19 @@ from autopar.pipeline_parallel.messages import Post, map_tensors
 from autopar.pipeline_parallel.microbatches import (
     batch_size,
     default_reduction,
+    label_count,
     merge_outputs,
     next_batch,
-    over_replicas,
     shifts_labels,
     split,
     weights_of,
 )
 from autopar.pipeline_parallel.partial import partial
+from autopar.pipeline_parallel.replicas import weights_over_replicas
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.policy.collected import refuse_collected
 from autopar.policy.stages import StagePlan
+from autopar.roll_call import RollCall
 
 __all__ = ["Pipeline", "PipelineOutput"]
 
@@ -79,12 +81,13 @@ class Pipeline:
         plan: StagePlan,
         mpu: MPU,
         config: PipelineConfig,
+        roll: RollCall,
         *,
         check: bool = True,
     ) -> None:
-        self.inner, self.plan, self.mpu, self.config = inner, plan, mpu, config
+        self.inner, self.plan, self.mpu, self.config, self.roll = inner, plan, mpu, config, roll
         self.conductor = Conductor(plan.encoder)
-        self.post = _post(mpu, config.timeout)
+        self.post = _post(mpu, roll)
         if plan.stages > 1:
             cut(model, plan, self.conductor)
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
@@ -141,11 +144,8 @@ class Pipeline:
         """Every rank's list."""
         key = (backward, microbatches)
         if key not in self._schedules:
-            if backward:
-                lists = make_schedule(self.config.schedule, self.plan.rank_of, microbatches)
-            else:
-                lists = forwards(self.plan.rank_of, microbatches)
-            self._schedules[key] = lists
+            make = make_schedule if backward else forwards
+            self._schedules[key] = make(self.config.schedule, self.plan.rank_of, microbatches)
         return self._schedules[key]
 
     def run(self, model: nn.Module, step: Step) -> None:
@@ -158,13 +158,13 @@ class Pipeline:
         self.shared.set_aside()
         try:
             self.engine.run(actions, step)
-            with naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
+            with self.roll.naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
                 self.shared.sum(held_alike(model, plan, self.mpu))
         except BaseException:
             self.shared.put_back()
             raise
         if self.averages:
-            with naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
+            with self.roll.naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
                 average_over_replicas(model, plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
@@ -236,10 +236,11 @@ def execute_pipeline(
     Raises:
         StopIteration: the iterator has ended, on all ranks of this replica.
         ConsistencyError: the stages of one replica got different batches (whole on the first step of a mode, later a
-            sample of each tensor), or the iterator has ended on some of them.
+            sample of each tensor), or the iterator has ended on some of them, or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, or the model's
             own loss is no mean over ``labels`` and there are several micro-batches.
-        PipelineError: another stage did not deliver within ``pipeline.timeout``.
+        PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
+            ``pipeline.timeout``; names it.
 
     After an error in the middle of a step, gradients of earlier calls are as they were for weights on several stages;
     others hold a part of this call's too. Use ``zero_grad`` before going on.
@@ -247,20 +248,22 @@ def execute_pipeline(
     pipeline: Pipeline = vars(self)["_autopar_pipeline"]
     mpu, config = pipeline.mpu, pipeline.config
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
-    batch = read_batch(
+    main, by_labels = pipeline.inner.main_input_name, config.loss_reduction == "tokens"
+    agrees = backward and (by_labels or pipeline.averages)
+    batch, counts = read_batch(
         lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
-        *(pipeline.engine, mpu.model, pipeline.unchecked, backward),
+        *(pipeline.engine, mpu, pipeline.unchecked, backward),
+        functools.partial(label_count, main_input=main, shifted=pipeline.shifted) if agrees else None,
     )
     refuse_collected(pipeline.inner, pipeline.plan.stages, batch)
-    main = pipeline.inner.main_input_name
     samples = batch_size(batch, main)
     microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
     reduction = config.loss_reduction
     if reduction == "tokens" and criterion is None and (backward or return_loss):
         reduction = default_reduction(pipeline.inner, batch, len(microbatches))
     shares = weights = weights_of(microbatches, main, reduction, pipeline.shifted)
-    if backward and config.loss_reduction == "tokens" and mpu.dp.size > 1:
-        weights = over_replicas(shares, batch, main, reduction, pipeline.shifted, mpu.dp)
+    if counts and reduction == "tokens":
+        weights = weights_over_replicas(shares, counts, mpu.dp.rank)
     step = Step(
         microbatches=microbatches,
         weights=weights,
@@ -300,22 +303,27 @@ def _mean(step: Step, shares: list[float]) -> torch.Tensor:
     return torch.stack(counted).sum() if counted else step.losses[0]
 
 
-def _post(mpu: MPU, timeout: float) -> Post:
+def _post(mpu: MPU, roll: RollCall) -> Post:
     """Groups of its own: a step that failed leaves messages behind that nothing later may meet.
 
-    On gloo tags keep what goes forward and backward apart; nccl has none, so each way is a group.
+    On gloo tags keep messages apart. nccl has none, and what is sent there waits for what was sent before.
     """
-    names = ["control", "alarm"] + (["forward", "backward"] if mpu.device.type == "cuda" else [])
-    groups: dict[str, Any] = dict.fromkeys(["control", "alarm", "forward", "backward"])
-    for name in names if mpu.pp.size > 1 else ():
-        for ranks in rank_groups(mpu.sizes)["pp"]:
-            backend = "gloo" if name in ("control", "alarm") else "nccl"
-            group = dist.new_group(ranks, backend=backend, group_desc=f"pp {name}")
-            if mpu.rank in ranks:
-                mpu._owned.append(group)
-                groups[name] = group
-    ways = [groups[way] or groups["control"] for way in ("forward", "backward")]
-    return Post(mpu.pp, ways[0], ways[1], groups["control"], groups["alarm"], mpu.device, timeout)
+    control = _group_of_stages(mpu, "gloo", "pp control")
+    groups = dict.fromkeys(itertools.product(("forward", "backward"), (False, True)), control)
+    if mpu.device.type == "cuda":
+        groups = {(way, up): _group_of_stages(mpu, "nccl", f"pp {way} {'up' if up else 'down'}") for way, up in groups}
+    return Post(mpu.pp, groups, control, roll, mpu.device)
+
+
+def _group_of_stages(mpu: MPU, backend: str, name: str) -> Any:
+    """A new group through the stages of this rank's replica; every rank makes those of all replicas."""
+    mine = None
+    for ranks in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
+        group = dist.new_group(ranks, backend=backend, group_desc=name)
+        if mpu.rank in ranks:
+            mine = group
+            mpu._owned.append(group)
+    return mine
 
 
 @functools.cache
@@ -334,25 +342,29 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
                 "  A plain call is for inference: model.eval(), or under torch.no_grad()."
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
-        return call_through_stages(
-            *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
-            *(args, kwargs),
-        )
+        with pipeline.roll.patience():
+            return call_through_stages(
+                *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
+                *(args, kwargs),
+            )
 
     return forward
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
-    axis, device = self._autopar_pipeline.mpu.model, self._autopar_pipeline.mpu.device
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, src=axis.ranks[0], group=axis.group)
-    torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state().to(device)
-        dist.broadcast(state, src=axis.ranks[0], group=axis.group)
-        torch.cuda.set_rng_state(state.cpu())
-    return type(self).generate(self, *args, **kwargs)
+    pipeline: Pipeline = self._autopar_pipeline
+    axis, device = pipeline.mpu.model, pipeline.mpu.device
+    with pipeline.roll.patience():
+        with pipeline.roll.naming("sharing the random state before generate", axis.ranks):
+            state = torch.get_rng_state().to(device)
+            dist.broadcast(state, src=axis.ranks[0], group=axis.group)
+            torch.set_rng_state(state.cpu())
+            if device.type == "cuda":
+                state = torch.cuda.get_rng_state().to(device)
+                dist.broadcast(state, src=axis.ranks[0], group=axis.group)
+                torch.cuda.set_rng_state(state.cpu())
+        return type(self).generate(self, *args, **kwargs)
 
 
 def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:

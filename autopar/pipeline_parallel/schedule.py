@@ -1,27 +1,34 @@
 """Schedules: in which order each rank runs the forwards and backwards of its stages. Pure.
 
-A schedule is made by playing it: time goes in ticks, a forward takes one, a backward two (or one for the gradient of
-the input and one for that of the weights, where they are split), and each rank starts the most urgent action whose
-inputs are there. What each rank did, in order, is its list. Sends do not wait in the engine, so a list that could be
-played cannot deadlock, with any number of micro-batches and any way to lay stages on ranks.
+A schedule is written down rank by rank, as slots: what is done, and for which of the rank's stages. Each slot takes the
+next micro-batch of its stage. Sends do not wait in the engine, so a list that can be played (an action waits until its
+inputs are there) cannot deadlock; the tests play all of them.
 
-| name          | stages a rank | backward     | forwards that may wait for their backward                            |
-|---------------|---------------|--------------|----------------------------------------------------------------------|
-| `gpipe`       | 1             | last         | all                                                                  |
-| `1f1b`        | 1             | first        | as many as stages follow, and one (PipeDream, 2019)                  |
-| `interleaved` | `chunks`      | first        | Megatron-LM's warm-up (Narayanan et al., 2021)                       |
-| `zero-bubble` | 1             | first, split | as many as ranks; gradients of weights fill gaps (Qi et al., ZB-H1)  |
-| `zbv`         | 2, in a V     | first, split | twice as many as ranks (Qi et al., 2023): first and last on one rank |
+| name          | stages a rank | backward    | idle | forwards that wait | source                                    |
+|---------------|---------------|-------------|------|--------------------|-------------------------------------------|
+| `gpipe`       | 1             | last        | 3v   | m                  | Huang et al., 2019                        |
+| `1f1b`        | 1             | first       | 3v   | p - r              | PipeDream-Flush (Narayanan et al., 2021)  |
+| `interleaved` | v, in turns   | first       | 3    | about p v + p      | Megatron-LM (Narayanan et al., 2021)      |
+| `zero-bubble` | 1             | split       | v    | p                  | ZB-H1 (Qi et al., 2023)                   |
+| `zbv`         | 2, in a V     | split       | 1    | 2p                 | Qi et al., "... Controllable Memory", 2024 |
+| `dualpipev`   | 2, in a V     | some split  | 1    | 2p + 1             | DeepSeek-V3, 2024, 3.2.1, cut in half     |
+
+p ranks, r the rank, m micro-batches, v stages a rank. Idle: how long each rank waits in all, times p - 1, if a forward,
+the gradient of the input and that of the weights take one tick each in a stage of 1/v of a rank's layers. Forwards that
+wait for their backward are what activations need memory for, each of one stage.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 __all__ = ["SCHEDULES", "Action", "forwards", "make_schedule", "peak"]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+
+_Slots = list[tuple[str, int]]
 
 
 class Action(NamedTuple):
@@ -35,9 +42,9 @@ class Action(NamedTuple):
         return f"{self.kind}{self.microbatch}" + (f"@{self.stage}" if self.stage else "")
 
 
-def forwards(rank_of: Sequence[int], microbatches: int) -> list[list[Action]]:
-    """Per rank: forwards only, as evaluation needs them."""
-    return [[action for action in row if action.kind == "F"] for row in make_schedule("gpipe", rank_of, microbatches)]
+def forwards(name: str, rank_of: Sequence[int], microbatches: int) -> list[list[Action]]:
+    """Per rank: the schedule's forwards only, as evaluation needs them."""
+    return [[action for action in row if action.kind == "F"] for row in make_schedule(name, rank_of, microbatches)]
 
 
 def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[list[Action]]:
@@ -46,9 +53,27 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
     Args:
         name: one of :data:`SCHEDULES`.
         rank_of: stage -> rank.
-        microbatches: at least 1.
+        microbatches: at least 1. With fewer than twice as many as ranks (a last smaller batch) ``dualpipev`` is not
+            defined, and ``zbv`` is what comes out; with one stage a rank both are ``zero-bubble``.
     """
-    return _Play(name, rank_of, microbatches).run()
+    ranks = max(rank_of) + 1
+    folded = len(rank_of) == 2 * ranks
+    if name == "dualpipev" and microbatches < 2 * ranks:
+        name = "zbv"
+    if name in ("zbv", "dualpipev") and not folded:
+        name = "zero-bubble"
+    lists = []
+    for rank in range(ranks):
+        if name == "interleaved":
+            lists.append(_interleaved(rank, ranks, len(rank_of) // ranks, microbatches))
+        elif name == "zbv":
+            enough = max(microbatches, 2 * ranks - 1)  # for which it is defined; what is too much falls away
+            lists.append([action for action in _number(_zbv(rank, ranks, enough)) if action.microbatch < microbatches])
+        elif name == "dualpipev":
+            lists.append(_number(_dualpipev(rank, ranks, microbatches)))
+        else:
+            lists.append(_number(_straight(name, rank, ranks, microbatches)))
+    return lists
 
 
 def peak(actions: Iterable[Action]) -> int:
@@ -60,91 +85,103 @@ def peak(actions: Iterable[Action]) -> int:
     return most
 
 
-class _Play:
-    def __init__(self, name: str, rank_of: Sequence[int], microbatches: int) -> None:
-        self.name, self.rank_of, self.microbatches = name, rank_of, microbatches
-        self.stages, self.ranks = len(rank_of), max(rank_of) + 1
-        self.split = name in ("zero-bubble", "zbv")
-        self.done: dict[Action, int] = {}  # action -> tick at whose start its result is there
-        self.lists: list[list[Action]] = [[] for _ in range(self.ranks)]
-        self.waiting = [0] * self.ranks  # forwards without their (whole) backward
-        self.limits = [self._limit(rank) for rank in range(self.ranks)]
-        self.forward_order = [sorted(self._all("F", rank), key=self._urgency) for rank in range(self.ranks)]
-        self.open: list[set[Action]] = [set(self._all("I" if self.split else "B", rank)) for rank in range(self.ranks)]
-        self.weights: list[list[Action]] = [[] for _ in range(self.ranks)]
+def _number(slots: _Slots) -> list[Action]:
+    """Each slot with the next micro-batch of its stage; ``W`` finishes what ``I`` began first, whichever stage's."""
+    actions: list[Action] = []
+    begun: Counter[tuple[bool, int]] = Counter()  # forwards and backwards of each stage
+    halves: deque[Action] = deque()
+    for kind, stage in slots:
+        if kind == "W":
+            actions.append(halves.popleft()._replace(kind="W"))
+            continue
+        action = Action(kind, stage, begun[kind == "F", stage])
+        begun[kind == "F", stage] += 1
+        actions.append(action)
+        if kind == "I":
+            halves.append(action)
+    return actions
 
-    def _all(self, kind: str, rank: int) -> list[Action]:
-        stages = [stage for stage in range(self.stages) if self.rank_of[stage] == rank]
-        return [Action(kind, stage, m) for stage in stages for m in range(self.microbatches)]
 
-    def _urgency(self, action: Action) -> tuple[int, ...]:
-        """Forwards of several stages take turns, in rounds of as many micro-batches as there are ranks."""
-        if self.stages == self.ranks:
-            return (action.microbatch,)
-        return (action.microbatch // self.ranks, action.stage, action.microbatch)
+def _straight(name: str, rank: int, ranks: int, microbatches: int) -> _Slots:
+    """``gpipe``, ``1f1b`` and ``zero-bubble``, of one stage on each rank: so many forwards ahead, then in turn.
 
-    def _limit(self, rank: int) -> int:
-        chunks = self.stages // self.ranks
-        if self.name == "gpipe":
-            return self.microbatches * chunks
-        if self.name == "interleaved":
-            return (self.ranks - rank - 1) * 2 + (chunks - 1) * self.ranks + 1
-        if self.name == "zbv":
-            return 2 * self.ranks
-        return self.ranks - rank if not self.split else self.ranks
+    In ``zero-bubble`` rank r keeps r gradients of weights back, with which it fills the time until the next input.
+    """
+    ahead = microbatches if name == "gpipe" else min(ranks - rank, microbatches)
+    backward, late = ("B", microbatches) if name != "zero-bubble" else ("I", rank)
+    slots = [("F", rank)] * ahead
+    for done in range(microbatches):
+        slots.append((backward, rank))
+        if done >= late:
+            slots.append(("W", rank))
+        if done + ahead < microbatches:
+            slots.append(("F", rank))
+    return slots + [("W", rank)] * (min(late, microbatches) if backward == "I" else 0)
 
-    def run(self) -> list[list[Action]]:
-        free = [0] * self.ranks
-        total = self.stages * self.microbatches * (3 if self.split else 2)
-        tick = 0
-        while len(self.done) < total:
-            started = False
-            for rank in range(self.ranks):
-                if free[rank] <= tick:
-                    action = self._next(rank, tick)
-                    if action is not None:
-                        started = True
-                        free[rank] = tick + (2 if action.kind == "B" else 1)
-                        self._start(rank, action, free[rank])
-            if not started and all(busy <= tick for busy in free):  # the limits leave nothing to do: loosen them
-                self.limits = [limit + 1 for limit in self.limits]
-            tick += 1
-        return self.lists
 
-    def _start(self, rank: int, action: Action, end: int) -> None:
-        self.lists[rank].append(action)
-        self.done[action] = end
-        if action.kind == "F":
-            self.forward_order[rank].remove(action)
-            self.waiting[rank] += 1
-        elif action.kind == "W":
-            self.weights[rank].remove(action)
-            self.waiting[rank] -= 1
-        else:
-            self.open[rank].remove(action)
-            if action.kind == "I":
-                self.weights[rank].append(Action("W", action.stage, action.microbatch))
-            else:
-                self.waiting[rank] -= 1
+def _interleaved(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """Forwards and backwards in rounds, chunk by chunk, with Megatron-LM's warm-up.
 
-    def _next(self, rank: int, tick: int) -> Action | None:
-        forward = self.forward_order[rank][0] if self.forward_order[rank] else None
-        if self.name != "gpipe" or forward is None:
-            ready = [action for action in self.open[rank] if self._backward_ready(action, tick)]
-            if ready:
-                return min(ready, key=lambda action: (action.microbatch, -action.stage))
-        if forward is not None and self.waiting[rank] < self.limits[rank] and self._forward_ready(forward, tick):
-            return forward
-        return self.weights[rank][0] if self.weights[rank] else None
+    A round has as many micro-batches as ranks there, and here up to twice as many where they do not come out even.
+    """
+    rounds = max(1, microbatches // ranks)
+    sizes = [microbatches // rounds + (number < microbatches % rounds) for number in range(rounds)]
+    forward: list[Action] = []
+    backward: list[Action] = []
+    start = 0
+    for size in sizes:
+        batch = range(start, start + size)
+        forward += [Action("F", chunk * ranks + rank, m) for chunk in range(chunks) for m in batch]
+        backward += [Action("B", chunk * ranks + rank, m) for chunk in reversed(range(chunks)) for m in batch]
+        start += size
+    ahead = min((ranks - rank - 1) * 2 + (chunks - 1) * sizes[0], len(forward))
+    actions = forward[:ahead]
+    for later, earlier in zip(forward[ahead:], backward[: len(forward) - ahead], strict=True):
+        actions += [later, earlier]
+    return actions + backward[len(forward) - ahead :]
 
-    def _there(self, action: Action, tick: int) -> bool:
-        return self.done.get(action, tick + 1) <= tick
 
-    def _forward_ready(self, action: Action, tick: int) -> bool:
-        return action.stage == 0 or self._there(Action("F", action.stage - 1, action.microbatch), tick)
+def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
+    """The V of "Pipeline Parallelism with Controllable Memory" (Qi et al., 2024): ``down`` and ``up`` again.
 
-    def _backward_ready(self, action: Action, tick: int) -> bool:
-        kind, stage, microbatch = action
-        if not self._there(Action("F", stage, microbatch), tick):
-            return False
-        return stage == self.stages - 1 or self._there(Action(kind, stage + 1, microbatch), tick)
+    Backwards are split, so that the gradient of the input comes early. In the middle each stage's forward is followed
+    by a backward of the other one; at the end the gradients of weights that were kept back fill the time.
+
+    Args:
+        microbatches: at least 2 * ranks - 1.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    behind = ranks - rank  # ranks from this one to the turn of the V
+    slots = [("F", down)] * (2 * behind - 1)
+    slots += [("F", up), ("F", down)] * rank
+    slots += [("F", up), ("I", up), ("W", up)] * behind
+    left = microbatches - (2 * behind - 1 + rank)  # forwards of the stage down
+    for number in range(microbatches - ranks):
+        slots += [("F", down)] * (number < left)
+        slots += [("I", down), ("W", down), ("F", up), ("I", up), ("W", up)]
+    slots += [("I", down), ("I", up)] * rank
+    slots += [("I", down), ("W", down)] * behind
+    return slots + [("W", down)] * (2 * rank)
+
+
+def _dualpipev(rank: int, ranks: int, microbatches: int) -> _Slots:
+    """DualPipe (arXiv 2412.19437, 3.2.1) cut in half: the stages of a V, ``down`` and ``up`` again.
+
+    In the middle the rank goes forward for one stage and backward for the other in turn. The paper runs such a pair at
+    the same time, so that the communication of one hides behind the other; here they come one after the other, and of
+    the schedule remain its order and its memory. Backwards are split only where the other ranks would wait for the
+    gradient of the input: first, and in the second half of the end.
+
+    Args:
+        microbatches: at least 2 * ranks.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    behind, here = ranks - 1 - rank, rank + 1  # ranks nearer to the turn of the V; this one and those before it
+    slots = [("F", down)] * (2 * behind)
+    slots += [("F", down), ("F", up)] * here
+    slots += [("I", up), ("W", up), ("F", up)] * behind
+    slots += [("F", down), ("B", up), ("F", up), ("B", down)] * (microbatches - 2 * ranks + here)
+    slots += [("B", up), ("F", up), ("B", down)] * behind
+    last = [up, down] * here
+    slots += [("B", stage) for stage in last[:here]] + [("I", stage) for stage in last[here:]]
+    return slots + [("W", down), ("I", down)] * behind + [("W", down)] * here

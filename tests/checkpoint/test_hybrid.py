@@ -112,7 +112,7 @@ def test_stages_that_lie_on_ranks_in_another_order(tmp_path):
         optimizer.zero_grad()
         return loss.item()
 
-    kinds = [{"schedule": "interleaved", "chunks": 2}, {"schedule": "zbv"}, {}]
+    kinds = [{"schedule": "interleaved", "chunks": 2}, {"schedule": "zbv"}, {}, {"schedule": "dualpipev"}]
     model, optimizer = start(0, **kinds[0])
     for number, kind in enumerate((*kinds[1:], kinds[0])):
         step(model, optimizer, 2 * number)

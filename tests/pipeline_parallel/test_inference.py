@@ -65,7 +65,7 @@ def test_sampling_is_the_same_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
 @pooled(world_size=2)
 def test_evaluation_of_an_uneven_batch(name: str, schedule: str) -> None:
     plain, piped = _both(name, layers=4, microbatch_size=2, schedule=schedule)
@@ -74,7 +74,8 @@ def test_evaluation_of_an_uneven_batch(name: str, schedule: str) -> None:
         with torch.no_grad():
             expected = plain(**batch)
         out = piped.execute_pipeline(batch, return_outputs=True)
-        last = piped.mpu.is_pipeline_last_stage() if schedule != "zbv" else piped.mpu.is_pipeline_first_stage()
+        folded = schedule in ("zbv", "dualpipev")
+        last = piped.mpu.is_pipeline_first_stage() if folded else piped.mpu.is_pipeline_last_stage()
         assert (out.loss is None) == (out.outputs is None) == (not last)
         if last:
             close(out.loss, expected.loss, "loss", 1e-6)

@@ -13,7 +13,7 @@ from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import gpt2, llama
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -26,12 +26,37 @@ def test_two_stages(make: Any) -> None:
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pooled(world_size=2)
 def test_every_schedule(make: Any, schedule: str) -> None:
+    """Five micro-batches, then three (fewer than dualpipev needs); the last one is smaller."""
     piped = check_pipeline(
         lambda: make(**{"n_layer" if make is gpt2 else "num_hidden_layers": 5}),
-        language_batches(131, count=2, batch=5),
+        [*language_batches(131, count=1, batch=9), *language_batches(131, count=1, batch=5)],
         pipeline={"schedule": schedule, "microbatch_size": 2},
     )
     piped.mpu.destroy()
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
+@pooled(world_size=3)
+def test_three_ranks_in_a_v(name: str, schedule: str) -> None:
+    _in_a_v(name, 3, schedule, microbatches=(7, 2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pooled(world_size=4)
+def test_four_ranks_in_a_v(name: str) -> None:
+    _in_a_v(name, 4, "dualpipev", microbatches=(8, 11))
+
+
+def _in_a_v(name: str, pp: int, schedule: str, microbatches: tuple[int, ...]) -> None:
+    """The last micro-batch of each batch is smaller, and one has no label."""
+    made = []
+    for count in microbatches:
+        (batch,) = language_batches(131, count=1, batch=2 * count - 1)
+        batch["labels"][2:4] = -100
+        made.append(batch)
+    settings = {"schedule": schedule, "microbatch_size": 2}
+    check_pipeline(lambda: deep(name, 2 * pp), made, pp=pp, pipeline=settings).mpu.destroy()
 
 
 @pytest.mark.parametrize(

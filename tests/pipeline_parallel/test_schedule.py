@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from autopar.pipeline_config import _SCHEDULES, PipelineConfig
 from autopar.pipeline_parallel.schedule import SCHEDULES, Action, forwards, make_schedule, peak
 from autopar.policy.stages import rank_of_stage
 
-CHUNKS = {"interleaved": 2, "zbv": 2}
+TICKS = {"F": 1, "I": 1, "W": 1, "B": 2}
+TORCHS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+# Where DualPipeV is defined: twice as many micro-batches as ranks, and more.
+SIZES = [(ranks, microbatches) for ranks in (2, 3, 4, 8) for microbatches in range(2 * ranks, 4 * ranks + 1)]
 
 
 def _layout(name: str, ranks: int) -> tuple[int, ...]:
-    return rank_of_stage(ranks, CHUNKS.get(name, 1), folded=name == "zbv")
+    config = PipelineConfig.of({"schedule": name}, ranks, [])
+    return rank_of_stage(ranks, config.chunks, folded=config.folded)
 
 
-def _play(lists: list[list[Action]], stages: int) -> None:
-    """Run the lists as the engine does: an action waits until its input is there. AssertionError if all wait."""
-    done: set[Action] = set()
-    places = [0] * len(lists)
+def _play(lists: list[list[Action]], stages: int) -> list[int]:
+    """Run the lists as the engine does: an action waits until its input is there. AssertionError if all wait.
+
+    Returns the ticks that each rank is idle until all are done.
+    """
+    ends: dict[Action, int] = {}
+    places, free = [0] * len(lists), [0] * len(lists)
     while any(place < len(row) for place, row in zip(places, lists, strict=True)):
         moved = False
         for rank, row in enumerate(lists):
-            while places[rank] < len(row) and _ready(row[places[rank]], done, stages):
-                done.add(row[places[rank]])
+            while places[rank] < len(row) and (due := _due(row[places[rank]], ends, stages)) is not None:
+                action = row[places[rank]]
+                ends[action] = free[rank] = max(free[rank], due) + TICKS[action.kind]
                 places[rank] += 1
                 moved = True
         assert moved, f"deadlock at {[row[p : p + 1] for row, p in zip(lists, places, strict=True)]}"
+    busy = [sum(TICKS[action.kind] for action in row) for row in lists]
+    return [max(free) - ticks for ticks in busy]
 
 
-def _ready(action: Action, done: set[Action], stages: int) -> bool:
+def _due(action: Action, ends: dict[Action, int], stages: int) -> int | None:
+    """The tick from which an action's inputs are there; None if an input is not made yet."""
     kind, stage, m = action
     if kind == "F":
-        return stage == 0 or Action("F", stage - 1, m) in done
+        return 0 if stage == 0 else ends.get(Action("F", stage - 1, m))
     if kind == "W":
-        return Action("I", stage, m) in done
-    return Action("F", stage, m) in done and (stage == stages - 1 or Action(kind, stage + 1, m) in done)
+        return ends.get(Action("I", stage, m))
+    forward = ends.get(Action("F", stage, m))
+    if forward is None or stage == stages - 1:
+        return forward
+    gradient = ends.get(Action("I", stage + 1, m), ends.get(Action("B", stage + 1, m)))  # a half or a whole backward
+    return None if gradient is None else max(forward, gradient)
+
+
+def _complete(lists: list[list[Action]], rank_of: tuple[int, ...], microbatches: int) -> None:
+    """Each stage and micro-batch: one forward, and one backward or both its halves, on the stage's rank."""
+    found: dict[tuple[int, int], str] = {}
+    for rank, row in enumerate(lists):
+        for action in row:
+            assert rank_of[action.stage] == rank
+            found[action.stage, action.microbatch] = found.get((action.stage, action.microbatch), "") + action.kind
+    assert found.keys() == {(s, m) for s in range(len(rank_of)) for m in range(microbatches)}
+    assert set(found.values()) <= {"FB", "FIW"}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -43,14 +73,88 @@ def _ready(action: Action, done: set[Action], stages: int) -> bool:
 def test_every_action_once_and_no_deadlock(name: str, ranks: int, microbatches: int) -> None:
     rank_of = _layout(name, ranks)
     lists = make_schedule(name, rank_of, microbatches)
-    kinds = "FIW" if name in ("zero-bubble", "zbv") else "FB"
-    expected = {Action(k, s, m) for k in kinds for s in range(len(rank_of)) for m in range(microbatches)}
-    actions = [action for row in lists for action in row]
-    assert len(actions) == len(expected)
-    assert set(actions) == expected
-    assert all(rank_of[action.stage] == rank for rank, row in enumerate(lists) for action in row)
+    _complete(lists, rank_of, microbatches)
+    kinds = {action.kind for row in lists for action in row}
+    if name != "dualpipev":
+        assert kinds == set("FIW" if name in ("zero-bubble", "zbv") else "FB")
+    else:
+        assert kinds == set("FBIW" if 2 * ranks <= microbatches else "FIW")
     _play(lists, len(rank_of))
-    _play(forwards(rank_of, microbatches), len(rank_of))
+    _play(forwards(name, rank_of, microbatches), len(rank_of))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_dualpipev_is_in_torchs_order(ranks: int, microbatches: int) -> None:
+    rank_of = _layout("dualpipev", ranks)
+    lists = make_schedule("dualpipev", rank_of, microbatches)
+    _complete(lists, rank_of, microbatches)
+    torchs = SimpleNamespace(pp_group_size=ranks, _n_microbatches=microbatches)
+    for rank, row in enumerate(lists):
+        expected = [
+            Action(TORCHS[each.computation_type.name], each.stage_index, each.microbatch_index)
+            for pair_or_one in ScheduleDualPipeV._calculate_single_rank_operations(torchs, rank)
+            for each in pair_or_one.sub_actions or (pair_or_one,)
+        ]
+        assert row == expected
+        # The stages of a V, each with a micro-batch, and one more (the paper's table 2).
+        assert peak(row) == 2 * ranks + 1
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 5), (3, 7), (4, 8), (4, 43), (8, 37)])
+def test_interleaved_with_any_number_of_chunks_and_micro_batches(chunks: int, ranks: int, microbatches: int) -> None:
+    rank_of = rank_of_stage(ranks, chunks, folded=False)
+    lists = make_schedule("interleaved", rank_of, microbatches)
+    _complete(lists, rank_of, microbatches)
+    assert _play(lists, len(rank_of)) == [3 * (ranks - 1)] * ranks
+    most = max(peak(row) for row in lists)
+    assert most <= (chunks - 1) * (ranks + -(-(microbatches % ranks) // (microbatches // ranks))) + 2 * ranks - 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [*SIZES, (4, 43), (8, 83)])
+def test_idle_time_is_the_textbooks_with_any_number_of_micro_batches(name: str, ranks: int, microbatches: int) -> None:
+    rank_of = _layout(name, ranks)
+    idle = set(_play(make_schedule(name, rank_of, microbatches), len(rank_of)))
+    ticks = {"gpipe": 3, "1f1b": 3, "interleaved": 3, "zero-bubble": 1, "zbv": 1, "dualpipev": 1}[name]
+    assert idle == {ticks * (ranks - 1)}  # of stages that are half as long where a rank has two
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 19, 37])
+def test_what_goes_one_way_between_two_ranks_is_taken_in_the_order_of_sending(
+    name: str, ranks: int, microbatches: int
+) -> None:
+    """On nccl, which has no tags, another order would mix messages up."""
+    rank_of = _layout(name, ranks)
+    lists = make_schedule(name, rank_of, microbatches)
+    sent: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+    taken: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+    for rank, row in enumerate(lists):
+        for kind, stage, m in row:
+            if kind == "W":
+                continue
+            way, step = ("forward", 1) if kind == "F" else ("backward", -1)
+            for other, here in ((stage + step, sent), (stage - step, taken)):
+                if 0 <= other < len(rank_of) and rank_of[other] != rank:
+                    pair = (rank, rank_of[other]) if here is sent else (rank_of[other], rank)
+                    here.setdefault((way, *pair), []).append((other if here is sent else stage, m))
+    assert sent == taken
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_with_few_micro_batches_dualpipev_goes_in_the_order_of_zbv(ranks: int) -> None:
+    rank_of = _layout("zbv", ranks)
+    assert rank_of == _layout("dualpipev", ranks)
+    for microbatches in range(1, 2 * ranks):
+        assert make_schedule("dualpipev", rank_of, microbatches) == make_schedule("zbv", rank_of, microbatches)
+    assert make_schedule("dualpipev", (0,), 4) == make_schedule("zbv", (0,), 4)  # one stage
+    assert make_schedule("dualpipev", rank_of, 2 * ranks) != make_schedule("zbv", rank_of, 2 * ranks)
+
+
+def test_the_configuration_knows_every_schedule() -> None:
+    assert sorted(_SCHEDULES) == sorted(SCHEDULES)
 
 
 def test_the_textbook_lists() -> None:
@@ -60,7 +164,13 @@ def test_the_textbook_lists() -> None:
 
     assert shown("1f1b", 2, 4) == ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
     assert shown("gpipe", 2, 2) == ["F0 F1 B0 B1", "F0 F1 B0 B1"]
-    assert shown("zero-bubble", 2, 2)[1] == "F0 I0 F1 I1 W0 W1"
+    assert shown("zero-bubble", 2, 3) == ["F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"]
+    assert shown("interleaved", 2, 2) == ["F0 F1 F0 F1 B0 B1 B0 B1", "F0 F1 F0 B0 F1 B1 B0 B1"]
+    first, second = make_schedule("dualpipev", _layout("dualpipev", 2), 4)
+    assert " ".join(map(str, first)) == ("F0 F1 F2 F0@3 I0@3 W0@3 F1@3 F3 B1@3 F2@3 B0 B2@3 F3@3 B1 B3@3 I2 W2 I3 W3")
+    assert " ".join(map(str, second)) == (
+        "F0@1 F0@2 F1@1 F1@2 F2@1 B0@2 F2@2 B0@1 F3@1 B1@2 F3@2 B1@1 B2@2 B2@1 I3@2 I3@1 W3@2 W3@1"
+    )
 
 
 def test_activations_in_memory() -> None:

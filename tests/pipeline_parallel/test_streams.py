@@ -51,11 +51,11 @@ def test_replicas_keep_generators_of_their_own() -> None:
     piped.mpu.destroy()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 @pooled(world_size=2)
 def test_training_mode_keeps_the_stages_alike(schedule: str) -> None:
     piped = _piped(pipeline={"schedule": schedule})
-    (batch,) = language_batches(131, count=1, batch=3)
+    (batch,) = language_batches(131, count=1, batch=4)
     before = torch.get_rng_state()
     for step in range(2):  # the first one of a mode compares batches, too
         piped.execute_pipeline(batch)

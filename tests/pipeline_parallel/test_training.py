@@ -36,7 +36,7 @@ def test_three_axes(name: str) -> None:
     check_pipeline(lambda: deep(name, 2), _full(2, 4), tp=2, pp=2).mpu.destroy()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 @pooled(world_size=2)
 def test_twenty_steps(schedule: str) -> None:
     """Losses stay equal, and tied weights stay bitwise equal on both ends."""
@@ -45,8 +45,8 @@ def test_twenty_steps(schedule: str) -> None:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-3) for model in (plain, piped)]
     schedulers = [torch.optim.lr_scheduler.LinearLR(o, total_iters=10) for o in optimizers]
     piped = autopar.initialize(piped, _config(schedule=schedule, microbatch_size=1))
-    batches = iter(language_batches(131, count=20, batch=3))
-    for batch in language_batches(131, count=20, batch=3):
+    batches = iter(language_batches(131, count=20, batch=5))
+    for batch in language_batches(131, count=20, batch=5):
         loss = plain(**batch).loss
         loss.backward()
         out = piped.execute_pipeline(batches, optimizer=optimizers[1], broadcast_loss=True)
@@ -61,16 +61,17 @@ def test_twenty_steps(schedule: str) -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 @pooled(world_size=2)
-def test_ragged_batches_and_micro_batches_without_labels(name: str) -> None:
+def test_ragged_batches_and_micro_batches_without_labels(name: str, schedule: str) -> None:
     """The whole batch's mean over labels, though micro-batches have between none and all of them."""
     (batch,) = language_batches(131, count=1, batch=5)
     batch["labels"][1, 1:] = -100
     batch["labels"][3] = -100
     for size in (1, 2, 5):
-        piped = check_pipeline(lambda: deep(name, 2), [batch, batch], pipeline={"microbatch_size": size})
-        piped.mpu.destroy()
+        settings = {"microbatch_size": size, "schedule": schedule}
+        check_pipeline(lambda: deep(name, 4), [batch, batch], pipeline=settings).mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -127,11 +128,24 @@ def test_criterion_scaled_loss_and_results() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "dualpipev"])
 @pooled(world_size=2)
 def test_activation_checkpointing(name: str, schedule: str) -> None:
     settings = {"activation_checkpointing": {}, "pipeline": {"schedule": schedule}}
-    check_pipeline(lambda: deep(name, 3), language_batches(131, batch=3), **settings).mpu.destroy()
+    check_pipeline(lambda: deep(name, 4), language_batches(131, batch=5), **settings).mpu.destroy()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "zbv", "dualpipev"])
+@pooled(world_size=2)
+def test_activations_are_recomputed_once(schedule: str) -> None:
+    piped = autopar.initialize(deep("gpt2", 4), {**_config(schedule=schedule), "activation_checkpointing": {}})
+    forwards = []
+    for block in piped.transformer.h:
+        block.mlp.register_forward_pre_hook(lambda module, *_: forwards.append(module))
+    (batch,) = language_batches(131, count=1, batch=5)
+    piped.execute_pipeline(batch)
+    assert sorted(forwards.count(module) for module in set(forwards)) == [10, 10]
+    piped.mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -291,3 +305,9 @@ def test_configs_that_do_not_fit() -> None:
         autopar.initialize(gpt2(), _config(schedule="1f2b"))
     with raises_everywhere(ConfigError, "chunks=2 does not fit schedule 1f1b"):
         autopar.initialize(gpt2(), _config(chunks=2))
+    for schedule in ("zbv", "dualpipev"):
+        with raises_everywhere(ConfigError, f"chunks=3 does not fit schedule {schedule}, which has 2 stages on each"):
+            autopar.initialize(gpt2(), _config(schedule=schedule, chunks=3))
+    too_few = "num_microbatches=3 is less than twice pipeline_parallel_size=2: schedule dualpipev is not defined"
+    with raises_everywhere(ConfigError, too_few, "give at least 4, or schedule zbv"):
+        autopar.initialize(gpt2(), _config(schedule="dualpipev", num_microbatches=3))

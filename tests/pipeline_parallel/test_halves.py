@@ -1,0 +1,144 @@
+"""The two halves of a backward pass add up to the whole one, whatever shares weights."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.pipeline_parallel.halves import backward_input, backward_weights
+
+_SIZE = 5
+
+
+def _compare(
+    make: Callable[[list[torch.Tensor], list[torch.nn.Parameter]], list[torch.Tensor]],
+    leaves: int = 1,
+    weights: int = 3,
+    seed: int = 0,
+) -> None:
+    """``make(received, weights)`` gives the roots; the first half must leave the weights alone."""
+    torch.manual_seed(seed)
+    values = [torch.randn(3, _SIZE, dtype=torch.float64) for _ in range(leaves)]
+    parameters = [torch.nn.Parameter(torch.randn(_SIZE, _SIZE, dtype=torch.float64)) for _ in range(weights)]
+    found: list[list[torch.Tensor | None]] = []
+    for split in (False, True):
+        received = [value.clone().requires_grad_() for value in values]
+        roots = [root for root in make([leaf.clone() for leaf in received], parameters) if root.requires_grad]
+        torch.manual_seed(seed + 1)
+        gradients = None if all(root.ndim == 0 for root in roots) else [torch.randn_like(root) for root in roots]
+        if split:
+            rest = backward_input(roots, gradients, received)
+            assert all(parameter.grad is None for parameter in parameters)
+            found.append([leaf.grad for leaf in received])
+            backward_weights(rest)
+            assert not rest.parts
+        else:
+            torch.autograd.backward(roots, gradients)
+            found.append([leaf.grad for leaf in received])
+        found[-1] += [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+    for whole, halves in zip(*found, strict=True):
+        assert (whole is None) == (halves is None)
+        if whole is not None:
+            torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_chain() -> None:
+    _compare(lambda x, w: [(((x[0] @ w[0]).tanh() @ w[1]).relu() @ w[2]).sum()])
+
+
+def test_a_weight_used_again_further_down_beside_others_used_once() -> None:
+    _compare(lambda x, w: [torch.addmm(w[2][1], torch.addmm(w[1][0], x[0], w[0]).tanh(), w[0])])
+    _compare(lambda x, w: [((x[0] @ w[0]).tanh() * w[1][0] + w[2][0]).tanh() @ w[0] * w[1][0]])
+
+
+def test_a_table_that_every_block_adds_and_that_is_handed_on() -> None:
+    def make(x: list[torch.Tensor], w: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        table = w[2].tanh()[:3]
+        hidden = (x[0] @ w[0] + table).tanh()
+        return [(hidden @ w[1] + table).tanh(), table, x[0]]
+
+    _compare(make)
+
+
+def test_what_does_not_depend_on_the_received() -> None:
+    _compare(lambda x, w: [(w[0] @ w[1]).tanh(), x[0] @ w[1]])  # a decoder's own start beside an encoder's output
+    _compare(lambda x, w: [w[0].exp()])  # no root depends on it
+    _compare(lambda x, w: [x[0].tanh(), w[1].sum() * x[0]], leaves=2)  # nothing depends on the second one
+
+
+def test_frozen_weights_and_nodes_with_several_outputs() -> None:
+    def make(x: list[torch.Tensor], w: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        first, second, _ = (x[0] @ w[0].detach()).unbind(0)
+        best = (second @ w[1]).sort()
+        return [first * w[2], best.values]
+
+    _compare(make)
+
+
+_KINDS: list[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda a, b, weight: (a @ weight).tanh(),
+    lambda a, b, weight: a + b,
+    lambda a, b, weight: a.tanh() * b,
+    lambda a, b, weight: torch.addmm(weight[0], b, weight.tanh()) / _SIZE,
+    lambda a, b, weight: torch.cat(a.chunk(3)[1:] + b.chunk(3)[:1]),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_graphs(seed: int) -> None:
+    """Any number of weights at any number of places, with and without what was received."""
+    drawn = random.Random(seed)
+    leaves, weights, steps = drawn.randint(1, 3), drawn.randint(1, 5), drawn.randint(3, 25)
+    plan = [(drawn.random(), drawn.random(), drawn.random(), drawn.randrange(5)) for _ in range(steps)]
+    ends = drawn.randint(1, 4)
+
+    def make(x: list[torch.Tensor], w: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        made = [*x, w[0][:3]]
+        for one, other, which, kind in plan:
+            a, b = made[int(one * len(made))], made[int(other * len(made))]
+            weight = w[int(which * weights)]
+            made.append(_KINDS[kind](a, b, weight))
+        return made[-ends:]
+
+    _compare(make, leaves, weights, seed)
+
+
+def test_weights_accumulate_and_their_hooks_run() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    seen = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    for _ in range(2):
+        leaf = torch.ones(1, 2, requires_grad=True)
+        backward_weights(backward_input([(leaf @ weight).sum()], None, [leaf]))
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+    assert len(seen) == 2
+
+
+def test_nothing_is_kept_afterwards() -> None:
+    class Saved:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        saved = Saved(tensor.detach())
+        alive.add(saved)
+        return saved
+
+    weights = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    leaf = torch.randn(2, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        root = ((leaf.clone() @ weights[0]).tanh() @ weights[1]).tanh() @ weights[0]
+    rest = backward_input([root], [torch.ones_like(root)], [leaf])
+    del root
+    assert alive
+    backward_weights(rest)
+    assert not alive

@@ -1,0 +1,157 @@
+"""A rank of any axis that dies, fails or hangs: all others end with an error that names it, and soon."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ConsistencyError, PipelineError
+from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.roll_call import PATIENCE
+from tests.parity import language_batches
+from tests.pipeline_parallel.deep import deep
+from tests.worlds import distributed, spawn
+
+TIMEOUT = 4
+MESHES = [(2, 2, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
+SOME_MESHES = [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.every) for mesh in MESHES[1:])]
+
+
+def _parallel(tp: int, pp: int, timeout: int = TIMEOUT, **config: Any) -> tuple[torch.nn.Module, Any]:
+    model = deep("gpt2", 4)
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    sections = {"model_parallelism": sizes, "pipeline": {"timeout": timeout, "microbatch_size": 1}, **config}
+    return autopar.initialize(model, sections, optimizer=torch.optim.SGD(model.parameters(), 1e-3))
+
+
+def _batch(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+    (batch,) = language_batches(131, count=1, batch=4, seed=seed + model.mpu.dp.rank)
+    return batch
+
+
+def _die(tp: int, pp: int, doomed: int, when: str) -> None:
+    zero = {"zero": {"stage": 1}, "gradient_clipping": 1.0} if when == "step" else {}
+    model, optimizer = _parallel(tp, pp, 30, **zero)
+    model.execute_pipeline(_batch(model))
+    optimizer.step()
+    forwards = []
+
+    def count(*_: object) -> None:
+        forwards.append(None)
+        if dist.get_rank() == doomed and len(forwards) == 3:
+            os._exit(1)
+
+    if when == "forward":
+        model.register_forward_pre_hook(count)
+    elif when == "step" and dist.get_rank() == doomed:
+        model.execute_pipeline(_batch(model))
+        os._exit(1)
+    started = time.monotonic()
+    with pytest.raises(PipelineError) as info:
+        model.execute_pipeline(_batch(model))
+        optimizer.step()
+    assert f"rank {doomed} has ended: its process " in str(info.value)
+    assert time.monotonic() - started < 15, "not at once, but after the timeout"
+    time.sleep(2)  # the others may still be asking this one
+
+
+@pytest.mark.parametrize(
+    ("mesh", "doomed", "when"),
+    [
+        pytest.param((2, 2, 1), 0, "forward", marks=pytest.mark.every),
+        ((2, 2, 1), 3, "forward"),
+        ((1, 2, 2), 3, "forward"),
+        pytest.param((2, 1, 2), 0, "forward", marks=pytest.mark.every),
+        pytest.param((1, 2, 2), 0, "step", marks=pytest.mark.every),
+        ((2, 1, 2), 3, "step"),
+    ],
+)
+def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str) -> None:
+    spawn(__name__, "_die", 4, 60.0, (*mesh[:2], doomed, when), expect_dead=(doomed,))
+
+
+@pytest.mark.parametrize("mesh", SOME_MESHES, ids=str)
+@distributed(world_size=4)
+def test_a_rank_that_fails(mesh: tuple[int, int, int]) -> None:
+    model, _ = _parallel(*mesh[:2])
+    model.execute_pipeline(_batch(model))
+
+    def fail(*_: object) -> None:
+        if dist.get_rank() == 3:
+            raise ValueError("something broke")
+
+    model.transformer.h[-1].mlp.register_forward_pre_hook(fail)
+    started = time.monotonic()
+    with pytest.raises(ValueError if dist.get_rank() == 3 else PipelineError, match="something broke"):
+        model.execute_pipeline(_batch(model))
+    assert time.monotonic() - started < 3 * TIMEOUT
+    time.sleep(PATIENCE + TIMEOUT if dist.get_rank() == 3 else 0)  # its process stays
+
+
+@pytest.mark.parametrize("mesh", SOME_MESHES[:3], ids=str)
+def test_a_rank_that_hangs(mesh: tuple[int, int, int]) -> None:
+    spawn(__name__, "_hang", 4, 60.0, mesh[:2], expect_dead=(3,))
+
+
+def _hang(tp: int, pp: int) -> None:
+    model, _ = _parallel(tp, pp)
+    model.execute_pipeline(_batch(model))
+
+    def hang(*_: object) -> None:
+        if dist.get_rank() == 3:
+            time.sleep(4 * TIMEOUT)
+            os._exit(0)
+
+    model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
+    started = time.monotonic()
+    with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
+        model.execute_pipeline(_batch(model))
+    assert time.monotonic() - started < 2 * (TIMEOUT + PATIENCE)
+    time.sleep(PATIENCE + 1)
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "microbatch"])
+@pytest.mark.parametrize("pp", [1, 2])
+@distributed(world_size=4)
+def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
+    sizes = {"pipeline_parallel_size": pp}
+    config = {"model_parallelism": sizes, "pipeline": {"timeout": TIMEOUT, "loss_reduction": reduction}}
+    model = autopar.initialize(deep("gpt2", 4), config)
+    replica = model.mpu.dp.rank
+    started = time.monotonic()
+    for later in (0, 1):
+        data = iter([_batch(model, seed) for seed in range(later + (replica != 1))])
+        for _ in range(later):
+            model.execute_pipeline(data)
+        others = "0, 2, 3" if pp == 1 else "0"
+        text = f"ended on data-parallel replica 1 of {4 // pp}, and not on {others}."
+        with pytest.raises(ConsistencyError, match=text):
+            model.execute_pipeline(data)
+        with pytest.raises(ConsistencyError, match=text):
+            _megatron(model, iter([_batch(model)] * (replica != 1)))
+    with pytest.raises(StopIteration):  # on all of them
+        model.execute_pipeline(iter([]))
+    with pytest.raises(StopIteration):
+        _megatron(model, iter([]))
+    with torch.no_grad():
+        for _ in range(replica):  # replicas evaluate as much as they like
+            model.execute_pipeline(_batch(model), forward_only=True)
+    loss = model.execute_pipeline(_batch(model), broadcast_loss=True).loss
+    if reduction == "tokens":
+        assert abs(loss - deep("gpt2", 4)(**_batch(model)).loss).item() < 1e-5
+    assert time.monotonic() - started < 2 * TIMEOUT
+
+
+def _megatron(model: torch.nn.Module, data: Any) -> None:
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        return model(**next(data_iterator)), lambda outputs: (outputs.loss, None)
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=data, model=model, num_microbatches=1, forward_only=False
+    )
