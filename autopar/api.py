@@ -154,7 +154,7 @@ def deparallelize(model: Model) -> Model:
     """Give back the plain model with full weights on every rank; every rank calls it.
 
     Parameter objects keep their identity, gradients are made whole too. The state of an optimizer is not: make a new
-    one. What ``precision`` made half becomes fp32 again where the optimizer kept fp32 weights, without stages. The
+    one. What ``precision`` made half becomes fp32 again where the optimizer kept fp32 weights. The
     process groups of ``model.mpu`` are destroyed.
 
     Raises:
@@ -169,8 +169,7 @@ def deparallelize(model: Model) -> Model:
     _, inner = hugging_face_model(model)
     model.wait_for_save()  # type: ignore[operator]
     if state.step is not None and state.step.model is model:
-        if state.mpu.pp.size == 1:
-            state.step.give_back_weights()
+        state.step.give_back_weights()
         state.step.remove()
     vars(model)["_autopar_pipeline"].undo(model)
     parallelize.undo(model, state.plan, state.mpu.tp)

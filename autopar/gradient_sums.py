@@ -90,7 +90,7 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
     for bucket in (bucket for run in runs for bucket in _buckets([p for p in run if id(p) in used])):
         for parameter in bucket:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
         if scale != 1.0:
             flat.mul_(scale)
@@ -103,7 +103,7 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     by_dtype: Mapping[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)  # type: ignore[attr-defined]
+        by_dtype.setdefault(parameter.grad_dtype, []).append(parameter)  # type: ignore[attr-defined]
     for same in by_dtype.values():
         bucket: list[nn.Parameter] = []
         size = 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "Masters", "to_half"]
+__all__ = ["DTYPES", "Masters", "narrow_gradients", "to_half", "widen_gradients"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,6 +76,28 @@ def to_half(
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point() and not whole(name):
             buffer.data = buffer.data.to(dtype)
+
+
+def widen_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Let gradients of half-precision parameters add up in fp32 from now on, also those that are there."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype in DTYPES.values():
+            _hold_gradient_in(parameter, torch.float32)
+
+
+def narrow_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Inverse of :func:`widen_gradients`: gradients in the dtype of their parameters, as torch has them."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            _hold_gradient_in(parameter, parameter.dtype)
+
+
+def _hold_gradient_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    if parameter.grad_dtype != dtype:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        if gradient is not None:
+            parameter.grad = gradient.to(dtype)
 
 
 def _stays_whole(inner: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:

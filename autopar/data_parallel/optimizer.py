@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.data_parallel.averaging import first_difference
 from autopar.data_parallel.loss_scale import LossScale
-from autopar.data_parallel.masters import DTYPES, Masters, to_half
+from autopar.data_parallel.masters import DTYPES, Masters, narrow_gradients, to_half, widen_gradients
 from autopar.data_parallel.norm import gradient_norm, local_part
 from autopar.data_parallel.owners import assign, broadcast_from_owners
 from autopar.data_parallel.stand_in import StandIn
@@ -143,13 +143,20 @@ class ParallelStep:
             weight, gradient = self.master(parameter) if self.owns(parameter) else None, parameter.grad
             parameter.grad = None
             parameter.data = parameter.data.float() if weight is None else weight
+            parameter.grad_dtype = torch.float32
             if gradient is not None:
                 parameter.grad = gradient.float()
         if self._shares:
             broadcast_from_owners([p.data for p in half], [self._owners[p] for p in half], self.mpu.dp)
 
+    def widen_gradients(self) -> None:
+        """Before ``execute_pipeline``: the gradients of its micro-batches, and of replicas, add up in fp32."""
+        if self.masters is not None:
+            widen_gradients(self.model.parameters())
+
     def remove(self) -> None:
         """Leave the optimizer as torch made it; its state stays what this rank has."""
+        narrow_gradients(self.model.parameters())
         for handle in self._handles:
             handle.remove()
         for name in ("_autopar", "scale_loss", *_PUBLIC):
@@ -292,11 +299,10 @@ class ParallelStep:
         for parameter in self._owners:
             owned, gradient = self.owns(parameter), parameter.grad
             weight = self.master(parameter) if owned and gradient is not None else None
-            if weight is not None and gradient is not None:
-                weight.grad = gradient.float()
-                gradient = weight.grad
-            elif self.masters is not None and parameter.dtype in DTYPES.values():
-                gradient = None  # the owner's
+            if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
+                gradient = gradient.float() if owned else None  # the model's stays as it is
+            if weight is not None:
+                weight.grad = gradient
             if gradient is not None and not (isinstance(multiplier, float) and multiplier == 1):
                 local = local_part(gradient)
                 local.mul_(multiplier.to(local.device, local.dtype) if torch.is_tensor(multiplier) else multiplier)

@@ -130,7 +130,13 @@ def restore(model: nn.Module, plan: StagePlan, dropped: Dropped, mpu: MPU) -> No
                 missing[full], shapes[full] = parameter, module.__dict__.pop(name).shape
         module._parameters.clear()
         module._parameters.update(order)
-    own = dict(model.named_parameters(remove_duplicate=False))
+    own: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    lost = {name: (module, key, buffer) for module, key, name, buffer in dropped.buffers}
+    buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
+    here = {name: own.get(name, buffers.get(name)) for name in plan.tensors if name not in missing}
+    dtypes = {name: (value.dtype, _dtype_of_gradient(value)) for name, value in here.items() if value is not None}
+    everyone = [dtypes] * mpu.pp.size
+    dist.all_gather_object(everyone, dtypes, group=mpu.pp.group)
     done: set[int] = set()
     for name in plan.tensors:
         holders = plan.holders(name)
@@ -141,24 +147,26 @@ def restore(model: nn.Module, plan: StagePlan, dropped: Dropped, mpu: MPU) -> No
             continue
         done.add(id(parameter))
         source = mpu.pp.ranks[holders[0]]
+        dtype, of_gradient = everyone[holders[0]][name]  # precision may have changed them where they are held
         if name in missing:
-            parameter.data = torch.empty(shapes[name], dtype=parameter.dtype, device=mpu.device)
+            parameter.data = torch.empty(shapes[name], dtype=dtype, device=mpu.device)
         _broadcast(parameter.data, source, mpu)
-        has = torch.tensor([int(parameter.grad is not None)], device=mpu.device)
-        _broadcast(has, source, mpu)
-        if has.item():
+        if of_gradient is not None:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=of_gradient)
             _broadcast(parameter.grad, source, mpu)
-    lost = {name: (module, key, buffer) for module, key, name, buffer in dropped.buffers}
-    buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
     for name in plan.tensors:  # also those that ran on nothing here
         holders = plan.holders(name)
         if (name in lost or name in buffers) and len(holders) < mpu.pp.size:
             if name in lost:
-                module, key, module._buffers[key] = *lost[name][:2], lost[name][2]
-                buffers[name] = module._buffers[key]
+                module, key, buffer = lost[name]
+                module._buffers[key] = buffers[name] = buffer.to(everyone[holders[0]][name][0])
             _broadcast(buffers[name], mpu.pp.ranks[holders[0]], mpu)
+
+
+def _dtype_of_gradient(value: torch.Tensor) -> torch.dtype | None:
+    """None if there is no gradient."""
+    return None if value.grad is None else value.grad.dtype
 
 
 def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:

@@ -154,7 +154,10 @@ class Pipeline:
         if not step.backward:
             self.engine.run(actions, step)
             return
-        plan = vars(model)["_autopar"].plan
+        state = vars(model)["_autopar"]
+        plan = state.plan
+        if state.step is not None and state.step.model is model:
+            state.step.widen_gradients()
         self.shared.set_aside()
         try:
             self.engine.run(actions, step)

@@ -321,26 +321,86 @@ def _half_already(dtype):
     assert {v["exp_avg"].dtype for v in optimizer.state.values()} == {torch.bfloat16}
 
 
-@distributed(world_size=2)
-def test_deparallelize_gives_the_fp32_weights_back() -> None:
-    for zero in (0, 1):
-        model = gpt2()
+def _gives_back(tp: int, pp: int) -> None:
+    for zero, clipping in ((0, 0.0), (1, 1.0)):
+        model = gpt2(n_layer=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = {"precision": {"dtype": "bf16"}, "zero": {"stage": zero}}
-        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-        ids = torch.arange(8).view(1, 8)
-        model(input_ids=ids, labels=ids).loss.backward()
-        autopar.average_gradients(model)
+        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+        config = {"model_parallelism": sizes, "precision": {"dtype": "bf16"}, "zero": {"stage": zero}}
+        model, optimizer = autopar.initialize(model, config | {"gradient_clipping": clipping}, optimizer=optimizer)
+        plan, rank = model._autopar.plan, model.mpu.tp.rank
+        ids = IDS[:2]
+        model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
         optimizer.step()
         step = optimizer._autopar
         expected = {n: step.master(p).clone() for n, p in model.named_parameters() if step.owns(p)}
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
         assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in expected.values())
         plain = autopar.deparallelize(model)
         for name, parameter in plain.named_parameters():
-            assert parameter.dtype == torch.float32
-            if name in expected:
-                assert torch.equal(parameter, expected[name]), name
-        sums = torch.stack([parameter.double().sum() for parameter in plain.parameters()])
+            assert parameter.dtype == parameter.grad.dtype == parameter.grad_dtype == torch.float32, name
+            layout = plan.tensors[plan.canonical(name)].layout
+            for whole, shards in ((parameter.data, expected), (parameter.grad, gradients)):
+                mine = whole if layout is None else layout.shard(whole, rank)
+                assert name not in shards or torch.equal(mine, shards[name]), name
+        sums = torch.stack([x.double().sum() for p in plain.parameters() for x in (p, p.grad)])
         other = sums.clone()
         dist.all_reduce(other)
-        assert torch.equal(other, 2 * sums)
+        assert torch.equal(other, dist.get_world_size() * sums)
+        plain(ids, labels=ids).loss.backward()
+
+
+@distributed(world_size=2)
+def test_deparallelize_gives_the_fp32_weights_back() -> None:
+    _gives_back(1, 1)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+@distributed(world_size=4)
+def test_deparallelize_gives_the_fp32_weights_of_stages_back(tp: int, pp: int) -> None:
+    _gives_back(tp, pp)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@distributed(world_size=1)
+def test_the_gradients_of_micro_batches_add_up_in_fp32(dtype: str) -> None:
+    """In bf16, with 8 bits, what many micro-batches add would be rounded away."""
+    config = {"precision": {"dtype": dtype, "initial_scale": 1.0}, "pipeline": {"num_microbatches": 40}}
+    plain = gpt2(tie_word_embeddings=False)  # the two parts of a tied weight's gradient are added before
+    model, optimizer = start(copy.deepcopy(plain), **config)
+    half = plain.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    expected = {name: torch.zeros(p.shape) for name, p in half.named_parameters()}
+    for ids in IDS.split(1):
+        loss = half(ids, labels=ids).loss
+        (loss.float() / 40).backward()
+        for name, parameter in half.named_parameters():
+            expected[name] += parameter.grad.float()
+            parameter.grad = None
+    model.execute_pipeline({"input_ids": IDS, "labels": IDS}, optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        close(parameter.grad, expected[name], name, 1e-6)
+        rounded = torch.zeros(parameter.shape, dtype=half.dtype)
+        assert not torch.equal((rounded + parameter.grad).to(half.dtype).float(), parameter.grad), name
+    optimizer.step()
+    optimizer.zero_grad()
+    ids = IDS[:2]  # a loop of one's own goes on
+    optimizer.scale_loss(model(ids, labels=ids).loss).backward()
+    optimizer.step()
+
+
+@distributed(world_size=2)
+def test_gradients_that_were_there_before_are_kept() -> None:
+    """A loop of one's own, then execute_pipeline, in one step."""
+    model, optimizer = start(gpt2(tie_word_embeddings=False), precision={"dtype": "bf16"})
+    batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
+    model(**batch).loss.backward()
+    first = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert {gradient.dtype for gradient in first.values()} == {torch.bfloat16}
+    with model.no_sync():
+        model.execute_pipeline(batch, optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, 2 * first[name].float()), name
+    autopar.average_gradients(model)
+    model.mpu.destroy()
