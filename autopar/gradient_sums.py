@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 from autopar.policy.stages import StagePlan
 
-__all__ = ["Alike", "average_over_replicas", "held_alike", "runs_of", "sum_gradients"]
+__all__ = ["Alike", "average_over_replicas", "buckets", "held_alike", "runs_of", "sum_gradients"]
 
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> the tensor-parallel ranks that hold the same part of it."""
 
-_BUCKET = 32 * 1024 * 1024  # bytes of one all-reduce
+_BUCKET = 32 * 1024 * 1024  # bytes that travel at once
 
 
 def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
@@ -87,31 +87,32 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
     present = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
     used = {id(parameter) for parameter, flag in zip(parameters, present.tolist(), strict=True) if flag}
-    for bucket in (bucket for run in runs for bucket in _buckets([p for p in run if id(p) in used])):
-        for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
-        if scale != 1.0:
-            flat.mul_(scale)
-        dist.all_reduce(flat, group=group)
-        for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(part.view(parameter.shape))
+    for run in runs:
+        gradients: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in run:
+            if id(parameter) in used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for bucket in (bucket for same in gradients.values() for bucket in buckets(same)):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            if scale != 1.0:
+                flat.mul_(scale)
+            dist.all_reduce(flat, group=group)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view(gradient.shape))
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    by_dtype: Mapping[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(parameter.grad_dtype, []).append(parameter)  # type: ignore[attr-defined]
-    for same in by_dtype.values():
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in same:
-            bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
-            if size >= _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
+def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of at most ``limit`` bytes together, or of one tensor: what travels in one flat buffer."""
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and filled + size > limit:
             yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += size
+    if bucket:
+        yield bucket

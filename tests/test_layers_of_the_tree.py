@@ -15,7 +15,7 @@ ROWS = [
     ["mesh"],
     ["roll_call"],
     ["policy"],
-    ["gradient_sums"],
+    ["gradient_sums", "meta_copy"],
     ["tensor_parallel", "data_parallel", "pipeline_parallel", "checkpoint"],
     ["sources"],
     ["lazy_files"],

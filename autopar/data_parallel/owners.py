@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
+from autopar.gradient_sums import buckets
 
 __all__ = ["assign", "broadcast_from_owners"]
-
-_BUCKET = 2**24  # elements that travel at once: 64 MB of fp32
 
 
 def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
@@ -38,30 +37,16 @@ def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[
 def broadcast_from_owners(tensors: Sequence[torch.Tensor], owners: Sequence[int], axis: Axis) -> None:
     """Give every rank of ``axis`` each tensor as its owner has it, in place. Every rank passes the same list.
 
-    What one rank owns of one dtype travels flat, in pieces of at most 2**24 elements (or one tensor).
+    What one rank owns of one dtype travels flat, in pieces of at most 32 MiB (or one tensor).
     """
     if axis.size == 1:
         return
     kinds = {(owner, t.dtype, t.device): None for owner, t in zip(owners, tensors, strict=True)}
     for owner, dtype, device in kinds:
         mine = [t for o, t in zip(owners, tensors, strict=True) if (o, t.dtype, t.device) == (owner, dtype, device)]
-        for bucket in buckets(mine, _BUCKET):
+        for bucket in buckets(mine):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.broadcast(flat, src=axis.ranks[owner], group=axis.group)
             if axis.rank != owner:
                 for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
-
-
-def buckets(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of at most ``limit`` elements together, or of one tensor."""
-    bucket: list[torch.Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if bucket and filled + tensor.numel() > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(tensor)
-        filled += tensor.numel()
-    if bucket:
-        yield bucket

@@ -9,7 +9,6 @@ weights, on five tokens.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import warnings
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from autopar.meta_copy import meta_copy
 from autopar.pipeline_parallel.messages import map_tensors
 from autopar.pipeline_parallel.rehearsal import rehearse_stages
 from autopar.policy.stages import Reads
@@ -38,7 +38,7 @@ def trace_reads(
         elements: module paths in forward order, ``encoder`` the place of the encoder among them.
         inputs: small inputs on the meta device.
     """
-    for copied in (_meta_copy(model), model):
+    for copied in (meta_copy(model, gradients=True), model):
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None
@@ -164,23 +164,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value
-
-
-def _meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with shapes but without data."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    copied = copy.deepcopy(model, memo).eval()
-    for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # every model has it, and it runs without data
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"  # the one that does not look at data
-    for module in copied.modules():  # the user's hooks have no part in this
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
-    return copied

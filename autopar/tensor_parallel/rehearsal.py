@@ -13,7 +13,6 @@ is not rehearsed; then only the checks of the plan hold.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 
 from autopar.collectives import Axis
 from autopar.errors import PolicyError
+from autopar.meta_copy import meta_copy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.tensor_parallel.follow import Follow
 from autopar.tensor_parallel.parallelize import apply
@@ -63,14 +63,14 @@ def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 def _rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     plan = _below(plan, prefix)
     try:
-        whole = _meta_copy(model)
+        whole = meta_copy(model)
         inputs = sample_inputs(model)
         with Follow():
             expected = _shapes(_run(whole, inputs))
     except Exception:  # the plain model does not run on the meta device, which says nothing about the policy
         return False
     for rank in sorted({0, plan.tp - 1}):
-        share = _meta_copy(model)
+        share = meta_copy(model)
         axis = Axis("tp", None, range(plan.tp), rank)
         region = Region(axis)
         apply(share, plan, axis, region)
@@ -201,24 +201,6 @@ def _where(plan: Plan, path: str) -> str:
         if not path:
             return plan.policy  # nothing is shared out
         path = path.rpartition(".")[0]
-
-
-def _meta_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with shapes but without data; never holds memory for weights."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    copied = copy.deepcopy(model, memo).eval()
-    for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
-        config._attn_implementation = "eager"  # every model has it, it runs without data, and it reads every count
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"  # the one that does not look at data
-    for module in copied.modules():  # the user's hooks have no part in this
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
-    return copied
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> Any:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
-from autopar.data_parallel.owners import assign, broadcast_from_owners, buckets
+from autopar.data_parallel.owners import assign, broadcast_from_owners
+from autopar.gradient_sums import buckets
 from tests.worlds import distributed
 
 
@@ -31,7 +32,7 @@ def test_what_is_owned_already_counts():
 
 def test_buckets_hold_at_most_the_limit_or_one_tensor():
     tensors = [torch.zeros(size) for size in (3, 3, 9, 1, 4, 4)]
-    found = [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors, 6)]
+    found = [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors, 6 * 4)]
     assert found == [[3, 3], [9], [1, 4], [4]]
     assert list(buckets([], 6)) == []
 
