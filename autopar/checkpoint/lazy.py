@@ -17,12 +17,11 @@ stay resident and count (measured: 1.5 times the share, plain reads need 1.0).
 from __future__ import annotations
 
 import ctypes
-import errno
 import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +37,6 @@ __all__ = [
     "Narrowed",
     "Permuted",
     "RangeFile",
-    "Run",
     "Squeezed",
     "Stored",
     "Unsqueezed",
@@ -49,9 +47,6 @@ __all__ = [
 
 Box = tuple[Range, ...]
 """For each dim the ``[start, stop)`` that is wanted."""
-
-Run = tuple["RangeFile", int, int]
-"""A file, the byte where a run begins, and its length."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
@@ -79,27 +74,6 @@ class RangeFile:
                 done += more
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-
-    def copy_to(self, target: int, offset: int, length: int) -> None:
-        """Append a run of bytes to the open file ``target``; inside the kernel, where that works."""
-        buffer = memoryview(bytearray(0))
-        while length:
-            if self._handle is None:
-                self.read_into(memoryview(bytearray(1)), offset)
-            assert self._handle is not None
-            try:
-                done = os.copy_file_range(self._handle, target, length, offset) if not buffer else 0
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):
-                    raise
-                done = 0
-            if done == 0:  # other file systems, or the end of the file, which read_into reports
-                if not buffer:
-                    buffer = memoryview(bytearray(_BOUNCE))
-                part = buffer[: min(length, _BOUNCE)]
-                self.read_into(part, offset)
-                done = os.write(target, part)
-            offset, length = offset + done, length - done
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""
@@ -132,9 +106,9 @@ class LazyTensor(ABC):
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
 
-    def runs(self) -> list[Run] | None:
-        """The bytes of the whole tensor as runs in files, in order; None where they lie scattered."""
-        return None
+    def slabs(self, limit: int) -> Iterator[Box]:
+        """Boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
+        return _slabs(self.shape, self.dtype.itemsize, limit)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """The elements of ``box`` (all of them by default) as a new contiguous tensor on the CPU."""
@@ -149,6 +123,19 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
+def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
+    row = math.prod(shape[1:]) * itemsize
+    if row <= limit or len(shape) < 2:
+        rows = max(1, limit // max(1, row))
+        size = shape[0] if shape else 1
+        for low in range(0, size, rows):
+            yield ((low, min(size, low + rows)), *whole_box(shape[1:])) if shape else ()
+        return
+    for at in range(shape[0]):
+        for rest in _slabs(shape[1:], itemsize, limit):
+            yield ((at, at + 1), *rest)
+
+
 def _with(box: Box, dim: int, wanted: Range) -> Box:
     return (*box[:dim], wanted, *box[dim + 1 :])
 
@@ -160,10 +147,6 @@ class Stored(LazyTensor):
         super().__init__(shape, dtype)
         self.file = file
         self.offset = offset
-
-    def runs(self) -> list[Run] | None:
-        """See :class:`LazyTensor`."""
-        return [(self.file, self.offset, math.prod(self.shape) * self.dtype.itemsize)]
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """See :class:`LazyTensor`."""
@@ -265,13 +248,6 @@ class Joined(LazyTensor):
         self.parts = tuple(parts)
         self.dim = dim
 
-    def runs(self) -> list[Run] | None:
-        """See :class:`LazyTensor`."""
-        if math.prod(self.shape[: self.dim]) != 1:
-            return None
-        each = [part.runs() for part in self.parts]
-        return None if None in each else [run for runs in each if runs for run in runs]
-
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """See :class:`LazyTensor`."""
         start, stop = box[self.dim]
@@ -292,15 +268,6 @@ class Narrowed(LazyTensor):
         super().__init__((*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), base.dtype)
         self.base, self.dim, self.start = base, dim, start
 
-    def runs(self) -> list[Run] | None:
-        """See :class:`LazyTensor`."""
-        runs = self.base.runs()
-        if runs is None or len(runs) != 1 or math.prod(self.shape[: self.dim]) != 1:
-            return None
-        file, offset, _ = runs[0]
-        step = math.prod(self.shape[self.dim + 1 :]) * self.dtype.itemsize
-        return [(file, offset + self.start * step, self.shape[self.dim] * step)]
-
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """See :class:`LazyTensor`."""
         low, high = box[self.dim]
@@ -313,6 +280,10 @@ class Permuted(LazyTensor):
     def __init__(self, base: LazyTensor, dims: Sequence[int]) -> None:
         super().__init__([base.shape[dim] for dim in dims], base.dtype)
         self.base, self.dims = base, tuple(dims)
+
+    def slabs(self, limit: int) -> Iterator[Box]:
+        """All at once: a part of its rows lies in every row of ``base``."""
+        yield whole_box(self.shape)
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """See :class:`LazyTensor`."""
@@ -327,10 +298,6 @@ class Unsqueezed(LazyTensor):
         super().__init__((*base.shape[:dim], 1, *base.shape[dim:]), base.dtype)
         self.base, self.dim = base, dim
 
-    def runs(self) -> list[Run] | None:
-        """See :class:`LazyTensor`."""
-        return self.base.runs()
-
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """See :class:`LazyTensor`."""
         if box[self.dim] == (0, 1):
@@ -343,10 +310,6 @@ class Squeezed(LazyTensor):
     def __init__(self, base: LazyTensor, dim: int) -> None:
         super().__init__((*base.shape[:dim], *base.shape[dim + 1 :]), base.dtype)
         self.base, self.dim = base, dim
-
-    def runs(self) -> list[Run] | None:
-        """See :class:`LazyTensor`."""
-        return self.base.runs()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """See :class:`LazyTensor`."""

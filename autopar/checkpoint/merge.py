@@ -272,9 +272,5 @@ class _Source:
         """Write one safetensors file with these tensors."""
         with SafetensorsWriter(path, specs, {"format": "pt"}) as writer:
             for name in writer.order:
-                lazy, dtype = self.lazy(name), specs[name][0]
-                if lazy.dtype == dtype:
-                    writer.copy(name, lazy)
-                else:
-                    writer.write(name, lazy.read().to(dtype))
+                writer.copy(name, self.lazy(name))
                 progress(nbytes(*specs[name]))

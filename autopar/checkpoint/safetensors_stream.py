@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.checkpoint.checksum import checksum, checksum_of
-from autopar.checkpoint.lazy import LazyTensor, RangeFile, Stored, memory, whole_box
+from autopar.checkpoint.lazy import LazyTensor, RangeFile, Stored, memory
+from autopar.checkpoint.output_file import OutputFile
 from autopar.errors import CheckpointError
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
@@ -44,7 +45,7 @@ _CODES: dict[str, torch.dtype] = {
 _CODE_OF = {dtype: code for code, dtype in _CODES.items()}
 _RANK = {code: rank for rank, code in enumerate(_CODES)}
 _MAX_HEADER = 100_000_000
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20  # bytes that are copied or verified at a time: little enough for a core's own cache
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -110,20 +111,15 @@ class SafetensorsWriter:
             offset = stop
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by __exit__)
+        self._file = OutputFile(path)
         text = len(text).to_bytes(8, "little") + text
         self.header = checksum(text)
-        self._append(text)
+        self._file.append(text)
 
     @staticmethod
     def sorted_names(dtypes: Mapping[str, torch.dtype]) -> list[str]:
         """The order in which a file holds tensors of these dtypes."""
         return sorted(dtypes, key=lambda name: (-_RANK[_CODE_OF[dtypes[name]]], name))
-
-    def _append(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while view:  # one call writes at most 2 GiB
-            view = view[self._file.write(view) :]
 
     def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if name != next(self._next, None) or (dtype, shape) != self._tensors[name]:
@@ -135,23 +131,24 @@ class SafetensorsWriter:
         self._is_next(name, tensor.dtype, tuple(tensor.shape))
         on_cpu = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         data = memory(on_cpu)
-        self._append(data)
+        self._file.append(data)
         self.checksums[name] = checksum(data)
 
     def copy(self, name: str, lazy: LazyTensor) -> None:
-        """Write the next tensor from where it lies, without a checksum. Raises ``ValueError`` out of order."""
-        self._is_next(name, lazy.dtype, lazy.shape)
-        runs = lazy.runs()
-        if runs is None:
-            size = nbytes(lazy.dtype, lazy.shape)
+        """Write the next tensor from where it lies, without a checksum; it is converted to the dtype that is due.
+
+        Raises ``ValueError`` out of order.
+        """
+        dtype, _ = self._tensors.get(name, (lazy.dtype, ()))
+        self._is_next(name, dtype, lazy.shape)
+        for box in lazy.slabs(_CHUNK):
+            shape = tuple(stop - start for start, stop in box)
+            size = nbytes(dtype, shape)
             if self._scratch.numel() < size:
                 self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
-            whole = self._scratch[:size].view(lazy.dtype).view(lazy.shape)
-            lazy.read_into(whole, whole_box(lazy.shape))
-            self._append(memory(whole))
-            return
-        for file, offset, length in runs:
-            file.copy_to(self._file.fileno(), offset, length)
+            slab = self._scratch[:size].view(dtype).view(shape)
+            lazy.read_into(slab, box)
+            self._file.append(memory(slab))
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -161,7 +158,7 @@ class SafetensorsWriter:
             if error is None:
                 if self._written != len(self.order):
                     raise ValueError(f"{self.path.name} lacks {len(self.order) - self._written} tensors")
-                os.fsync(self._file.fileno())
+                self._file.sync()
         finally:
             self._file.close()
 

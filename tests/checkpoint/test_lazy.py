@@ -97,6 +97,31 @@ def test_views(tmp_path):
             assert torch.equal(source.read(box), cut(expected, box)), (type(source), box)
 
 
+@pytest.mark.parametrize("limit", [1, 4, 24, 60, 130, 10**6])
+def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
+    tensor = torch.randn(4, 6, 5)
+    base = stored(tmp_path / "file", tensor)
+    for source in (
+        base,
+        Joined([base, base], 1),
+        Narrowed(base, 2, 1, 4),
+        Squeezed(Narrowed(base, 0, 1, 2), 0),
+        Unsqueezed(base, 0),
+        InMemory(torch.tensor(3)),
+        InMemory(torch.zeros(0, 3)),
+        InMemory(torch.zeros(3, 0)),
+    ):
+        slabs = [source.read(box).flatten() for box in source.slabs(limit)]
+        assert torch.equal(torch.cat([*slabs, torch.zeros(0, dtype=source.dtype)]), source.read().flatten())
+        assert all(slab.nbytes <= max(limit, source.dtype.itemsize) for slab in slabs)
+
+
+def test_a_tensor_that_is_transposed_is_one_slab(tmp_path):
+    """Each of its rows lies in every row of the stored one."""
+    source = Permuted(stored(tmp_path / "file", torch.randn(4, 6)), (1, 0))
+    assert list(source.slabs(8)) == [((0, 6), (0, 4))]
+
+
 def test_scalars_and_empty(tmp_path):
     assert stored(tmp_path / "a", torch.tensor(3.5)).read() == 3.5
     out = torch.zeros((), dtype=torch.float64)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from autopar.checkpoint import safetensors_stream
+from autopar.checkpoint.lazy import InMemory
 from autopar.checkpoint.safetensors_stream import _CODES, SafetensorsReader, SafetensorsWriter
 from autopar.errors import CheckpointError
 
@@ -78,6 +80,32 @@ def test_one_flipped_bit_in_the_header_is_noticed(tmp_path):
         (tmp_path / "file").write_bytes(good.replace(old, new))
         with SafetensorsReader(tmp_path / "file") as reader:
             assert reader.header != writer.header
+
+
+@pytest.mark.parametrize("chunk", [4, 64, 1 << 20])
+def test_copies_and_conversions_are_what_writing_gives(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(safetensors_stream, "_CHUNK", chunk)
+    tensors = every_kind()
+    converted = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+    write(tmp_path / "same", tensors)
+    write(tmp_path / "converted", converted)
+    with SafetensorsReader(tmp_path / "same") as reader:
+        for kind, like in (("same", tensors), ("converted", converted)):
+            specs = {name: (t.dtype, tuple(t.shape)) for name, t in like.items()}
+            with SafetensorsWriter(tmp_path / "copy", specs, {"format": "pt"}) as writer:
+                for name in writer.order:
+                    writer.copy(name, reader.lazy(name))
+            assert (tmp_path / "copy").read_bytes() == (tmp_path / kind).read_bytes()
+
+
+def test_copies_come_in_order_too(tmp_path):
+    specs = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
+    for name, size in (("b", 2), ("c", 2), ("a", 3)):
+        with (
+            pytest.raises(ValueError, match=f"{name} is not the tensor that comes next in f"),
+            SafetensorsWriter(tmp_path / "f", specs, {}) as writer,
+        ):
+            writer.copy(name, InMemory(torch.zeros(size)))
 
 
 def test_the_writer_insists_on_order_shape_and_completeness(tmp_path):
