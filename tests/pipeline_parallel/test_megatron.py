@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -53,3 +54,43 @@ def test_the_loop(schedule: str) -> None:
     with pytest.raises(ConfigError, match="is not parallelized"):
         forward_backward(forward_step_func=_forward_step, data_iterator=iter([]), **{**settings, "model": plain})
     piped.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_the_loop_in_fp16() -> None:
+    """What execute_pipeline does, bit for bit; a loss that nobody scaled is refused on both stages."""
+    models, optimizers = [], []
+    for _ in range(2):
+        model = gpt2(n_layer=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+        sizes = {"pipeline_parallel_size": 2}
+        config = {"model_parallelism": sizes, "precision": {"dtype": "fp16"}, "gradient_clipping": 0.5}
+        models.append(autopar.initialize(model, config, optimizer=optimizer)[0])
+        optimizers.append(optimizer)
+    looped, piped = models
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        outputs = model(**next(data_iterator))
+        return outputs, lambda outputs: (optimizers[0].scale_loss(outputs.loss), {"loss": outputs.loss.detach()})
+
+    run = functools.partial(get_forward_backward_func(), model=looped, num_microbatches=4)
+    for step in range(4):
+        (batch,) = language_batches(131, count=1, batch=4, seed=step)
+        batch["labels"] = batch["input_ids"]  # as many labels in each micro-batch
+        batches = [{name: tensor[m : m + 1] for name, tensor in batch.items()} for m in range(4)]
+        reports = run(forward_step_func=forward_step, data_iterator=iter(batches))
+        loss = piped.execute_pipeline(batch, optimizer=optimizers[1]).loss
+        if loss is not None:
+            close(torch.stack([report["loss"] for report in reports]).mean(), loss, "loss", 1e-3)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+            optimizer.zero_grad()
+        assert optimizers[0].loss_scale == optimizers[1].loss_scale, (optimizers[0].loss_scale, optimizers[1].loss_scale)
+        for (name, one), other in zip(looped.named_parameters(), piped.parameters(), strict=True):
+            assert torch.equal(one, other), name
+    run(forward_step_func=_forward_step, data_iterator=iter(batches))
+    with pytest.raises(ConfigError, match=r"get_forward_backward_func, loss_func must return optimizer\.scale_loss"):
+        optimizers[0].step()
+    for model in models:
+        model.mpu.destroy()
