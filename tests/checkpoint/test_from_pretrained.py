@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -24,15 +21,12 @@ from transformers import (
     GenerationConfig,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    PreTrainedModel,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
 import autopar
-from autopar.checkpoint.lazy import RangeFile
 from autopar.errors import CheckpointError, ConfigError
-from autopar.split import split_checkpoint
+from tests.checkpoint.loading import both, same, shared, tp
 from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.small import gpt2, llama
@@ -40,56 +34,6 @@ from tests.worlds import raises_everywhere
 
 TYPES = ["gpt2", "llama", "mixtral", "qwen2_moe", "bert", "t5", "bart", "dinov2", "gpt_neox", "phi3", "mllama"]
 TYPES += ["deepseek_v3", "qwen2_vl", "mamba2", "clip"]
-
-
-def tp(size: int) -> dict[str, Any]:
-    return {"model_parallelism": {"tensor_parallel_size": size}}
-
-
-def shared(path: Path | str, model: Any = None, **options: Any) -> str:
-    """A folder that rank 0 has written the model to."""
-    if model is not None and dist.get_rank() == 0:
-        model.save_pretrained(path, **options)
-    dist.barrier()
-    return str(path)
-
-
-def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Parameters, buffers, what is tied to what, and where all of it lies."""
-    ours, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (one, other))
-    assert list(ours) == list(theirs)
-    for names in (ours, theirs):
-        for name, parameter in names.items():
-            assert type(parameter) is torch.nn.Parameter, name
-            assert "_autopar_sources" not in str(vars(parameter)), name
-    assert _ties(ours) == _ties(theirs)
-    for kind, left, right in (
-        ("parameter", ours, theirs),
-        ("buffer", dict(one.named_buffers()), dict(other.named_buffers())),
-    ):
-        assert list(left) == list(right)
-        for name, tensor in left.items():
-            expected = right[name]
-            assert (tensor.dtype, tensor.device, tensor.requires_grad) == (
-                *(expected.dtype, expected.device, expected.requires_grad),
-            ), f"{kind} {name}"
-            assert torch.equal(tensor, expected), f"{kind} {name}"
-
-
-def _ties(named: dict[str, Any]) -> list[list[str]]:
-    groups: dict[int, list[str]] = {}
-    for name, parameter in named.items():
-        groups.setdefault(id(parameter), []).append(name)
-    return sorted(groups.values())
-
-
-def both(model_class: Any, path: str, size: int, **kwargs: Any) -> tuple[Any, Any]:
-    torch.manual_seed(5 + dist.get_rank())  # rank 0's counts
-    plain = autopar.initialize(model_class.from_pretrained(path, **kwargs), tp(size))
-    torch.manual_seed(5 + dist.get_rank())
-    lazy = autopar.from_pretrained(model_class, path, tp(size), **kwargs)
-    same(lazy, plain)
-    return plain, lazy
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -229,246 +173,6 @@ def test_a_body_out_of_a_task_model(tmp_path):
         autopar.from_pretrained(AutoModel, path, tp(2), strict=True)
 
 
-@pooled(world_size=2)
-def test_other_shapes_are_an_error_with_a_list(tmp_path):
-    path = shared(tmp_path / "m", llama())
-    with raises_everywhere(
-        CheckpointError, "2 tensors do not have the shapes", "lm_head.weight: [131, 24] in the files"
-    ):
-        autopar.from_pretrained(LlamaForCausalLM, path, tp(2), vocab_size=140)
-    both(LlamaForCausalLM, path, 2, vocab_size=140, ignore_mismatched_sizes=True)
-
-
-@pooled(world_size=2)
-def test_damaged_files(tmp_path):
-    model = llama()
-    rank = dist.get_rank()
-
-    def damaged(name: str, damage: Any, **options: Any) -> str:
-        path = shared(tmp_path / name, model, **options)
-        if rank == 0:
-            damage(Path(path))
-        dist.barrier()
-        return path
-
-    def rename(path: Path) -> None:
-        index = json.loads((path / "model.safetensors.index.json").read_text())
-        names = sorted(set(index["weight_map"].values()))
-        index["weight_map"] = {k: "../" + v if v == names[0] else v for k, v in index["weight_map"].items()}
-        (path / names[0]).rename(path.parent / names[0])
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    for name, damage, part, options in [
-        ("gone", lambda p: (p / "model.safetensors").unlink(), "model.safetensors", {}),
-        ("cut", lambda p: _cut(p / "model.safetensors"), "model.safetensors", {}),
-        ("one", lambda p: next(p.glob("*-00002*")).unlink(), "-00002", {"max_shard_size": "20KB"}),
-        ("out", rename, "outside of the folder", {"max_shard_size": "20KB"}),
-    ]:
-        with raises_everywhere(CheckpointError, part):
-            autopar.from_pretrained(LlamaForCausalLM, damaged(name, damage, **options), tp(2))
-    for name, data in (("zip", None), ("text", b"no checkpoint")):
-        folder = tmp_path / name
-        if rank == 0:
-            folder.mkdir()
-            model.config.save_pretrained(folder)
-            torch.save(model.state_dict(), folder / "pytorch_model.bin")
-            if data is None:
-                _cut(folder / "pytorch_model.bin")
-            else:
-                (folder / "pytorch_model.bin").write_bytes(data)
-        dist.barrier()
-        with raises_everywhere(CheckpointError, "pytorch_model.bin"):
-            autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(2))
-
-
-def _cut(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) * 2 // 3])
-
-
-@pooled(world_size=2)
-def test_a_file_that_one_rank_does_not_see(tmp_path):
-    path = shared(tmp_path / "m", llama())
-    mine = path if dist.get_rank() == 0 else str(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"elsewhere") as info:
-        autopar.from_pretrained(LlamaForCausalLM, mine, tp(2))
-    assert dist.get_rank() == 1 or "rank 1 cannot load the model" in str(info.value)
-
-
-@pooled(world_size=2)
-def test_what_is_refused(tmp_path):
-    path = shared(tmp_path / "m", llama())
-    for argument, value in (("device_map", "auto"), ("gguf_file", "x.gguf"), ("state_dict", {}), ("tp_plan", "auto")):
-        with raises_everywhere(ConfigError, argument):
-            autopar.from_pretrained(LlamaForCausalLM, path, tp(2), **{argument: value})
-    with autopar.lazy_init(), pytest.raises(TypeError):
-        LlamaForCausalLM.from_pretrained(path, no_such_argument=1)
-    assert PreTrainedModel._load_pretrained_model.__module__ == PreTrainedModel.__module__
-    both(AutoModelForSequenceClassification, shared(tmp_path / "g", gpt2()), 2)  # and works again
-
-
-@pooled(world_size=2)
-def test_a_folder_of_shards_on_any_mesh(tmp_path):
-    for number, model in enumerate((gpt2(), llama(), build(cases("mamba2")[0], 6, 3))):
-        plain = shared(tmp_path / f"{number}-plain", model)
-        for saved in (1, 2):
-            folder = str(tmp_path / f"{number}-{saved}")
-            before = autopar.from_pretrained(type(model), plain, tp(saved))
-            before.save_parallelized(folder)
-            for now in (1, 2):
-                expected = autopar.initialize(type(model).from_pretrained(plain), tp(now))
-                lazy = autopar.from_pretrained(type(model), folder, tp(now))
-                same(lazy, expected)
-                assert not lazy.training
-    lazy = autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "1-2"), tp(2), dtype=torch.bfloat16)
-    same(lazy, autopar.initialize(LlamaForCausalLM.from_pretrained(tmp_path / "1-plain", dtype=torch.bfloat16), tp(2)))
-    with raises_everywhere(CheckpointError, "1 unexpected", "lm_head.weight", "autopar merge"):
-        autopar.from_pretrained(AutoModel, str(tmp_path / "1-2"), tp(2))
-    with raises_everywhere(CheckpointError, "2 tensors do not have the shapes"):
-        autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "1-2"), tp(2), vocab_size=140)
-    file = tmp_path / "1-2" / "model-tp1-pp0.safetensors"
-    if dist.get_rank() == 0:
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 4
-        file.write_bytes(data)
-    dist.barrier()
-    with pytest.raises(CheckpointError, match="checksum"):
-        autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "1-2"), tp(2))
-
-
-@pooled(world_size=2)
-def test_a_rank_reads_its_share_and_no_more(tmp_path):
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1024}
-    path = shared(tmp_path / "m", llama(**sizes, vocab_size=1000))
-    read: list[int] = []
-    real = RangeFile.read_into
-
-    def counting(self: RangeFile, target: memoryview, offset: int) -> None:
-        real(self, target, offset)
-        read.append(len(target))
-
-    RangeFile.read_into = counting  # type: ignore[method-assign]
-    try:
-        lazy = autopar.from_pretrained(LlamaForCausalLM, path, tp(2))
-    finally:
-        RangeFile.read_into = real  # type: ignore[method-assign]
-    share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
-    assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    assert share < sum(read) < 1.01 * share
-
-
-def saved(folder: Path | str, model: Any, size: int) -> str:
-    """A folder of shards that the ranks have written."""
-    autopar.initialize(model, tp(size)).save_parallelized(str(folder))
-    return str(folder)
-
-
-@pooled(world_size=2)
-def test_untied_weights_of_a_config_that_ties(tmp_path):
-    for name, extra in (("different", 1.0), ("equal", 0.0)):
-        for size in (1, 2):
-            model = gpt2()
-            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + extra)
-            folder = saved(tmp_path / f"{name}{size}", model, size)
-            records: list[str] = []
-            handler = logging.Handler()
-            handler.emit = lambda record, to=records: to.append(record.getMessage())  # type: ignore[misc]
-            logging.getLogger("transformers").addHandler(handler)
-            lazy = autopar.from_pretrained(GPT2LMHeadModel, folder, tp(2))
-            logging.getLogger("transformers").removeHandler(handler)
-            head, table = lazy.lm_head.weight, lazy.transformer.wte.weight
-            assert (head is not table) == bool(extra)
-            assert torch.equal(head, table + extra)
-            assert any("they stay untied" in text for text in records) == bool(extra)
-            assert ("lm_head.weight" in lazy.all_tied_weights_keys) == (not extra)
-            lazy.save_parallelized(str(tmp_path / f"{name}{size}m"), merge_checkpoints=True)
-            merged = GPT2LMHeadModel.from_pretrained(tmp_path / f"{name}{size}m")
-            ids = torch.arange(12).view(2, 6)
-            assert torch.allclose(merged(ids).logits, lazy(ids).logits, atol=1e-5)
-
-
-@pooled(world_size=2)
-def test_dtypes_of_shards(tmp_path):
-    mixed = gpt2().bfloat16()
-    mixed.transformer.ln_f.float()
-    folder = saved(tmp_path / "mixed", mixed, 2)
-    expected = {name: tensor.dtype for name, tensor in mixed.state_dict().items()}
-    for auto in ("auto", None):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), dtype=auto)
-        assert {name: tensor.dtype for name, tensor in lazy.state_dict().items()} == expected
-        assert not [one for one in caught if "converted" in str(one.message)]
-    for dtype in ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16}):
-        with pytest.warns(UserWarning, match=r"2 tensors were converted on loading, transformer\.ln_f\.weight from fl"):
-            lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), **dtype)
-        assert {tensor.dtype for tensor in lazy.parameters()} == {torch.bfloat16}
-    config = T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, vocab_size=31)
-    plain = shared(tmp_path / "t5", T5ForConditionalGeneration(config))
-    keeps = autopar.from_pretrained(T5ForConditionalGeneration, plain, tp(2), dtype=torch.float16)
-    keeps.save_parallelized(str(tmp_path / "t5s"))
-    assert {tensor.dtype for tensor in keeps.parameters()} == {torch.float16, torch.float32}
-    for wanted in ("auto", torch.float16):
-        same(autopar.from_pretrained(T5ForConditionalGeneration, str(tmp_path / "t5s"), tp(2), dtype=wanted), keeps)
-    full = saved(tmp_path / "t5f", T5ForConditionalGeneration.from_pretrained(plain), 2)
-    with pytest.warns(UserWarning, match="converted on loading"):
-        same(autopar.from_pretrained(T5ForConditionalGeneration, full, tp(2), dtype=torch.float16), keeps)
-
-
-@pooled(world_size=2)
-def test_an_edited_config_of_shards(tmp_path):
-    folder = saved(tmp_path / "m", gpt2(), 2)
-    if dist.get_rank() == 0:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "activation_function": "relu"}))
-    dist.barrier()
-    with raises_everywhere(CheckpointError, "config.json is not the file that was saved", "verify=False"):
-        autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2))
-    lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), verify=False)
-    assert lazy.config.activation_function == "relu"
-
-
-@pytest.mark.parametrize("kind", ["files", "shards"])
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("config.json", "{", "config.json"),
-        ("config.json", "[]", "config.json holds a list, not an object"),
-        ("config.json", {"n_embd": "x"}, "n_embd"),
-        ("config.json", {"n_head": 5}, "divisible by num_heads"),
-        ("config.json", {"dtype": "bogus"}, "bogus"),
-        ("config.json", {"model_type": "nope"}, "nope"),
-        ("model.safetensors.index.json", "{", "model.safetensors.index.json cannot be read: Expecting property name"),
-        ("model.safetensors.index.json", "{}", "has no weight_map"),
-        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": []}', "has no weight_map"),
-        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": 3}}', "has no weight_map"),
-    ],
-)
-def test_damaged_small_files(tmp_path, kind, name, text, message):
-    if kind == "files":
-        gpt2().save_pretrained(tmp_path / "m", max_shard_size="20KB")
-    elif name == "config.json":
-        autopar.initialize(gpt2()).save_parallelized(tmp_path / "m")
-    else:
-        return
-    path = tmp_path / "m" / name
-    path.write_text(json.dumps({**json.loads(path.read_text()), **text}) if isinstance(text, dict) else text)
-    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "m"))) as info:
-        autopar.from_pretrained(AutoModelForCausalLM, tmp_path / "m", verify=False)
-    assert message in str(info.value)
-
-
-@pooled(world_size=2)
-def test_small_files_that_are_damaged_for_one_rank(tmp_path):
-    path = shared(tmp_path / "m", gpt2())
-    mine = shared(tmp_path / f"rank{dist.get_rank()}")
-    shutil.copytree(path, mine)
-    if dist.get_rank() == 1:
-        (Path(mine) / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"rank1/config\.json holds a list"):
-        autopar.from_pretrained(AutoModelForCausalLM, mine, tp(2))
-
-
 @pytest.mark.parametrize("kind", ["files", "shards"])
 def test_arguments_of_transformers(tmp_path, kind):
     if kind == "files":
@@ -508,20 +212,6 @@ def test_arguments_of_transformers(tmp_path, kind):
         autopar.from_pretrained("gpt2", tmp_path)
     with pytest.raises(ConfigError, match="path=None"):
         autopar.from_pretrained(AutoModelForCausalLM, None)  # type: ignore[arg-type]
-
-
-@pooled(world_size=2)
-def test_shards_of_several_stages(tmp_path):
-    for model in (gpt2(), llama()):
-        plain = shared(tmp_path / type(model).__name__, model)
-        for size, stages in ((1, 2), (2, 2), (3, 1)):
-            folder = f"{plain}-{size}-{stages}"
-            if dist.get_rank() == 0:
-                split_checkpoint(plain, folder, tp=size, pp=stages)
-            dist.barrier()
-            for now in (1, 2):
-                expected = autopar.initialize(type(model).from_pretrained(plain), tp(now))
-                same(autopar.from_pretrained(AutoModelForCausalLM, folder, tp(now)), expected)
 
 
 @pytest.mark.parametrize("kind", ["files", "shards"])

@@ -86,7 +86,7 @@ def test_the_loop_in_fp16() -> None:
             optimizer.step()
             assert not optimizer.step_was_skipped
             optimizer.zero_grad()
-        assert optimizers[0].loss_scale == optimizers[1].loss_scale, (optimizers[0].loss_scale, optimizers[1].loss_scale)
+        assert optimizers[0].loss_scale == optimizers[1].loss_scale
         for (name, one), other in zip(looped.named_parameters(), piped.parameters(), strict=True):
             assert torch.equal(one, other), name
     run(forward_step_func=_forward_step, data_iterator=iter(batches))
