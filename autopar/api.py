@@ -141,7 +141,7 @@ def initialize(
         if parsed.cpu_checkpointing:
             keep_on_cpu(inner)
     region.watch(model)
-    attach(inner, plan, mpu, region, parsed.consistency_check)
+    attach(inner, plan, mpu, region, roll, parsed.consistency_check)
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu

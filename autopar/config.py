@@ -111,12 +111,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         problems: list[str] = []
-        if isinstance(self.pipeline, PipelineConfig):
-            given = _check_section("pipeline", self.pipeline.given(), _SECTIONS["pipeline"], problems)
-            object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
         for field in dataclasses.fields(self):
             problem = _problem(field.name, getattr(self, field.name), type(field.default))
             problems += [problem] if problem else []
+        if not problems:
+            given = _check_section("pipeline", self.pipeline.given(), _SECTIONS["pipeline"], problems)
+            object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
         _raise(problems or _contradictions(vars(self)))
 
     @classmethod

@@ -73,7 +73,7 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
 def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0) -> None:
     """Scale gradients, then sum them over a group. Every rank gives the same parameters in the same order.
 
-    A parameter that has a gradient on no rank gets none.
+    A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all.
 
     Args:
         runs: what may travel together in one buffer.
@@ -84,16 +84,15 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
     if not parameters:
         return
     device = parameters[0].device
-    present = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=device)
+    present = torch.tensor([_kind_of_gradient(parameter) for parameter in parameters], device=device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
-    used = {id(parameter) for parameter, flag in zip(parameters, present.tolist(), strict=True) if flag}
+    kinds = {id(parameter): kind for parameter, kind in zip(parameters, present.tolist(), strict=True)}
     for run in runs:
         gradients: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in run:
-            if id(parameter) in used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-                gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+            if kinds[id(parameter)]:
+                gradient = _gradient_in(parameter, torch.float32 if kinds[id(parameter)] == 2 else parameter.dtype)
+                gradients.setdefault(gradient.dtype, []).append(gradient)
         for bucket in (bucket for same in gradients.values() for bucket in buckets(same)):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             if scale != 1.0:
@@ -101,6 +100,23 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
             dist.all_reduce(flat, group=group)
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view(gradient.shape))
+
+
+def _kind_of_gradient(parameter: nn.Parameter) -> int:
+    """0: none; 1: in the parameter's dtype; 2: in fp32 instead."""
+    return 0 if parameter.grad is None else 1 + (parameter.grad.dtype != parameter.dtype)
+
+
+def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """The parameter's gradient in this dtype; zeros if it has none."""
+    gradient = parameter.grad
+    if gradient is None or gradient.dtype != dtype:
+        gradient = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
+        parameter.grad = None
+        if parameter.grad_dtype not in (None, dtype):
+            parameter.grad_dtype = None
+        parameter.grad = gradient
+    return gradient
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[list[torch.Tensor]]:

@@ -49,8 +49,11 @@ class PipelineConfig:
 
     def given(self) -> dict[str, Any]:
         """The keys of the section that are not the defaults."""
-        fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        found = {name: value for name, (value, default) in fields.items() if value != default}
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if value != default or type(value) is not type(default):
+                found[field.name] = value
         if isinstance(self.layers_per_stage, tuple) and self.layers_per_stage:
             found["layers_per_stage"] = list(self.layers_per_stage)
         return found

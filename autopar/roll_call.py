@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from autopar.errors import PipelineError
 from autopar.mesh import MPU
 
-__all__ = ["PATIENCE", "Process", "RollCall"]
+__all__ = ["PATIENCE", "Process", "RollCall", "Word"]
 
 PATIENCE = 3.0  # seconds that a rank is given to say why it failed
 _CERTAIN = 1.0  # seconds for the others, once some process is known to be gone
 _LONGEST = 4000  # characters of what a rank says
-_LOST = ("gloo", "nccl", "timed out", "connection", "broken pipe")  # in torch's words for a lost peer
+# In torch's words for a lost peer.
+_LOST = re.compile(
+    r"gloo/|NCCL error|ncclUnhandled|ncclRemote|pair closure|Timed out waiting|Broken pipe|"
+    r"Connection (closed|reset) by peer|Connection refused"
+)
 
 
 class Process(NamedTuple):
@@ -64,6 +69,20 @@ class Process(NamedTuple):
             return True
         state, started = _status(self.pid) or ("X", "")
         return state not in "ZX" and started == self.started
+
+
+class Word(NamedTuple):
+    """What a rank said.
+
+    Attributes:
+        text: empty if it said nothing.
+        asking: whether it is still asking others, so that more may come.
+        age: seconds since then.
+    """
+
+    text: str
+    asking: bool
+    age: int
 
 
 def _place() -> str:
@@ -100,6 +119,7 @@ class RollCall:
         self._store = PrefixStore(f"autopar roll call {everyone[0][1]}", _get_default_store())
         self._spoke = False
         self._patient = False
+        self._deaf = False  # the store no longer answers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RollCall:
         return self
@@ -109,24 +129,43 @@ class RollCall:
     def say(self, text: str, *, asking: bool = False) -> None:
         """Lay down why this rank fails; ``asking``: as far as it knows, it still finds out what others say."""
         self._spoke = True
-        with contextlib.suppress(RuntimeError):  # who kept the store may be gone
-            self._store.set(str(self.mpu.rank), ("?" if asking else "!") + text[:_LONGEST])
+        word = f"{'?' if asking else '!'}{time.time():.0f} {text[:_LONGEST]}"
+        self._ask(lambda: self._store.set(str(self.mpu.rank), word))
+
+    def explain(self, error: BaseException) -> None:
+        """Say this error, if nothing was said since :meth:`withdraw`."""
+        if not self._spoke and self.mpu.world_size > 1:
+            self.say(str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}")
 
     def withdraw(self) -> None:
         """Things go on: what this rank said holds no longer."""
         if self._spoke:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(str(self.mpu.rank), "")
+            self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
             self._spoke = False
 
-    def heard(self, rank: int) -> tuple[str, bool]:
-        """What that rank said last (empty if nothing), and whether it is still asking others."""
+    def heard(self, rank: int) -> Word:
+        """What that rank said last."""
         key = str(rank)
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([key]):
-                said: str = self._store.get(key).decode(errors="replace")
-                return said[1:], said[:1] == "?"
-        return "", False
+        said = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
+        if not said:
+            return Word("", False, 0)
+        when, _, text = said[1:].partition(" ")
+        return Word(text, said[0] == "?", max(0, round(time.time() - float(when))))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """What the store says; None if who keeps it is gone, or does not answer: then it is not asked again."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        if not self._deaf:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(_CERTAIN)
+            self._deaf = thread.is_alive()
+        return answers[0] if answers else None
 
     def about(self, ranks: Iterable[int]) -> str:
         """What is known of these ranks, for which this one waited in vain, and of all whose process is gone.
@@ -139,19 +178,20 @@ class RollCall:
         while True:
             gone = [rank for rank, process in enumerate(self._processes) if process.is_there() is False]
             said = {rank: self.heard(rank) for rank in sorted({*asked, *gone})}
-            silent = [rank for rank in asked if rank not in gone and not said[rank][0]]
-            asking = [rank for rank in asked if rank not in gone and said[rank][1]]
+            silent = [rank for rank in asked if rank not in gone and not said[rank].text]
+            asking = [rank for rank in asked if rank not in gone and said[rank].asking]
             waited = time.monotonic() - start
             limit = _CERTAIN if gone else PATIENCE
             if (not silent or waited > limit) and (not asking or waited > limit + _CERTAIN):
                 break
             time.sleep(0.05)
         lines = []
-        for rank, (text, unfinished) in said.items():
+        for rank, (text, unfinished, age) in said.items():
             if rank in gone:
                 lines.append(f"rank {rank} has ended: its process {self._processes[rank].pid} is gone.")
             if text and not (unfinished and (gone or silent)):  # they know no more than this one
-                lines.append(f"rank {rank} said: " + text.replace("\n", "\n    "))
+                ago = f" {age} s ago" if age > 1 else ""
+                lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
         if silent and not gone:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")
@@ -172,7 +212,7 @@ class RollCall:
         except PipelineError:
             raise
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and not any(sign in str(error).lower() for sign in _LOST):
+            if len(ranks) < 2 or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
                 raise
             text = f"{what} failed: one of the ranks {list(ranks)} ended, failed or hangs."
             raise self.lost(text, ranks, error) from error
@@ -181,30 +221,40 @@ class RollCall:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Collectives of the mesh inside wait no longer than ``timeout`` seconds; outside as torch was told."""
+        """Collectives inside wait no longer than ``timeout`` seconds, outside as torch was told; errors are said.
+
+        ``StopIteration`` is none. Of one thread at a time: the timeouts are those of the process groups.
+        """
         if self._patient or self.mpu.world_size == 1:
             yield
             return
-        before = [(group, _timeout_of(group)) for group in self._groups()]
+        before = [(backend, backend.options._timeout) for backend in self._backends()]
+        self.withdraw()
         self._patient = True
         try:
-            for group, _ in before:
-                _set_pg_timeout(timedelta(seconds=self.timeout), group)
+            for backend, _ in before:
+                backend._set_default_timeout(timedelta(seconds=self.timeout))
             yield
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.explain(error)
+            raise
         finally:
             self._patient = False
-            for group, timeout in before:
-                _set_pg_timeout(timeout, group)
+            for backend, timeout in before:
+                backend._set_default_timeout(timeout)
 
-    def _groups(self) -> list[Any]:
-        """The mesh's groups, those made for stages that share weights, and the world's."""
-        return list({id(group): group for group in (dist.group.WORLD, *self.mpu._owned)}.values())
-
-
-def _timeout_of(group: Any) -> timedelta:
-    device = group._device_types[0] if torch.device("cpu") not in group._device_types else torch.device("cpu")
-    found: timedelta = group._get_backend(device).options._timeout
-    return found
+    def _backends(self) -> list[Any]:
+        """Of the mesh's groups, of those made for stages that share weights, and of the world's."""
+        found: dict[int, Any] = {}
+        for group in (dist.distributed_c10d._get_default_group(), *self.mpu._owned):
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+                if hasattr(backend, "_set_default_timeout") and hasattr(backend, "options"):
+                    found[id(backend)] = backend
+        return list(found.values())
 
 
 def _first_line(error: Exception) -> str:

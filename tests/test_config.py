@@ -115,12 +115,16 @@ def test_a_ready_config_is_held_to_the_same():
     for wrong, message in (
         ({"schedule": "1f2b"}, "pipeline.schedule='1f2b' is unknown. Did you mean '1f1b'?"),
         ({"num_microbatches": 1}, "pipeline.num_microbatches=1 is less than pipeline_parallel_size=2"),
+        ({"timeout": 600.0}, "pipeline.timeout must be an integer, not 600.0"),
+        ({"chunks": True}, "pipeline.chunks must be an integer, not True"),
         ({"timeout": "soon"}, "pipeline.timeout must be an integer, not 'soon'"),
         ({"chunks": 3, "schedule": "zbv"}, "pipeline.chunks=3 does not fit schedule zbv"),
     ):
         with pytest.raises(ConfigError) as info:
             ParallelConfig(pipeline_parallel_size=2, pipeline=PipelineConfig(**wrong))
         assert message in str(info.value)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size must be an integer, not '2'"):
+        ParallelConfig(pipeline_parallel_size="2")
 
 
 def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():

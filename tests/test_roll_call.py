@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from autopar.errors import PipelineError
 from autopar.mesh import MPU
-from autopar.roll_call import PATIENCE, Process, RollCall, _timeout_of
+from autopar.roll_call import PATIENCE, Process, RollCall
 from tests.worlds import distributed, spawn
 
 
@@ -57,17 +58,20 @@ def test_what_a_rank_says_is_heard_until_it_is_withdrawn() -> None:
     mpu = MPU(2)
     calls = [RollCall(mpu, 5), RollCall(mpu, 5)]
     mine, other = dist.get_rank(), 1 - dist.get_rank()
-    assert calls[0].heard(other) == ("", False)
+    assert calls[0].heard(other)[:2] == ("", False)
     dist.barrier()
     calls[0].say(f"rank {mine} has no disk\nand no hope")
     dist.barrier()
-    assert calls[0].heard(other) == (f"rank {other} has no disk\nand no hope", False)
-    assert calls[1].heard(other) == ("", False)  # of another model
-    assert calls[0].about([0, 1]) == f"  rank {other} said: rank {other} has no disk\n    and no hope"
+    assert calls[0].heard(other)[:2] == (f"rank {other} has no disk\nand no hope", False)
+    assert calls[1].heard(other)[:2] == ("", False)  # of another model
+    time.sleep(2.1)
+    said = re.sub(r"said \d s ago", "said", calls[0].about([0, 1]))
+    assert said != calls[0].about([0, 1])
+    assert said == f"  rank {other} said: rank {other} has no disk\n    and no hope"
     dist.barrier()
     calls[0].withdraw()
     dist.barrier()
-    assert calls[0].heard(other) == ("", False)
+    assert calls[0].heard(other)[:2] == ("", False)
     start = time.monotonic()
     expected = f"  rank {other} said nothing: hanging, late, or ended on another machine."
     assert calls[0].about([other]) == expected
@@ -80,19 +84,19 @@ def test_what_is_said_may_be_long_and_strange() -> None:
     roll = RollCall(MPU(2), 5)
     roll.say("ü" * 100_000 + "\0")
     dist.barrier()
-    assert roll.heard(1 - dist.get_rank()) == ("ü" * 4000, False)
+    assert roll.heard(1 - dist.get_rank())[:2] == ("ü" * 4000, False)
 
 
 @distributed(world_size=2)
 def test_patience_holds_inside_only() -> None:
     mpu = MPU(2, 1)
     roll = RollCall(mpu, 2)
-    before = [_timeout_of(group) for group in roll._groups()]
+    before = [each.options._timeout for each in roll._backends()]
     with pytest.raises(PipelineError) as info, roll.patience():
-        assert {_timeout_of(group) for group in roll._groups()} == {timedelta(seconds=2)}
+        assert {each.options._timeout for each in roll._backends()} == {timedelta(seconds=2)}
         with roll.patience():  # generate calls the model
             pass
-        assert {_timeout_of(group) for group in roll._groups()} == {timedelta(seconds=2)}
+        assert {each.options._timeout for each in roll._backends()} == {timedelta(seconds=2)}
         with roll.naming("summing", mpu.tp.ranks):
             if dist.get_rank():
                 time.sleep(3)
@@ -100,14 +104,14 @@ def test_patience_holds_inside_only() -> None:
                 time.sleep(2)
                 raise PipelineError("this is rank 1")
             dist.all_reduce(torch.ones(1), group=mpu.tp.group)
-    assert [_timeout_of(group) for group in roll._groups()] == before
+    assert [each.options._timeout for each in roll._backends()] == before
     if dist.get_rank() == 0:
         first, said, torch_says = str(info.value).splitlines()
         assert first == "summing failed: one of the ranks [0, 1] ended, failed or hangs."
-        assert said == "  rank 1 said: ValueError: something broke"
+        assert re.fullmatch(r"  rank 1 said( \d s ago)?: ValueError: something broke", said)
         assert torch_says.startswith("  torch says: ")
         assert "2000ms" in torch_says
-        assert roll.heard(0) == (str(info.value), False)
+        assert roll.heard(0)[:2] == (str(info.value), False)
 
 
 @distributed(world_size=3)
@@ -130,13 +134,49 @@ def test_who_is_asking_itself_is_given_time_to_finish() -> None:
     dist.barrier()
 
 
+@distributed(world_size=2)
+def test_errors_of_the_users_own_pass_and_are_said() -> None:
+    mpu = MPU(2)
+    roll = RollCall(mpu, 2)
+    other = 1 - dist.get_rank()
+    for error in (
+        RuntimeError("the residual connection has shape 3"),
+        RuntimeError("nccl is not my name"),
+        KeyError("x"),
+    ):
+        with pytest.raises(type(error), match=re.escape(str(error))), roll.patience(), roll.naming("it", mpu.tp.ranks):
+            raise error
+        dist.barrier()
+        assert roll.heard(other)[:2] == (f"{type(error).__name__}: {error}", False)
+        dist.barrier()
+    with pytest.raises(StopIteration), roll.patience():  # withdraws the last word, and is no error
+        raise StopIteration
+    dist.barrier()
+    assert roll.heard(other)[:2] == ("", False)
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="gloo/transport"), roll.naming("it", [dist.get_rank()]):  # no collective
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with pytest.raises(PipelineError, match=r"it failed: one of the ranks \[0, 1\]"), roll.naming("it", mpu.tp.ranks):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Application timeout caused pair closure")
+    dist.barrier()
+
+
 @distributed(world_size=1)
-def test_errors_of_the_users_own_pass() -> None:
+def test_a_store_that_does_not_answer_is_asked_once() -> None:
     roll = RollCall(MPU(), 2)
-    with pytest.raises(RuntimeError, match=r"^of the user's$"), roll.naming("summing", [0]):
-        raise RuntimeError("of the user's")
-    with pytest.raises(KeyError), roll.patience(), roll.naming("summing", [0]):
-        raise KeyError("x")
+
+    class Frozen:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(60)
+            return False
+
+    roll._store = Frozen()
+    start = time.monotonic()
+    for _ in range(5):
+        assert roll.heard(0)[:2] == ("", False)
+    roll.say("nobody hears it")
+    roll.withdraw()
+    assert time.monotonic() - start < 2
 
 
 def _one_of_four_ends() -> None:

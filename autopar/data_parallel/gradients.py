@@ -20,13 +20,15 @@ def average_gradients(model: nn.Module) -> None:
     """Average the gradients of a parallelized model over data parallel, in place; every rank calls it.
 
     For training loops without ``DistributedDataParallel``, after the backward pass of the last micro-batch and before
-    ``optimizer.step()``. A gradient that some replicas lack counts as zero there.
+    ``optimizer.step()``; also after ``execute_pipeline`` inside ``no_sync``. A gradient that some replicas lack counts
+    as zero there.
 
     Raises:
         ConfigError: the model is not parallelized.
     """
     root, state = _parallelized(model)
     average_over_replicas(root, state.plan, state.stages, state.mpu)
+    vars(root)["_autopar_pipeline"].unaveraged = False
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "Masters", "narrow_gradients", "to_half", "widen_gradients"]
+__all__ = ["DTYPES", "Masters", "fp32_gradients", "to_half"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,26 +79,23 @@ def to_half(
             buffer.data = buffer.data.to(dtype)
 
 
-def widen_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Let gradients of half-precision parameters add up in fp32 from now on, also those that are there."""
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.dtype in DTYPES.values():
-            _hold_gradient_in(parameter, torch.float32)
+@contextmanager
+def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Gradients of half-precision parameters add up in fp32 inside, also on those that are there; they stay fp32.
 
-
-def narrow_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Inverse of :func:`widen_gradients`: gradients in the dtype of their parameters, as torch has them."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            _hold_gradient_in(parameter, parameter.dtype)
-
-
-def _hold_gradient_in(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    if parameter.grad_dtype != dtype:
+    Afterwards a gradient may have any dtype: without one, torch makes the next one in the parameter's.
+    """
+    half = [p for p in parameters if p.requires_grad and p.dtype in DTYPES.values()]
+    for parameter in half:
         gradient, parameter.grad = parameter.grad, None
-        parameter.grad_dtype = dtype
+        parameter.grad_dtype = torch.float32
         if gradient is not None:
-            parameter.grad = gradient.to(dtype)
+            parameter.grad = gradient.float()
+    try:
+        yield
+    finally:
+        for parameter in half:
+            parameter.grad_dtype = None
 
 
 def _stays_whole(inner: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:

@@ -10,7 +10,7 @@ unscaled and clipped in place by then).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.data_parallel.averaging import first_difference
 from autopar.data_parallel.loss_scale import LossScale
-from autopar.data_parallel.masters import DTYPES, Masters, narrow_gradients, to_half, widen_gradients
+from autopar.data_parallel.masters import DTYPES, Masters, fp32_gradients, to_half
 from autopar.data_parallel.norm import gradient_norm, local_part
 from autopar.data_parallel.owners import assign, broadcast_from_owners
 from autopar.data_parallel.stand_in import StandIn
@@ -135,28 +135,35 @@ class ParallelStep:
 
     @torch.no_grad()
     def give_back_weights(self) -> None:
-        """Put the fp32 weights into the model, on every replica; with ZeRO-1 a collective of the dp axis."""
+        """Put the fp32 weights into the model, on every replica; with ZeRO-1 a collective of the dp axis.
+
+        What was half and has none (frozen weights, buffers) becomes fp32 as it is.
+        """
         if self.masters is None:
             return
-        half = [p for p in self._owners if p.dtype in DTYPES.values() and p.requires_grad]
-        for parameter in half:
-            weight, gradient = self.master(parameter) if self.owns(parameter) else None, parameter.grad
-            parameter.grad = None
-            parameter.data = parameter.data.float() if weight is None else weight
-            parameter.grad_dtype = torch.float32
-            if gradient is not None:
-                parameter.grad = gradient.float()
+        stepped = [p for p in self._owners if p.dtype in DTYPES.values() and p.requires_grad]
+        weights = {id(p): self.master(p) for p in stepped if self.owns(p)}
+        for parameter in self.model.parameters():
+            if parameter.dtype in DTYPES.values():
+                weight, gradient = weights.get(id(parameter)), parameter.grad
+                parameter.grad = None
+                parameter.data = parameter.data.float() if weight is None else weight
+                if gradient is not None:
+                    parameter.grad = gradient.float()
+        for buffer in self.model.buffers():
+            if buffer.dtype in DTYPES.values():
+                buffer.data = buffer.data.float()
         if self._shares:
-            broadcast_from_owners([p.data for p in half], [self._owners[p] for p in half], self.mpu.dp)
+            broadcast_from_owners([p.data for p in stepped], [self._owners[p] for p in stepped], self.mpu.dp)
 
-    def widen_gradients(self) -> None:
-        """Before ``execute_pipeline``: the gradients of its micro-batches, and of replicas, add up in fp32."""
-        if self.masters is not None:
-            widen_gradients(self.model.parameters())
+    @contextmanager
+    def fp32_gradients(self) -> Iterator[None]:
+        """Gradients of half-precision parameters add up in fp32 inside, over micro-batches and replicas."""
+        with fp32_gradients(self.model.parameters() if self.masters is not None else ()):
+            yield
 
     def remove(self) -> None:
         """Leave the optimizer as torch made it; its state stays what this rank has."""
-        narrow_gradients(self.model.parameters())
         for handle in self._handles:
             handle.remove()
         for name in ("_autopar", "scale_loss", *_PUBLIC):
@@ -177,7 +184,7 @@ class ParallelStep:
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
         self._adopt()
-        with self._together():
+        with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()
         self._used_scale = 0.0
@@ -199,16 +206,16 @@ class ParallelStep:
             self.skipped_steps += 1
         elif self._shares:
             shared = [p for p in self._owners if p.requires_grad]
-            with self._together():
+            with self._together(self.mpu.dp.ranks):
                 broadcast_from_owners([p.data for p in shared], [self._owners[p] for p in shared], self.mpu.dp)
         if self.scale is not None:
             self._update_scale(self.scale)
         self._publish()
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Collectives inside wait no longer than ``pipeline.timeout``, and name who failed."""
-        with self._roll.patience(), self._roll.naming("optimizer.step()", range(self.mpu.world_size)):
+    def _together(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Collectives of ``ranks`` inside wait no longer than ``pipeline.timeout``, and name who failed."""
+        with self._roll.patience(), self._roll.naming("optimizer.step()", ranks):
             yield
 
     def _adopt(self) -> None:

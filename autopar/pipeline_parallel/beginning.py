@@ -70,6 +70,7 @@ def _read(read: Callable[[], Batch], engine: Engine, mpu: MPU, unchecked: set[bo
         return read()
     except StopIteration:
         engine.data_ended()
+        engine.post.roll.say("the data iterator has ended on this rank, which takes no part in another step.")
         raise
 
 
@@ -77,7 +78,7 @@ def _read(read: Callable[[], Batch], engine: Engine, mpu: MPU, unchecked: set[bo
 def beginning(engine: Engine) -> Iterator[None]:
     """The other stages are told of an error inside, if it comes before this rank's pass.
 
-    Collectives inside wait no longer than ``pipeline.timeout``.
+    Collectives inside wait no longer than ``pipeline.timeout``, and every error is said to all ranks.
     """
     before = engine.post.passes
     try:

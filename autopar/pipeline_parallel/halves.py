@@ -3,16 +3,20 @@
 The nodes of the graph from which something received can be reached are *on the way*. The first half runs along them
 and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
 What hangs together by nodes beside the way (a weight that is used in several places, a table that all blocks add) is
-one part of it, so that every gradient is counted once.
+one part of it, so that every gradient is counted once. A node with an edge to each side runs in both halves: a function
+written in Python may use up what it saved, so with one of those the first half is the whole backward. Hooks of tensors
+on the way may run twice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 __all__ = ["Rest", "backward_input", "backward_weights"]
@@ -33,6 +37,8 @@ def backward_input(
 ) -> Rest:
     """The gradients of ``leaves``, added to their ``grad``; None stays where no root depends on one.
 
+    Where the halves cannot be told apart also those of the weights, and nothing is left.
+
     Args:
         roots: what is differentiated.
         gradients: of the roots, each of its shape; None: the roots are scalars.
@@ -48,6 +54,9 @@ def backward_input(
         if node in entries or not on_way.isdisjoint(below):
             on_way.add(node)
     starts = [node for node in on_way if any(child not in on_way for child in graph[node])]
+    if any(isinstance(node, BackwardCFunction) for node in starts):
+        torch.autograd.backward(roots, gradients)
+        return Rest([], {})
     arrived: dict[Node, _Gradients] = {}
 
     def note(node: Node) -> Callable[..., None]:
@@ -124,7 +133,7 @@ def _nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
 def _parts(
     graph: dict[Node, list[Node]], on_way: set[Node], sources: list[tuple[GradientEdge, torch.Tensor]]
 ) -> list[tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]]:
-    """Sources that lead to the same weights together."""
+    """Sources that lead to the same weights together; all parts of several sources in one, which walks the way once."""
     heads: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:
@@ -146,4 +155,7 @@ def _parts(
             part = parts.setdefault(at, ([], [], weights[at]))
             part[0].append(edge)
             part[1].append(gradient)
-    return list(parts.values())
+    several = [part for part in parts.values() if len({edge.node for edge in part[0]}) > 1]
+    single = [part for part in parts.values() if len({edge.node for edge in part[0]}) == 1]
+    joined = tuple(list(itertools.chain.from_iterable(each)) for each in zip(*several, strict=True))
+    return [*single, joined] if several else single  # type: ignore[list-item]

@@ -153,6 +153,8 @@ def restore(model: nn.Module, plan: StagePlan, dropped: Dropped, mpu: MPU) -> No
         _broadcast(parameter.data, source, mpu)
         if of_gradient is not None:
             if parameter.grad is None:
+                if of_gradient != dtype:
+                    parameter.grad_dtype = None
                 parameter.grad = torch.zeros_like(parameter, dtype=of_gradient)
             _broadcast(parameter.grad, source, mpu)
     for name in plan.tensors:  # also those that ran on nothing here

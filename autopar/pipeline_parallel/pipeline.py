@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -155,20 +155,19 @@ class Pipeline:
             self.engine.run(actions, step)
             return
         state = vars(model)["_autopar"]
-        plan = state.plan
-        if state.step is not None and state.step.model is model:
-            state.step.widen_gradients()
-        self.shared.set_aside()
-        try:
-            self.engine.run(actions, step)
-            with self.roll.naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
-                self.shared.sum(held_alike(model, plan, self.mpu))
-        except BaseException:
-            self.shared.put_back()
-            raise
-        if self.averages:
-            with self.roll.naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
-                average_over_replicas(model, plan, self.plan, self.mpu)
+        ours = state.step is not None and state.step.model is model
+        with state.step.fp32_gradients() if ours else contextlib.nullcontext():
+            self.shared.set_aside()
+            try:
+                self.engine.run(actions, step)
+                with self.roll.naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
+                    self.shared.sum(held_alike(model, state.plan, self.mpu))
+            except BaseException:
+                self.shared.put_back()
+                raise
+            if self.averages:
+                with self.roll.naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
+                    average_over_replicas(model, state.plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
     @property
@@ -189,7 +188,7 @@ class Pipeline:
         return loss
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
     """``execute_pipeline`` inside does not average gradients over data parallel; the next one outside averages all.
 
@@ -358,15 +357,14 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
     pipeline: Pipeline = self._autopar_pipeline
     axis, device = pipeline.mpu.model, pipeline.mpu.device
-    with pipeline.roll.patience():
-        with pipeline.roll.naming("sharing the random state before generate", axis.ranks):
-            state = torch.get_rng_state().to(device)
+    with pipeline.roll.patience(), pipeline.roll.naming("a collective in generate", axis.ranks):
+        state = torch.get_rng_state().to(device)
+        dist.broadcast(state, src=axis.ranks[0], group=axis.group)
+        torch.set_rng_state(state.cpu())
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state().to(device)
             dist.broadcast(state, src=axis.ranks[0], group=axis.group)
-            torch.set_rng_state(state.cpu())
-            if device.type == "cuda":
-                state = torch.cuda.get_rng_state().to(device)
-                dist.broadcast(state, src=axis.ranks[0], group=axis.group)
-                torch.cuda.set_rng_state(state.cpu())
+            torch.cuda.set_rng_state(state.cpu())
         return type(self).generate(self, *args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
+from autopar.roll_call import RollCall
 from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
 from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
 from autopar.tensor_parallel.consistency import check_inputs, shard_digest, share_random_state
@@ -24,13 +25,14 @@ from autopar.tensor_parallel.regions import Region
 
 __all__ = ["attach", "detach"]
 
-_NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_mpu")
+_NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_roll")
 
 
-def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, check: bool) -> None:
+def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: bool) -> None:
     """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
 
     Args:
+        roll: who says what went wrong in ``generate``.
         check: compare the inputs of the first forward over tp.
     """
     layouts = head_layouts(plan) if plan.tp > 1 else []
@@ -47,7 +49,7 @@ def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, check: 
                 methods["generate"] = _generate
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
-        module._autopar_mpu = mpu  # type: ignore[assignment]
+        module._autopar_roll = roll  # type: ignore[assignment]
     if plan.tp > 1:
         attach_loss(model, region, mpu.tp)
 
@@ -119,8 +121,10 @@ class AfterForward:
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
-    share_random_state(self._autopar_mpu)
-    return type(self).generate(self, *args, **kwargs)
+    roll: RollCall = self._autopar_roll
+    with roll.patience(), roll.naming("a collective in generate", roll.mpu.tp.ranks):
+        share_random_state(roll.mpu)
+        return type(self).generate(self, *args, **kwargs)
 
 
 def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:

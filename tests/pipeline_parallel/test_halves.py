@@ -142,3 +142,48 @@ def test_nothing_is_kept_afterwards() -> None:
     assert alive
     backward_weights(rest)
     assert not alive
+
+
+class _UsesUp(torch.autograd.Function):
+    """As fused losses do: scales what it saved, in place, when it is asked for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = [x.new_ones(x.shape[0], weight.shape[1]) @ weight.detach().T, x.detach().T @ x.new_ones(3, 5)]
+        return (x @ weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        for saved in ctx.gradients:
+            saved.data.mul_(gradient)
+        return tuple(ctx.gradients)
+
+
+def test_a_function_that_uses_up_what_it_saved() -> None:
+    torch.manual_seed(0)
+    first, head = (torch.nn.Parameter(torch.randn(_SIZE, _SIZE)) for _ in range(2))
+    found = []
+    for split in (False, True):
+        leaf = torch.linspace(-1, 1, 15).view(3, _SIZE).requires_grad_()
+        loss = 0.3 * _UsesUp.apply((leaf * 1 @ first).tanh(), head)
+        if split:
+            rest = backward_input([loss], None, [leaf])
+            assert leaf.grad is not None
+            backward_weights(rest)
+        else:
+            loss.backward()
+        found.append([leaf.grad, first.grad, head.grad])
+        first.grad = head.grad = None
+    for whole, halves in zip(*found, strict=True):
+        torch.testing.assert_close(halves, whole)
+
+
+def test_weights_that_are_used_several_times_are_one_part() -> None:
+    """So the second half walks the way once, however many of them there are."""
+    weights = [torch.nn.Parameter(torch.randn(_SIZE, _SIZE)) for _ in range(6)]
+    leaf = torch.randn(3, _SIZE, requires_grad=True)
+    x = leaf * 1
+    for weight in (*weights, *weights[:5]):
+        x = (x @ weight).tanh()
+    rest = backward_input([x.sum()], None, [leaf])
+    assert sorted(len(edges) for edges, _, _ in rest.parts) == [1, 10]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import LogitsProcessor, LogitsProcessorList
 
-import autopar
+import autopar.pipeline_parallel.pipeline
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
 from autopar.roll_call import PATIENCE
@@ -155,3 +156,76 @@ def _megatron(model: torch.nn.Module, data: Any) -> None:
     get_forward_backward_func()(
         forward_step_func=forward_step, data_iterator=data, model=model, num_microbatches=1, forward_only=False
     )
+
+
+def _fail_while_averaging(model: torch.nn.Module) -> None:
+    if dist.get_rank() == 3:
+        autopar.pipeline_parallel.pipeline.average_over_replicas = _broken
+    model.execute_pipeline(_batch(model))
+
+
+def _fail_in_the_first_batch(model: torch.nn.Module) -> None:
+    def data() -> Any:
+        yield _broken() if dist.get_rank() == 3 else _batch(model)
+
+    model.execute_pipeline(data())
+
+
+def _fail_in_generate(model: torch.nn.Module) -> None:
+    class Processor(LogitsProcessor):
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return _broken() if dist.get_rank() == 3 and ids.shape[1] > 8 else scores
+
+    ids = _batch(model)["input_ids"]
+    with torch.no_grad():
+        model.eval().generate(ids, max_new_tokens=5, logits_processor=LogitsProcessorList([Processor()]))
+
+
+def _broken(*_: Any) -> Any:
+    raise ValueError("something broke")
+
+
+PLACES = {
+    "averaging": (_fail_while_averaging, 1, 2, (2,)),  # what fails, tp, pp, who waits for it
+    "first batch": (_fail_in_the_first_batch, 1, 2, (0, 1, 2)),
+    "generate over stages": (_fail_in_generate, 1, 2, (1,)),
+    "generate over shards": (_fail_in_generate, 4, 1, (0, 1, 2)),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("place", PLACES)
+@distributed(world_size=4)
+def test_a_rank_that_fails_outside_of_the_stages(place: str) -> None:
+    fail, tp, pp, waiting = PLACES[place]
+    model, _ = _parallel(tp, pp)
+    if dist.get_rank() == 3:
+        with pytest.raises(ValueError, match="something broke"):
+            fail(model)
+        time.sleep(PATIENCE + TIMEOUT)
+    elif dist.get_rank() in waiting:
+        with pytest.raises((PipelineError, ConsistencyError), match="something broke"):
+            fail(model)
+    else:
+        fail(model)
+
+
+def _hang_in_generate(tp: int, pp: int) -> None:
+    model, _ = _parallel(tp, pp)
+
+    def hang(*_: object) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(4 * TIMEOUT)
+            os._exit(0)
+
+    model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
+    started = time.monotonic()
+    with pytest.raises(PipelineError, match="rank 1 said nothing"), torch.no_grad():
+        model.eval().generate(_batch(model)["input_ids"], max_new_tokens=2)
+    assert time.monotonic() - started < 2 * (TIMEOUT + PATIENCE)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_rank_that_hangs_in_generate(tp: int, pp: int) -> None:
+    spawn(__name__, "_hang_in_generate", 2, 60.0, (tp, pp), expect_dead=(1,))

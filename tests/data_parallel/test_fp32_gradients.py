@@ -1,0 +1,180 @@
+"""Gradients of half-precision weights that add up in fp32, and fp32 weights that are given back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from tests.data_parallel.test_precision import IDS, start
+from tests.parity import close
+from tests.small import gpt2
+from tests.worlds import distributed
+
+
+def _gives_back(tp: int, pp: int) -> None:
+    for zero, clipping in ((0, 0.0), (1, 1.0)):
+        model = gpt2(n_layer=3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+        config = {"model_parallelism": sizes, "precision": {"dtype": "bf16"}, "zero": {"stage": zero}}
+        model, optimizer = autopar.initialize(model, config | {"gradient_clipping": clipping}, optimizer=optimizer)
+        plan, rank = model._autopar.plan, model.mpu.tp.rank
+        ids = IDS[:2]
+        model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
+        optimizer.step()
+        step = optimizer._autopar
+        expected = {n: step.master(p).clone() for n, p in model.named_parameters() if step.owns(p)}
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in expected.values())
+        plain = autopar.deparallelize(model)
+        for name, parameter in plain.named_parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+            layout = plan.tensors[plan.canonical(name)].layout
+            for whole, shards in ((parameter.data, expected), (parameter.grad, gradients)):
+                mine = whole if layout is None else layout.shard(whole, rank)
+                assert name not in shards or torch.equal(mine, shards[name]), name
+        sums = torch.stack([x.double().sum() for p in plain.parameters() for x in (p, p.grad)])
+        other = sums.clone()
+        dist.all_reduce(other)
+        assert torch.equal(other, dist.get_world_size() * sums)
+        plain(ids, labels=ids).loss.backward()
+
+
+@distributed(world_size=2)
+def test_deparallelize_gives_the_fp32_weights_back() -> None:
+    _gives_back(1, 1)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+@distributed(world_size=4)
+def test_deparallelize_gives_the_fp32_weights_of_stages_back(tp: int, pp: int) -> None:
+    _gives_back(tp, pp)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@distributed(world_size=1)
+def test_the_gradients_of_micro_batches_add_up_in_fp32(dtype: str) -> None:
+    """In bf16, with 8 bits, what many micro-batches add would be rounded away."""
+    config = {"precision": {"dtype": dtype, "initial_scale": 1.0}, "pipeline": {"num_microbatches": 40}}
+    plain = gpt2(tie_word_embeddings=False)  # the two parts of a tied weight's gradient are added before
+    model, optimizer = start(copy.deepcopy(plain), **config)
+    half = plain.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
+    expected = {name: torch.zeros(p.shape) for name, p in half.named_parameters()}
+    for ids in IDS.split(1):
+        loss = half(ids, labels=ids).loss
+        (loss.float() / 40).backward()
+        for name, parameter in half.named_parameters():
+            expected[name] += parameter.grad.float()
+            parameter.grad = None
+    model.execute_pipeline({"input_ids": IDS, "labels": IDS}, optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        close(parameter.grad, expected[name], name, 1e-6)
+        rounded = torch.zeros(parameter.shape, dtype=half.dtype)
+        assert not torch.equal((rounded + parameter.grad).to(half.dtype).float(), parameter.grad), name
+    optimizer.step()
+    optimizer.zero_grad()
+    ids = IDS[:2]  # a loop of one's own goes on
+    optimizer.scale_loss(model(ids, labels=ids).loss).backward()
+    optimizer.step()
+
+
+@distributed(world_size=2)
+def test_gradients_that_were_there_before_are_kept() -> None:
+    """A loop of one's own, then execute_pipeline, in one step."""
+    model, optimizer = start(gpt2(tie_word_embeddings=False), precision={"dtype": "bf16"})
+    batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
+    model(**batch).loss.backward()
+    first = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert {gradient.dtype for gradient in first.values()} == {torch.bfloat16}
+    with model.no_sync():
+        model.execute_pipeline(batch, optimizer=optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, 2 * first[name].float()), name
+    autopar.average_gradients(model)
+    model.mpu.destroy()
+
+
+def _frozen_gives_back(pp: int) -> None:
+    model = gpt2(n_layer=2)
+    for parameter in model.transformer.h.parameters():
+        parameter.requires_grad_(False)
+    model.register_buffer("scale", torch.full((), 0.3))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = {"model_parallelism": {"pipeline_parallel_size": pp}, "precision": {"dtype": "bf16"}}
+    model, optimizer = autopar.initialize(model, config, optimizer=torch.optim.AdamW(trained, lr=1e-3))
+    model.execute_pipeline({"input_ids": IDS[:2], "labels": IDS[:2]}, optimizer=optimizer)
+    optimizer.step()
+    plain = autopar.deparallelize(model)
+    assert {tensor.dtype for tensor in (*plain.parameters(), *plain.buffers()) if tensor.is_floating_point()} == {
+        torch.float32
+    }
+    plain(IDS[:2], labels=IDS[:2]).loss.backward()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@distributed(world_size=2)
+def test_frozen_weights_and_buffers_become_fp32_too(pp: int) -> None:
+    _frozen_gives_back(pp)
+
+
+@distributed(world_size=2)
+def test_what_was_given_back_is_a_model_like_any_other() -> None:
+    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
+    batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
+    model.execute_pipeline(batch, optimizer=optimizer)
+    plain = autopar.deparallelize(model)
+    again, optimizer = start(plain, precision={"dtype": "bf16"})  # with gradients
+    assert {parameter.grad.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    again.execute_pipeline(batch, optimizer=optimizer)
+    optimizer.step()
+    half = autopar.deparallelize(again).bfloat16()
+    half.zero_grad()
+    optimizer = torch.optim.AdamW(half.parameters())
+    half(**batch).loss.backward()
+    assert {parameter.grad.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    optimizer.step()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@distributed(world_size=2)
+def test_distributed_data_parallel_works_beside_execute_pipeline(before: bool) -> None:
+    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
+    batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
+    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group()) if before else None
+    model.execute_pipeline(batch, optimizer=optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    wrapped = wrapped or DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    wrapped(**batch).loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad.dtype == torch.bfloat16
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    model.mpu.destroy()
+
+
+@distributed(world_size=2)
+def test_replicas_of_which_one_has_no_gradient_and_one_a_half() -> None:
+    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
+    rank = dist.get_rank()
+    with model.no_sync():
+        model.execute_pipeline({"input_ids": IDS[:2], "labels": IDS[:2]}, optimizer=optimizer)
+    first, second, third, *_ = model.parameters()
+    expected = [parameter.grad.clone() for parameter in (first, second, third)]
+    if rank:
+        first.grad = None
+        second.grad = second.grad.bfloat16()
+    third.grad = third.grad.bfloat16()
+    autopar.average_gradients(model)
+    assert [parameter.grad.dtype for parameter in (first, second, third)] == [torch.float32] * 2 + [torch.bfloat16]
+    close(first.grad, expected[0] / 2, "without a gradient on one replica")
+    close(second.grad, (expected[1] + expected[1].bfloat16()) / 2, "a half one")
+    optimizer.step()
+    model.mpu.destroy()
