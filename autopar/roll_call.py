@@ -53,7 +53,7 @@ class Process(NamedTuple):
     @classmethod
     def here(cls) -> Process:
         """This one."""
-        return cls(_place(), os.getpid(), (_status(os.getpid()) or ("", ""))[1])
+        return cls(_place(), os.getpid(), _status(os.getpid())[1])
 
     def is_there(self) -> bool | None:
         """Whether it runs; None if that cannot be told, because it runs on another machine."""
@@ -67,8 +67,8 @@ class Process(NamedTuple):
             except OSError:
                 return None
             return True
-        state, started = _status(self.pid) or ("X", "")
-        return state not in "ZX" and started == self.started
+        state, started = _status(self.pid)
+        return None if state == "?" else state not in "ZX" and started == self.started
 
 
 class Word(NamedTuple):
@@ -93,12 +93,14 @@ def _place() -> str:
     return " ".join(parts)
 
 
-def _status(pid: int) -> tuple[str, str] | None:
-    """State and start time of a process (proc(5), /proc/pid/stat); None if there is none, or no /proc."""
+def _status(pid: int) -> tuple[str, str]:
+    """State and start time of a process (proc(5), /proc/pid/stat); X if there is none, ? if that cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", ""
     except OSError:
-        return None
+        return "?", ""
     return fields[0], fields[19]
 
 

@@ -53,6 +53,17 @@ def test_another_process_with_the_same_number_is_another_one():
     assert Process.here()._replace(started="1").is_there() is False
 
 
+def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
+    here = Process.here()
+
+    def fail(path):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("autopar.roll_call._place", lambda: here.place)
+    monkeypatch.setattr("autopar.roll_call.Path.read_text", fail)
+    assert here.is_there() is None
+
+
 @distributed(world_size=2)
 def test_what_a_rank_says_is_heard_until_it_is_withdrawn() -> None:
     mpu = MPU(2)

@@ -82,9 +82,9 @@ def printed(request: pytest.FixtureRequest, runs: Runs) -> dict[str, str]:
 
 def number(text: str, pattern: str) -> float:
     """The number at ``#`` of the pattern."""
-    found = re.search(re.escape(pattern).replace(r"\#", r"([-+.\de]+)"), text)
+    found = re.search(re.escape(pattern).replace(r"\#", r"([-+.,\de]*\d)"), text)
     assert found, f"{pattern!r} is not in:\n{text}"
-    return float(found.group(1))
+    return float(found.group(1).replace(",", ""))
 
 
 def test_01_logits_and_tokens_are_the_plain_models(printed: dict[str, str]) -> None:
@@ -210,6 +210,23 @@ def test_09_training_goes_on_with_the_same_losses(printed: dict[str, str]) -> No
     assert number(text, "largest difference of losses after resuming: #") < 1e-5
     assert number(text, "logits differ by #") == 0
     assert "resumed at step 2" in text
+
+
+def test_10_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["10_fully_sharded"]
+    assert number(text, "fully_shard by hand: largest difference of losses: #") < 1e-5
+    assert number(text.partition("one process")[2], "largest difference of losses: #") < 1e-5
+    assert number(text, "logits differ by #") < 1e-5
+
+
+@distributed(world_size=4)
+def test_10_each_rank_holds_a_quarter(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    text = in_a_world("10_fully_sharded", tmp_path)
+    if rank == 0:
+        assert number(text.partition("one process")[2], "largest difference of losses: #") < 1e-5
+        held, whole = (number(text, pattern) for pattern in ("replica 1: #", " of # weights"))
+        assert 0.24 * whole < held < 0.27 * whole
 
 
 def test_the_demo_goes_the_whole_way(printed: dict[str, str]) -> None:
