@@ -21,6 +21,11 @@ from tests.worlds import distributed, spawn
 TIMEOUT = 6
 
 
+def _mainly(chosen: Any, *others: Any) -> list[Any]:
+    """The one value always, the others with the tests of every policy."""
+    return [chosen, *(pytest.param(other, marks=pytest.mark.every) for other in others)]
+
+
 def _piped(pp: int) -> torch.nn.Module:
     sizes = {"pipeline_parallel_size": pp}
     return autopar.initialize(deep("gpt2", 4), {"model_parallelism": sizes, "pipeline": {"timeout": TIMEOUT}})
@@ -43,7 +48,7 @@ def _die_in_the_third_forward(doomed: int) -> None:
     assert f"from rank {doomed} (place {doomed}): that process ended" in str(info.value)
 
 
-@pytest.mark.parametrize("doomed", [0, 2, 3])
+@pytest.mark.parametrize("doomed", _mainly(2, 0, 3))
 def test_a_rank_that_dies(doomed: int) -> None:
     spawn(__name__, "_die_in_the_third_forward", 4, 90.0, (doomed,), expect_dead=(doomed,))
 
@@ -72,7 +77,7 @@ def test_an_error_on_one_stage_ends_all() -> None:
     assert time.monotonic() - started < TIMEOUT
 
 
-@pytest.mark.parametrize("doomed", [0, 1, 2])
+@pytest.mark.parametrize("doomed", _mainly(1, 0, 2))
 @distributed(world_size=3)
 def test_a_plain_call_that_fails_on_one_stage_ends_all_and_the_next_one_works(doomed: int) -> None:
     plain = deep("gpt2", 4).eval()
@@ -125,7 +130,7 @@ def _works_again(piped: torch.nn.Module) -> None:
     assert abs(loss - plain(**batch).loss).item() < 1e-5
 
 
-@pytest.mark.parametrize("doomed", [0, 1, 2])
+@pytest.mark.parametrize("doomed", _mainly(0, 1, 2))
 @distributed(world_size=3)
 def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
     piped = _piped(3)
@@ -150,8 +155,8 @@ def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
     _works_again(piped)
 
 
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("forward_only", _mainly(False, True))
+@pytest.mark.parametrize("later", _mainly(True, False))
 @pytest.mark.parametrize("doomed", [0, 2])
 @distributed(world_size=3)
 def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: bool) -> None:
@@ -169,8 +174,8 @@ def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: boo
     _works_again(piped)
 
 
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("forward_only", _mainly(False, True))
+@pytest.mark.parametrize("count", _mainly(1, 0, 2))
 @distributed(world_size=3)
 def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
     piped = _piped(3)
@@ -185,7 +190,7 @@ def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
     _works_again(piped)
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", _mainly(True, False))
 @distributed(world_size=3)
 def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
     piped = _piped(3)
@@ -207,7 +212,7 @@ def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
     _works_again(piped)
 
 
-@pytest.mark.parametrize("what", ["ids", "labels", "count"])
+@pytest.mark.parametrize("what", _mainly("labels", "ids", "count"))
 @distributed(world_size=3)
 def test_another_batch_on_one_stage_after_the_first_step(what: str) -> None:
     piped = _piped(3)

@@ -117,7 +117,7 @@ def _hang(tp: int, pp: int) -> None:
     time.sleep(PATIENCE + 1)
 
 
-@pytest.mark.parametrize("reduction", ["tokens", "microbatch"])
+@pytest.mark.parametrize("reduction", ["tokens", pytest.param("microbatch", marks=pytest.mark.every)])
 @pytest.mark.parametrize("pp", [1, 2])
 @distributed(world_size=4)
 def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
