@@ -124,12 +124,14 @@ def test_two_ranks_to_any_number(tmp_path):
     load_four(str(tmp_path))
 
 
+@pytest.mark.every
 def test_four_ranks_of_which_some_hold_the_same_heads_to_two(tmp_path):
     save_four(str(tmp_path))
     assert_merges(tmp_path)
     load_two(str(tmp_path))
 
 
+@pytest.mark.every
 def test_two_replicas_write_everything_once(tmp_path):
     save_replicas(str(tmp_path))
     assert_merges(tmp_path)
