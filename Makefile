@@ -76,7 +76,7 @@ $(OLDEST): $(VENV) Makefile
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
 
-test: $(VENV) real-models ## run the tests, with a twelfth of those of every policy (the commit picks which)
+test: $(VENV) real-models ## run the tests, with a sixteenth of those of every policy (the commit picks which)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 
 test-all: $(VENV) ## run the tests of every policy: all model types, all heads

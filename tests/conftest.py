@@ -16,7 +16,7 @@ import torch
 
 torch.set_num_threads(1)
 
-_PARTS = 12  # so that a run stays below 25 minutes on two cores
+_PARTS = 16  # so that a run stays below 25 minutes on two cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests marked ``every`` keep one in twelve, as the commit has it; all if one is asked for by name."""
+    """Of the tests marked ``every`` keep one in sixteen, as the commit has it; all if one is asked for by name."""
     if config.getoption("--every") or config.getoption("keyword") or any("::" in arg for arg in config.args):
         return
     part = _commit() % _PARTS

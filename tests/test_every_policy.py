@@ -170,7 +170,7 @@ def test_one_of_each_family_on_three() -> None:
         _run(_main(model_type)[:1], 3)
 
 
-# -- everything, a twelfth of it in every run ---------------------------------------------------------------------
+# -- everything, a sixteenth of it in every run ---------------------------------------------------------------------
 
 
 @pytest.mark.every

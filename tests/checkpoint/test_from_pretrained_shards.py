@@ -104,6 +104,7 @@ def test_untied_weights_of_a_config_that_ties(tmp_path):
             assert torch.allclose(merged(ids).logits, lazy(ids).logits, atol=1e-5)
 
 
+@pytest.mark.every
 @pooled(world_size=2)
 def test_dtypes_of_shards(tmp_path):
     mixed = gpt2().bfloat16()
@@ -145,6 +146,7 @@ def test_an_edited_config_of_shards(tmp_path):
     assert lazy.config.activation_function == "relu"
 
 
+@pytest.mark.every
 @pooled(world_size=2)
 def test_shards_of_several_stages(tmp_path):
     for model in (gpt2(), llama()):

@@ -210,6 +210,7 @@ def test_dtensors_of_other_kinds_are_refused() -> None:
         check_share("w", fine, 4)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", NAMES)
 @pooled(world_size=4)
 def test_training_goes_on_on_any_mesh_of_four(tmp_path, name):

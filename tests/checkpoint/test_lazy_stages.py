@@ -43,6 +43,7 @@ def assert_holds(model: Any, whole: dict[str, torch.Tensor]) -> None:
     assert found == {name for name in whole if model.mpu.pp.rank in held.holders(name)}
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", NAMES)
 @pooled(world_size=4)
 def test_stages_of_a_lazy_model_are_those_of_the_plain_one(tmp_path, name):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -224,6 +225,7 @@ def factored(groups: Any) -> Adafactor:
     return Adafactor(groups, lr=0.01, relative_step=False, scale_parameter=False)
 
 
+@pytest.mark.every
 @pooled(world_size=4)
 def test_adafactor_goes_on_where_it_was_and_is_refused_elsewhere_by_name(tmp_path):
     for name, make in (("torch", lambda p: torch.optim.Adafactor(p, lr=0.01)), ("transformers", factored)):

@@ -53,6 +53,7 @@ def test_a_rank_that_dies(doomed: int) -> None:
     spawn(__name__, "_die_in_the_third_forward", 4, 90.0, (doomed,), expect_dead=(doomed,))
 
 
+@pytest.mark.every
 @distributed(world_size=3)
 def test_a_stage_that_hangs() -> None:
     piped = _piped(3)
