@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -18,15 +16,19 @@ from transformers import PreTrainedModel
 
 from autopar import checkpoint
 from autopar.config import ParallelConfig
+from autopar.consensus import on_every_rank
 from autopar.data_parallel.activations import keep_on_cpu
 from autopar.data_parallel.attach import attach as attach_optimizer
 from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
-from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from autopar.data_parallel.step_check import StepCheck
+from autopar.errors import ConfigError
+from autopar.generators import share
+from autopar.gradient_sums import held_alike
 from autopar.lazy_model import in_lazy_init
 from autopar.materialize import Materializer, lazy_facts
-from autopar.mesh import MPU, start_process_group
+from autopar.mesh import MPU
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.pipeline_parallel.trace import trace_reads
 from autopar.policy.match import find_policy
@@ -38,18 +40,18 @@ from autopar.policy.uses import hugging_face_model
 from autopar.roll_call import RollCall
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
-from autopar.tensor_parallel.consistency import share_random_state
+from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 from autopar.tensor_parallel.sample_inputs import sample_inputs
+from autopar.uncaught import tell_uncaught
 
-__all__ = ["deparallelize", "initialize", "on_every_rank"]
+__all__ = ["deparallelize", "initialize"]
 
 _log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-Result = TypeVar("Result")
 
 
 @overload
@@ -110,7 +112,7 @@ def initialize(
     """
     parsed, _ = on_every_rank(
         lambda: _check_call(model, config, optimizer, lr_scheduler),
-        lambda checked: [dataclasses.astuple(checked[0]), checked[1]],
+        lambda checked: {"config": dataclasses.asdict(checked[0]), "optimizer": checked[1]},
     )
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
@@ -128,11 +130,15 @@ def initialize(
         raise
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parallelize.make_equal(model, mpu)
-    share_random_state(mpu)
+    share(mpu.model, mpu.device)
     region = Region(mpu.tp)
     parallelize.apply(model, plan, mpu.tp, region)
     roll = RollCall(mpu, parsed.pipeline.timeout)
-    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check)
+    mpu.tp.explain = roll.in_collective
+    tell_uncaught(roll)
+    comparing = parsed.consistency_check and parsed.zero_stage != 3
+    steps = StepCheck(model, inner, mpu, roll, held_alike(model, plan, mpu), compare=comparing)
+    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check, steps=steps)
     on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
@@ -141,11 +147,11 @@ def initialize(
         if parsed.cpu_checkpointing:
             keep_on_cpu(inner)
     region.watch(model)
-    attach(inner, plan, mpu, region, roll, parsed.consistency_check)
+    attach(inner, plan, mpu, region, roll, _forward_check(parsed, mpu, roll, region, steps))
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
-    model._autopar = _State(plan, stages, mpu, parsed)
+    model._autopar = _State(plan, stages, mpu, parsed, steps)
     model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
     return model if optimizer is None else (model, optimizer)
 
@@ -168,6 +174,7 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     _, inner = hugging_face_model(model)
     model.wait_for_save()  # type: ignore[operator]
+    state.steps.remove()
     if state.step is not None and state.step.model is model:
         state.step.give_back_weights()
         state.step.remove()
@@ -185,51 +192,20 @@ def deparallelize(model: Model) -> Model:
 class _State:
     """What initialize leaves on the model for deparallelize and for the second call to find."""
 
-    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig) -> None:
-        self.plan, self.stages, self.mpu, self.config = plan, stages, mpu, config
+    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig, steps: StepCheck) -> None:
+        self.plan, self.stages, self.mpu, self.config, self.steps = plan, stages, mpu, config, steps
         self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
         self.step: ParallelStep | None = None
 
 
-def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
-    """Run ``step``; if it fails on one rank, or its facts differ between ranks, every rank raises.
-
-    A rank that fails raises its own error, the others a ConsistencyError (for a CheckpointError the same) that
-    quotes it.
-    """
-    result: Result | None = None
-    error: Exception | None = None
-    verdict: tuple[str, str]
-    try:
-        result = step()
-        text = json.dumps(facts(result), default=str)
-        verdict = ("fine", hashlib.blake2b(text.encode(), digest_size=12).hexdigest())
-    except Exception as caught:  # whatever it is, the peers must not wait for this rank
-        kind = "checkpoint" if isinstance(caught, CheckpointError) else "error"
-        error, verdict = caught, (kind, f"{type(caught).__name__}: {caught}")
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        start_process_group()
-        verdicts: list[tuple[str, str]] = [verdict] * dist.get_world_size()
-        dist.all_gather_object(verdicts, verdict)
-        if error is None:
-            _raise_for_others(verdicts)
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
-
-
-def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
-    for rank, (kind, text) in enumerate(verdicts):
-        if kind == "checkpoint":
-            raise CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
-        if kind == "error":
-            raise ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
-    different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
-    if different:
-        raise ConsistencyError(
-            f"ranks {different} call autopar.initialize differently than rank 0: the config, the policy, or names, "
-            "shapes, dtypes, devices (meta) or requires_grad of the model's tensors differ"
-        )
+def _forward_check(
+    config: ParallelConfig, mpu: MPU, roll: RollCall, region: Region, steps: StepCheck
+) -> ForwardCheck | None:
+    if not config.consistency_check or mpu.tp.size == 1:
+        return None
+    kind, _, number = config.consistency_inputs.partition(" ")
+    every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
+    return ForwardCheck(mpu, roll, region, steps, int(number) if every is None else every)
 
 
 def _check_call(
@@ -323,11 +299,11 @@ def _reads(model: nn.Module, inner: PreTrainedModel, policy: Policy) -> Reads | 
 
 def _facts(plan: Plan, model: nn.Module) -> Any:
     """All that must be the same on every rank."""
-    return [
-        plan.model_type,
-        [[tensor.name, tensor.to_json()] for tensor in plan.tensors.values()],
-        [module.facts() for module in plan.modules.values()],
-        [[a.path, a.name, a.values] for a in plan.attributes],
-        [[name, p.is_meta, p.requires_grad] for name, p in model.named_parameters()],
-        lazy_facts(model),
-    ]
+    return {
+        "model type": plan.model_type,
+        "tensors": {tensor.name: tensor.to_json() for tensor in plan.tensors.values()},
+        "modules": {module.path: module.facts() for module in plan.modules.values()},
+        "attributes": {f"{a.path}.{a.name}": a.values for a in plan.attributes},
+        "parameters": {n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()},
+        "lazy": lazy_facts(model),
+    }

@@ -22,7 +22,7 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,10 @@ class Axis:
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
     """
 
-    __slots__ = ("group", "name", "rank", "ranks", "size")
+    __slots__ = ("explain", "group", "name", "rank", "ranks", "size")
+
+    explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
+    """Says who is missing when a collective failed, or None if it failed for another reason; set by ``initialize``."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -65,6 +68,7 @@ class Axis:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
+        self.explain = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:
@@ -76,6 +80,17 @@ class Axis:
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, rank {self.rank} of {self.size}, global ranks {list(self.ranks)})"
+
+
+def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
+    """Call a collective of torch's; if a rank of the axis is gone, the error says which one, and why."""
+    try:
+        collective(*args, group=axis.group)
+    except RuntimeError as error:
+        lost = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
+        if lost is None:
+            raise
+        raise lost from error
 
 
 def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
@@ -90,7 +105,7 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
     x = x.clone(memory_format=torch.contiguous_format)
     if not x.is_meta:
-        dist.all_reduce(x, group=axis.group)
+        _run(dist.all_reduce, axis, x)
     return x
 
 
@@ -108,7 +123,7 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.T
         x = torch.cat([x, x.new_zeros(padding)], dim)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.numel())
-    _all_gather_flat(out, x.view(-1), group=axis.group)
+    _run(_all_gather_flat, axis, out, x.view(-1))
     shards = out.view(axis.size, *x.shape).unbind(0)
     return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
@@ -117,7 +132,7 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the axis and keep this rank's even part of ``dim``."""
     parts = torch.stack(x.chunk(axis.size, dim))  # [axis.size, ...]
     out = torch.empty_like(parts[0])
-    _reduce_scatter_flat(out.view(-1), parts.view(-1), group=axis.group)
+    _run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
     return out
 
 
@@ -152,7 +167,7 @@ class _ReduceInPlace(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
         if not x.is_meta:
-            dist.all_reduce(x, group=axis.group)
+            _run(dist.all_reduce, axis, x)
         return x
 
     @staticmethod
@@ -232,7 +247,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.axis, ctx.splits = axis, (input_splits, output_splits)
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty(rows, *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=axis.group)
+        _run(dist.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
         return out
 
     @staticmethod
@@ -255,7 +270,7 @@ class _SumReplicas(torch.autograd.Function):
         shape[layout.dim] = layout.size
         full = grad.new_zeros(shape)
         layout.write(full, grad, ctx.axis.rank)
-        dist.all_reduce(full, group=ctx.axis.group)
+        _run(dist.all_reduce, ctx.axis, full)
         return layout.shard(full, ctx.axis.rank), None, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ _SECTIONS: dict[str, dict[str, type]] = {
         "backoff_factor": float,
         "hysteresis": int,
     },
-    "consistency_check": {"enable": bool},
+    "consistency_check": {"enable": bool, "inputs": str},
     "pipeline": {
         "schedule": str,
         "microbatch_size": int,
@@ -57,6 +58,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
+_INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
 _NO_PIPELINE = PipelineConfig()
 
 
@@ -70,7 +72,11 @@ class ParallelConfig:
         expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
             travel to them, instead of a part of each expert.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
-        consistency_check: compare inputs and random state over the tensor-parallel ranks on the first forward.
+        consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
+            weights of the replicas when an optimizer steps.
+        consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
+            ``every N`` forwards, ``always``, or ``auto``: always on the CPU, every 10 on GPUs. Shapes are compared
+            on every forward, but for ``first``.
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
         zero_stage: 0; 1: the optimizer's state is shared out over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shares in the CPU's memory.
@@ -95,6 +101,7 @@ class ParallelConfig:
     expert_parallel_size: int = 1
     activation_checkpointing: bool = False
     consistency_check: bool = True
+    consistency_inputs: str = "auto"
     cpu_checkpointing: bool = False
     zero_stage: int = 0
     zero_cpu_offload: bool = False
@@ -172,6 +179,7 @@ class ParallelConfig:
             expert_parallel_size=ep,
             activation_checkpointing=recompute,
             consistency_check=_is_on(values, "consistency_check", default=True),
+            consistency_inputs=values.get("consistency_check", {}).get("inputs", "auto"),
             **training,
             pipeline=pipeline,
         )
@@ -282,6 +290,8 @@ def _problem(name: str, value: Any, kind: type) -> str | None:
         *most, last = _CHOICES[name]
         choices = f"{', '.join(map(str, most))} or {last}"
         return None if value in _CHOICES[name] else f"{name} must be {choices}, not {value}"
+    if name in ("consistency_check.inputs", "consistency_inputs") and not _INPUTS.fullmatch(str(value)):
+        return f"{name} must be auto, first, always or 'every N' (every 10), not {value}"
     number: Any = value
     if kind is float and not (0 < number < math.inf or (name in _NUMBERS and number == 0)):
         return f"{name} must be above 0, not {value}"

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from autopar.api import initialize, on_every_rank
+from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.verification import share_of_verification
 from autopar.config import ParallelConfig
+from autopar.consensus import on_every_rank
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.lazy_files import differs, explained, point_to
 from autopar.lazy_model import in_lazy_init, lazy_init
@@ -124,7 +125,9 @@ def from_pretrained(
         return model, info
 
     wanted_info = kwargs.pop("output_loading_info", False)
-    model, info = on_every_rank(load, lambda loaded: [type(loaded[0]).__name__, str(path), str(loaded[0].dtype)])
+    model, info = on_every_rank(
+        load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
+    )
     model = initialize(model, config, policy=policy)
     return (model, info) if wanted_info else model
 

@@ -109,6 +109,9 @@ class RollCall:
 
     Args:
         timeout: seconds that a collective inside of :meth:`patience` waits.
+
+    Attributes:
+        name: what keys of its ranks in the store begin with.
     """
 
     def __init__(self, mpu: MPU, timeout: float) -> None:
@@ -118,7 +121,8 @@ class RollCall:
         if mpu.world_size > 1:
             dist.all_gather_object(everyone, mine, group=mpu.control)
         self._processes = [process for process, _ in everyone]
-        self._store = PrefixStore(f"autopar roll call {everyone[0][1]}", _get_default_store())
+        self.name = everyone[0][1]  # of this call, the same on all ranks and on no other
+        self._store = PrefixStore(f"autopar roll call {self.name}", _get_default_store())
         self._spoke = False
         self._patient = False
         self._deaf = False  # the store no longer answers
@@ -153,6 +157,10 @@ class RollCall:
             return Word("", False, 0)
         when, _, text = said[1:].partition(" ")
         return Word(text, said[0] == "?", max(0, round(time.time() - float(when))))
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether that rank's process is certainly gone."""
+        return self._processes[rank].is_there() is False
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """What the store says; None if who keeps it is gone, or does not answer: then it is not asked again."""
@@ -214,10 +222,25 @@ class RollCall:
         except PipelineError:
             raise
         except RuntimeError as error:
-            if len(ranks) < 2 or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            lost = self.translated(error, what, ranks)
+            if lost is None:
                 raise
-            text = f"{what} failed: one of the ranks {list(ranks)} ended, failed or hangs."
-            raise self.lost(text, ranks, error) from error
+            raise lost from error
+
+    def translated(self, error: RuntimeError, what: str, ranks: Sequence[int]) -> PipelineError | None:
+        """The error of this rank if ``error`` means that one of ``ranks`` was waited for in vain; else None.
+
+        Args:
+            what: the collective that failed.
+        """
+        if set(ranks) <= {self.mpu.rank} or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            return None
+        return self.lost(f"{what} failed: one of the ranks {list(ranks)} ended, failed or hangs.", ranks, error)
+
+    def in_collective(self, error: RuntimeError, axis: str, ranks: Sequence[int]) -> PipelineError | None:
+        """:meth:`translated` for a collective of the layers, unless a call around it will say more."""
+        names = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline-parallel"}
+        return None if self._patient else self.translated(error, f"a {names.get(axis, axis)} collective", ranks)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 

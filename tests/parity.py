@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +40,13 @@ def close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: fl
     allowed = tolerance * (1 + expected.abs())
     worst = (error - allowed).max().item() if error.numel() else -1.0
     assert worst <= 0, f"{what}: off by {error.max().item():.3e}, allowed {tolerance} absolute and relative"
+
+
+def reseed(seed: int) -> None:
+    """Seed every generator that a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -148,7 +157,10 @@ def check(
     reference_optimizer = make_optimizer(plain.parameters())
     agreed = _Agreed(parallel.mpu)
     for number, batch in enumerate(batches):  # gradients accumulate over micro-batches
-        expected, actual = plain(**copy.deepcopy(batch)), parallel(**copy.deepcopy(batch))  # some clamp labels in place
+        reseed(number)
+        expected = plain(**copy.deepcopy(batch))  # some clamp labels in place
+        reseed(number)
+        actual = parallel(**copy.deepcopy(batch))
         for key, value in expected.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 agreed.close(actual[key], value, f"{key} of micro-batch {number}", tolerance)

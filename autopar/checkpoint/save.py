@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.checkpoint.agree import Peers, first, meet, together
+from autopar.checkpoint.alike import check_alike, digests
 from autopar.checkpoint.call import Request, check_timeout, patience, same_call
 from autopar.checkpoint.checksum import file_checksum
 from autopar.checkpoint.folder import Staging, fsync_files
@@ -65,10 +66,17 @@ def save(
             )
         mine = snapshot(model, optimizer, lr_scheduler, extra)
         writing = _Writing(state, request, config_writer(model))
+        weights = digests(model, state.plan) if _is_checked(model) else {}
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
-        return {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
+        call = {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
+        return {"call": call, "weights": weights}
 
-    together(mpu, check, check=same_call)
+    def compare(said: list[dict[str, Any]]) -> None:
+        same_call([other["call"] for other in said])
+        in_shares = mine is not None and mine.in_shares
+        check_alike([other["weights"] for other in said], state.plan, mpu.sizes, in_shares)
+
+    together(mpu, check, check=compare)
     assert request is not None and mine is not None and writing is not None
     if mine.in_shares:
         mine = _on_all(mpu, partial(mine.gathered, mpu))
@@ -78,6 +86,10 @@ def save(
     copied = _on_all(mpu, mine.copied)
     writing.prepare(mpu)  # what is wrong with the folder is said now, and it is this save's from here on
     state.background.start(mpu, copied, writing.run)
+
+
+def _is_checked(model: nn.Module) -> bool:
+    return bool(getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True))
 
 
 def _on_all(peers: Peers, make: Callable[[], Snapshot]) -> Snapshot:

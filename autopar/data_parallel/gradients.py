@@ -27,7 +27,8 @@ def average_gradients(model: nn.Module) -> None:
         ConfigError: the model is not parallelized.
     """
     root, state = _parallelized(model)
-    average_over_replicas(root, state.plan, state.stages, state.mpu)
+    with state.steps.roll.naming("averaging the gradients over the data-parallel replicas", state.mpu.dp.ranks):
+        average_over_replicas(root, state.plan, state.stages, state.mpu)
     vars(root)["_autopar_pipeline"].unaveraged = False
 
 
@@ -70,7 +71,8 @@ def clip_grad_norm_(
     parameters = dict(root.named_parameters())  # a tied parameter comes once
     if state.counted is None:
         state.counted = counted_here(parameters, state.plan, state.mpu)
-    norm = gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
+    with state.steps.roll.naming("the norm of the gradients", state.mpu.model.ranks):
+        norm = gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite"

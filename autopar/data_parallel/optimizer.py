@@ -20,13 +20,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.averaging import first_difference
 from autopar.data_parallel.loss_scale import LossScale
 from autopar.data_parallel.masters import DTYPES, Masters, fp32_gradients, to_half
 from autopar.data_parallel.norm import gradient_norm, local_part
 from autopar.data_parallel.owners import assign, broadcast_from_owners
 from autopar.data_parallel.stand_in import StandIn
-from autopar.errors import ConfigError, ConsistencyError
+from autopar.errors import ConfigError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 from autopar.roll_call import RollCall
@@ -71,7 +70,6 @@ class ParallelStep:
         self.skipped_steps, self.step_was_skipped = 0, False
         self.gradient_norm: torch.Tensor | None = None
         self._shares = config.zero_stage == 1 and mpu.dp.size > 1
-        self._unchecked = config.zero_stage != 3 and mpu.dp.size > 1  # whether gradients have been averaged over dp
         self._used_scale = 0.0  # by scale_loss since the last step
         self._owners: dict[torch.Tensor, int] = {}
         self._names: dict[torch.Tensor, str] = {}
@@ -178,11 +176,6 @@ class ParallelStep:
                 f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
                 "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
             )
-        if getattr(vars(self.model).get("_autopar_pipeline"), "unaveraged", False):
-            raise ConsistencyError(
-                f"the gradients of the {self.mpu.dp.size} data-parallel replicas were not averaged: the last "
-                "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
-            )
         self._adopt()
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
@@ -247,49 +240,30 @@ class ParallelStep:
                         entries[key] = value.float()
 
     def _agree(self) -> bool:
-        """Whether some rank's gradients overflowed, the same answer everywhere; one collective, none if not needed.
+        """Whether some rank's fp16 gradients overflowed, the same answer everywhere; one collective.
 
         Raises:
             ConfigError: fp16 gradients of a loss that was not scaled.
-            ConsistencyError: on the first step, gradients that differ between the replicas.
         """
-        if self.scale is None and not self._unchecked:
+        if self.scale is None:
             return False
-        parameters = list(self._owners)
-        locals_ = [local_part(p.grad) for p in parameters if p.grad is not None]
-        flags = [self.scale is not None and not _finite(locals_), bool(locals_), False, self._used_scale]
-        different = None
-        if self._unchecked:
-            different = first_difference([p.grad for p in parameters], self.mpu.dp, self.mpu.device)
-            flags[2] = different is not None
+        locals_ = [local_part(p.grad) for p in self._owners if p.grad is not None]
+        flags = [not _finite(locals_), bool(locals_), self._used_scale]
         verdict = torch.tensor(flags, dtype=torch.float64, device=self.mpu.device)
         if self.mpu.world_size > 1:
             dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-        *verdicts, scale = verdict.tolist()
-        overflow, any_gradient, drifted = map(bool, verdicts)
-        if self.scale is not None and scale:
+        overflow, any_gradient, scale = verdict.tolist()
+        if scale:
             if scale < self.scale.scale:  # limited on the stage that has the loss
                 self.scale.limit(scale)
-        elif self.scale is not None and any_gradient:
+        elif any_gradient:
             raise ConfigError(
                 "precision.dtype=fp16, and the loss of this step was not scaled: small gradients became zero.\n"
                 "  optimizer.scale_loss(loss).backward() instead of loss.backward(); for stages "
                 "model.execute_pipeline(batch, optimizer=optimizer);\n  with get_forward_backward_func, loss_func must "
                 "return optimizer.scale_loss(loss)"
             )
-        if overflow or not any_gradient:
-            return overflow
-        if drifted:
-            name = "" if different is None else f"  First on this rank: {self._names[parameters[different]]}.\n"
-            raise ConsistencyError(
-                f"the gradients of the {self.mpu.dp.size} data-parallel replicas differ: nothing has averaged them, "
-                f"and the replicas would drift apart.\n{name}"
-                "  Call the model through DistributedDataParallel(model, process_group="
-                "model.mpu.get_data_parallel_group()), or average before step():\n"
-                "  autopar.average_gradients(model)."
-            )
-        self._unchecked = False
-        return False
+        return bool(overflow)
 
     def _multiplier(self) -> torch.Tensor | float:
         """What gradients are multiplied by before the step: one over the loss scale, and the clipping."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
+from autopar.digest import hexdigest
 from autopar.errors import ConsistencyError
 from autopar.pipeline_parallel.messages import Post, map_tensors
 from autopar.roll_call import RollCall
@@ -147,9 +147,7 @@ def _hashes(value: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> str:
     found: list[str] = []
 
     def note(tensor: torch.Tensor) -> None:
-        data = part(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)
-        digest = hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
-        found.append(f"{list(tensor.shape)} {digest}")
+        found.append(f"{list(tensor.shape)} {hexdigest(part(tensor.detach()))}")
 
     map_tensors(value, note)
     return ", ".join(found)

@@ -48,6 +48,8 @@ class Handed:
 class StageDone(Exception):
     """The stage's last element has its output."""
 
+    completes = True  # the forward has done all that it had to do
+
     def __init__(self, handed: Handed) -> None:
         super().__init__("a pipeline stage ended")
         self.handed = handed

@@ -73,13 +73,23 @@ class Engine:
         rank: this rank's place on the pipeline-parallel axis.
         post: to the other places.
         check: compare micro-batches with what the sender of an activation has.
+        steps: its ``made`` counts the optimizer steps of this rank, which are compared with the micro-batches.
     """
 
     def __init__(
-        self, model: nn.Module, conductor: Conductor, plan: StagePlan, rank: int, post: Post, *, check: bool = True
+        self,
+        model: nn.Module,
+        conductor: Conductor,
+        plan: StagePlan,
+        rank: int,
+        post: Post,
+        *,
+        check: bool = True,
+        steps: Any = None,
     ) -> None:
         self.model, self.conductor, self.plan, self.rank, self.post = model, conductor, plan, rank, post
         self._check = check and plan.ranks > 1
+        self._steps = steps
         self._digests: list[dict[str, str]] = []
         self._seed: int | None = None  # of this pass
         self._recomputes = False  # activations, in this pass's backward
@@ -104,7 +114,7 @@ class Engine:
         self.post.begin()
         try:
             read = step.microbatches if step.read is None else step.read
-            self._digests = [digest_of(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
+            self._digests = [self._digest(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
             with seed_of_pass(self.plan.stages, self.model.training) as self._seed:
                 for kind, stage, microbatch in lists[self.rank]:
                     what = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
@@ -118,6 +128,10 @@ class Engine:
             raise
         finally:
             self._open, self._here = {}, {}
+
+    def _digest(self, batch: Any, count: int) -> dict[str, str]:
+        steps = {} if self._steps is None else {"optimizer steps so far": str(self._steps.made)}
+        return {**digest_of(batch, count), **steps}
 
     def cannot_begin(self, error: Exception) -> None:
         """Instead of :meth:`run`, on a rank that fails before it: the others learn it in the pass that they begin."""

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import ConfigError
+from autopar.generators import share
 from autopar.gradient_sums import average_over_replicas, held_alike
 from autopar.mesh import MPU, rank_groups
 from autopar.pipeline_config import PipelineConfig
@@ -72,6 +73,7 @@ class Pipeline:
         inner: the Hugging Face model inside it.
         plan: what every stage holds.
         check: compare the batch over the stages on the first step of each mode.
+        steps: how many optimizer steps this rank has made (``made``).
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Pipeline:
         roll: RollCall,
         *,
         check: bool = True,
+        steps: Any = None,
     ) -> None:
         self.inner, self.plan, self.mpu, self.config, self.roll = inner, plan, mpu, config, roll
         self.conductor = Conductor(plan.encoder)
@@ -93,7 +96,7 @@ class Pipeline:
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
         self.conductor.absent = self.dropped.placeholders
         self.shared = Shared(model, plan, mpu)
-        self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post, check=check)
+        self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post, check=check, steps=steps)
         self.shifted = shifts_labels(inner)
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
@@ -356,16 +359,11 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
     pipeline: Pipeline = self._autopar_pipeline
-    axis, device = pipeline.mpu.model, pipeline.mpu.device
+    axis = pipeline.mpu.model
     with pipeline.roll.patience(), pipeline.roll.naming("a collective in generate", axis.ranks):
-        state = torch.get_rng_state().to(device)
-        dist.broadcast(state, src=axis.ranks[0], group=axis.group)
-        torch.set_rng_state(state.cpu())
-        if device.type == "cuda":
-            state = torch.cuda.get_rng_state().to(device)
-            dist.broadcast(state, src=axis.ranks[0], group=axis.group)
-            torch.cuda.set_rng_state(state.cpu())
-        return type(self).generate(self, *args, **kwargs)
+        share(axis, pipeline.mpu.device)
+        with contextlib.nullcontext() if self._autopar_check is None else self._autopar_check.first_only():
+            return type(self).generate(self, *args, **kwargs)
 
 
 def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import UnsupportedModelError
+from autopar.generators import Generators
 from autopar.pipeline_parallel.course import Conductor, Course, element_class, plain_element_class
 from autopar.pipeline_parallel.stage import examine
 from autopar.policy.stages import StagePlan
@@ -92,11 +93,11 @@ def _cut(model: nn.Module, start: str, plan: StagePlan, conductor: Conductor) ->
 def _quiet(model: nn.Module) -> Iterator[None]:
     """In evaluation mode; modes and the random state are as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    state = torch.get_rng_state()
+    state = Generators.now()
     try:
         model.eval()
         yield
     finally:
-        torch.set_rng_state(state)
+        state.restore()
         for module, training in modes:
             module.training = training

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from autopar.errors import AutoparError, UnsupportedModelError
+from autopar.generators import Generators
 from autopar.pipeline_parallel.absent import Absent
 from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone, WrittenInPlace
 from autopar.pipeline_parallel.partial import chief, partial
@@ -83,10 +84,10 @@ def examine(
     """
     kept = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in args]
     kept_named = {name: copy.deepcopy(value) if isinstance(value, Cache) else value for name, value in kwargs.items()}
-    state = torch.get_rng_state()
+    state = Generators.now()
     result, watch = _watched(model, conductor, course, args, kwargs, absent)
     if course.skipped_source:  # the block in front of this stage is not called: the one before it is what counts
-        torch.set_rng_state(state)
+        state.restore()
         source = course.before[-1]
         course.restart(source)
         result, watch = _watched(model, conductor, course, kept, kept_named, absent)

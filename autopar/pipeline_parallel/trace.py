@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from autopar.generators import Generators
 from autopar.meta_copy import meta_copy
 from autopar.pipeline_parallel.messages import map_tensors
 from autopar.pipeline_parallel.rehearsal import rehearse_stages
@@ -63,7 +64,7 @@ def _trace(
     watch = _Watch({id(p): start + name for name, p in model.named_parameters()}, encoder)
     modules = dict(model.named_modules(remove_duplicate=False))
     modes = [(module, module.training) for module in model.modules()]
-    state = torch.get_rng_state()
+    state = Generators.now()
     hooks = []
     try:
         for place, path in enumerate(elements):
@@ -75,7 +76,7 @@ def _trace(
             outputs = model(**inputs, **({"use_cache": False} if "use_cache" in taken else {}))
         watch.read(len(elements), outputs)
     finally:
-        torch.set_rng_state(state)
+        state.restore()
         for hook in hooks:
             hook.remove()
         for module, training in modes:

@@ -5,7 +5,8 @@ Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model 
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -14,34 +15,36 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import ConfigError
+from autopar.generators import share
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 from autopar.roll_call import RollCall
 from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
 from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
-from autopar.tensor_parallel.consistency import check_inputs, shard_digest, share_random_state
+from autopar.tensor_parallel.consistency import ForwardCheck
+from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["attach", "detach"]
 
-_NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_roll")
+_NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_roll", "_autopar_check")
 
 
-def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: bool) -> None:
+def attach(
+    model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: ForwardCheck | None
+) -> None:
     """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
 
     Args:
         roll: who says what went wrong in ``generate``.
-        check: compare the inputs of the first forward over tp.
+        check: what to compare over tp when a forward begins; None for nothing.
     """
     layouts = head_layouts(plan) if plan.tp > 1 else []
-    known = frozenset(name for name, _ in model.named_parameters())
     for module in _hugging_face_modules(model):
-        outermost = module is model
-        before = BeforeForward(mpu, region, check and outermost, known if outermost and plan.tp > 1 else None)
+        before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, outermost=module is model)
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(AfterForward(mpu, region, layouts), always_call=True)
+        module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
         methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
         if plan.tp > 1:
             methods["save_pretrained"] = _refuse_save
@@ -50,6 +53,7 @@ def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, roll: R
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
         module._autopar_roll = roll  # type: ignore[assignment]
+        module._autopar_check = check  # type: ignore[assignment]
     if plan.tp > 1:
         attach_loss(model, region, mpu.tp)
 
@@ -72,59 +76,50 @@ def _hugging_face_modules(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 class BeforeForward:
-    """Forward pre-hook: random streams to their start; on the first forward of each mode, compare the inputs."""
+    """Forward pre-hook of the outermost model that runs: its modules are those of before, ranks begin alike."""
 
-    def __init__(self, mpu: MPU, region: Region, check: bool, known: frozenset[str] | None) -> None:
-        self.mpu, self.region = mpu, region
-        self.unchecked = {True, False} if check else set[bool]()  # training mode, evaluation mode
-        self.known = known
+    def __init__(self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, *, outermost: bool) -> None:
+        self.region, self.check, self.tree, self.outermost = region, check, tree, outermost
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.known is not None:
-            _refuse_new_parameters(model, self.known)
-            self.known = None
+        if self.outermost:
+            self.region.running = 0  # an interrupted forward (Ctrl-C) has not said that it ended
+        if self.region.running == 0:
+            if self.tree is not None and self.tree.check(model):
+                self.region.watch(model)  # for dropouts among what is new
+                if self.check is not None:
+                    self.check.forget()
+            if self.check is not None:
+                self.check.before(model, args, kwargs)
         self.region.start()
-        if model.training in self.unchecked:
-            self.unchecked.discard(model.training)
-            positional = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
-            check_inputs(
-                {**positional, **kwargs},
-                self.mpu,
-                random_state=self.region.draws(model.training),
-                shard=shard_digest(model),
-            )
-
-
-def _refuse_new_parameters(model: nn.Module, known: frozenset[str]) -> None:
-    """Parameters that came after ``initialize`` (adapters) would compute with a part of what they should see."""
-    new = [name for name, _ in model.named_parameters() if name not in known]
-    if new:
-        more = " ..." if len(new) > 3 else ""
-        raise ConfigError(
-            f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know "
-            f"how to share them out: {', '.join(new[:3])}{more}. Add modules (adapters) before."
-        )
 
 
 class AfterForward:
     """Forward hook, called after an error too: random streams back, attention maps whole."""
 
-    def __init__(self, mpu: MPU, region: Region, layouts: list[Layout]) -> None:
-        self.mpu, self.region, self.layouts = mpu, region, layouts
+    def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: ForwardCheck | None) -> None:
+        self.mpu, self.region, self.layouts, self.check = mpu, region, layouts, check
 
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
-        if self.region.running or self.mpu.tp.size == 1 or output is None:
-            return None  # inside another of the model's forwards, or a forward that failed
-        return whole_attentions(output, self.mpu.tp, self.layouts)
+        if self.region.running or self.mpu.tp.size == 1:
+            return None  # inside another of the model's forwards
+        done = output is not None or getattr(sys.exc_info()[1], "completes", False)
+        if self.check is not None and done:
+            self.check.after(model)
+        return None if output is None else whole_attentions(output, self.mpu.tp, self.layouts)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
     roll: RollCall = self._autopar_roll
+    check: ForwardCheck | None = self._autopar_check
     with roll.patience(), roll.naming("a collective in generate", roll.mpu.tp.ranks):
-        share_random_state(roll.mpu)
-        return type(self).generate(self, *args, **kwargs)
+        if check is not None:
+            check.meet("generate")
+        share(roll.mpu.tp, roll.mpu.device)
+        with contextlib.nullcontext() if check is None else check.first_only():
+            return type(self).generate(self, *args, **kwargs)
 
 
 def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:

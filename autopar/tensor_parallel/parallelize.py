@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.collectives import Axis, all_gather
+from autopar.digest import checksum
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import AttributePlan, ModulePlan, Plan
@@ -199,7 +200,7 @@ def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
     }
     if mpu.world_size == 1 or not tensors:
         return []
-    sums = torch.stack([_checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
     first = sums.clone().to(mpu.device)
     dist.broadcast(first, src=0)
     differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
@@ -211,16 +212,3 @@ def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
         dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
         tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
     return different
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit sums over the bits of a tensor: one plain, one that depends on positions. ``[2]`` on the CPU."""
-    flat = tensor.detach().contiguous().view(-1)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
-    bits = flat.view(width)
-    rows = bits[: bits.numel() // 257 * 257].view(-1, 257).sum(0, dtype=torch.int64)  # 257 interleaved sums
-    weights = torch.arange(1, 258, device=rows.device)
-    rest = bits[bits.numel() // 257 * 257 :].to(torch.int64)
-    plain = rows.sum() + rest.sum()
-    placed = (rows * weights).sum() + (rest * weights[: rest.numel()]).sum()
-    return torch.stack([plain, placed]).cpu()

@@ -61,6 +61,7 @@ class Region:
         Other dropout fields of a config (a classifier's, a summary's) act through the modules made from them.
         """
         configs: dict[int, Any] = {}
+        self._sources.clear()
         for module in model.modules():
             for name, value in vars(module).items():
                 if type(value) in (float, int) and ("drop" in name or name == "p"):

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from autopar.collectives import Axis
 from autopar.errors import PolicyError
+from autopar.generators import kept
 from autopar.meta_copy import meta_copy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.tensor_parallel.follow import Follow
@@ -50,13 +51,14 @@ def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     """
     if plan.tp == 1:
         return False
-    done = _rehearse(model, prefix, plan)
-    base = model.base_model
-    if not done and base is not model and isinstance(base, PreTrainedModel):
-        done = _rehearse(base, _join(prefix, model.base_model_prefix), plan)
-    for path, inside in model.named_modules():
-        if isinstance(inside, PreTrainedModel) and inside.config is not model.config and path:
-            _rehearse(inside, _join(prefix, path), plan)
+    with kept():  # some models draw from numpy
+        done = _rehearse(model, prefix, plan)
+        base = model.base_model
+        if not done and base is not model and isinstance(base, PreTrainedModel):
+            done = _rehearse(base, _join(prefix, model.base_model_prefix), plan)
+        for path, inside in model.named_modules():
+            if isinstance(inside, PreTrainedModel) and inside.config is not model.config and path:
+                _rehearse(inside, _join(prefix, path), plan)
     return done
 
 

@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 from autopar.collectives import Axis
-from autopar.data_parallel.averaging import first_difference
 from autopar.gradient_sums import sum_gradients
 from tests.worlds import distributed
 
@@ -40,17 +39,3 @@ def test_a_gradient_that_one_replica_lacks_counts_as_zero():
     assert torch.equal(parameters[1].grad, torch.full((3,), 2.0))
     assert parameters[2].grad is None and parameters[3].grad is None
     sum_gradients([], axis.group)
-
-
-@distributed(world_size=2)
-def test_the_first_tensor_that_differs():
-    rank = dist.get_rank()
-    axis, device = Axis.of(dist.group.WORLD, "dp"), torch.device("cpu")
-    same = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    assert first_difference([], axis, device) is None
-    assert first_difference([same, same.bfloat16(), None], axis, device) is None
-    assert first_difference([None if rank else torch.zeros(3), torch.full((2,), torch.nan)], axis, device) is None
-    one_bit = same.clone()
-    one_bit[3, 2] = torch.nextafter(one_bit[3, 2], torch.tensor(9.0)) if rank else one_bit[3, 2]
-    assert first_difference([same, one_bit, same + rank], axis, device) == 1
-    assert first_difference([None if rank else same], axis, device) == 0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from tests.parity import TOLERANCE, _everyones, close, total_loss
+from tests.parity import TOLERANCE, _everyones, close, reseed, total_loss
 
 
 def whole_tensors(
@@ -78,11 +78,13 @@ def check_pipeline(
     piped = autopar.initialize(piped, {"model_parallelism": sizes, **config})
     reference = make_optimizer(plain.parameters())
     dp = piped.mpu.dp
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        reseed(number)
         expected = plain(**copy.deepcopy(batch))
         loss = loss_of(expected)
         loss.backward()
         mine = {k: _replica(v, dp) for k, v in batch.items()} if dp.size > 1 else batch
+        reseed(number)
         out = piped.execute_pipeline(
             copy.deepcopy(mine), lambda outputs, inputs: loss_of(outputs), made_before, broadcast_loss=True
         )

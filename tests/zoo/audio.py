@@ -22,6 +22,11 @@ def ragged(length: int) -> torch.Tensor:
     return (torch.arange(length) < torch.tensor([[length], [length * 2 // 3]])).long()
 
 
+# Masks over time and features, drawn from numpy in training.
+SPEC_AUGMENT: dict[str, Any] = {"apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2}
+SPEC_AUGMENT |= {"mask_feature_prob": 0.3, "mask_feature_length": 3}
+
+
 def wave_config(model_type: str, heads: int, vocab: int, **own: Any) -> PretrainedConfig:
     """Fields of the wav2vec2 family; each config takes those that it has."""
     config_class = CONFIG_MAPPING[model_type]
@@ -30,7 +35,7 @@ def wave_config(model_type: str, heads: int, vocab: int, **own: Any) -> Pretrain
     sizes |= {"intermediate_size": 37, "vocab_size": vocab, "initializer_range": 0.1}
     sizes |= {"conv_dim": (12, 14), "conv_stride": (3, 2), "conv_kernel": (5, 3)}
     sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "conv_depthwise_kernel_size": 3}
-    sizes |= {"apply_spec_augment": False, "mask_time_prob": 0.0, "ctc_loss_reduction": "mean"}
+    sizes |= {**SPEC_AUGMENT, "ctc_loss_reduction": "mean"}
     sizes |= {"use_weighted_layer_sum": True, "classifier_proj_size": 11, "feature_projection_input_dim": MELS}
     sizes |= {"tdnn_dim": (9, 7), "tdnn_kernel": (3, 1), "tdnn_dilation": (1, 1), "xvector_output_dim": 13}
     sizes |= {"num_codevectors_per_group": 5, "codevector_dim": 6, "proj_codevector_dim": 10, "num_ctc_classes": 17}
@@ -139,7 +144,7 @@ KINDS: dict[str, Kind] = {
         without={"Wav2Vec2ConformerForPreTraining": _QUANTIZER},
     ),
     "wavlm": Kind(
-        make=_wave("wavlm", num_buckets=8, max_bucket_distance=6),
+        make=_wave("wavlm", num_buckets=8, max_bucket_distance=6, mask_feature_prob=0.0),  # its config lacks a field
         inputs=_WAVE,
         variants={"stable": _STABLE},
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tests.zoo.audio import FRAMES, MELS, SAMPLES, ragged, wave_config
+from tests.zoo.audio import FRAMES, MELS, SAMPLES, SPEC_AUGMENT, ragged, wave_config
 from tests.zoo.form import Draw, Inputs, Kind, Make
 from tests.zoo.seq2seq import bart_like, bert, decoder_inputs, parts, t5_like
 
@@ -50,7 +50,7 @@ def _speecht5(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any])
     sizes: dict[str, Any] = {"vocab_size": vocab, "hidden_size": 8 * heads, "initializer_range": 0.1, **_TOKENS}
     sizes |= {"encoder_layers": 2, "encoder_attention_heads": heads, "encoder_ffn_dim": 37}
     sizes |= {"decoder_layers": 2, "decoder_attention_heads": heads, "decoder_ffn_dim": 29}
-    sizes |= {"conv_dim": (12, 14), "conv_stride": (3, 2), "conv_kernel": (5, 3), "apply_spec_augment": False}
+    sizes |= {"conv_dim": (12, 14), "conv_stride": (3, 2), "conv_kernel": (5, 3), **SPEC_AUGMENT}
     sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_mel_bins": MELS}
     sizes |= {"speech_decoder_prenet_units": 10, "speaker_embedding_dim": 9, "speech_decoder_postnet_layers": 2}
     sizes |= {"speech_decoder_postnet_units": 11, "max_speech_positions": 64, "max_text_positions": 64}
@@ -210,6 +210,7 @@ KINDS: dict[str, Kind] = {
             max_target_positions=32,
             use_weighted_layer_sum=True,
             classifier_proj_size=11,
+            **SPEC_AUGMENT,
         ),
         inputs=_heard("input_features", MELS, FRAMES, mask=False),
         variants={"untied": _UNTIED, "scaled": {"scale_embedding": True}},

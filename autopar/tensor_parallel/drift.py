@@ -1,0 +1,70 @@
+"""The words for what tensor-parallel ranks have differently that they must have alike, or the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["explanation", "same_gradient", "same_shard"]
+
+_TURN_OFF = "  consistency_check: {enable: false} turns this check off."
+
+
+def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """Say what differs between the ranks of one tensor-parallel group, and what that usually comes from.
+
+    Args:
+        everyone: what there is to compare, by name, on each of the ranks.
+    """
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    different = [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
+    weights = [name for name in different if name.startswith("weight ")]
+    states = [name for name in different if name.startswith("random state")]
+    calls = [name for name in different if name not in weights and name not in states]
+    lines = []
+    for name in [*calls, *states, *weights[:3]]:
+        seen = ", ".join(f"rank {r}: {t.get(name, 'missing')}" for r, t in zip(ranks, everyone, strict=True))
+        lines.append(f"  {name}: {seen}")
+    if len(weights) > 3:
+        lines.append(f"  and {len(weights) - 3} more weights")
+    group = f"the ranks {list(ranks)} of one tensor-parallel group"
+    if weights or "optimizer steps so far" in different:
+        head = f"{group} have drifted apart: weights that each of them holds whole differ ({len(weights)}):"
+        if not weights:
+            head = f"{group} have made different numbers of optimizer steps:"
+        hint = (
+            "  A rank skipped an optimizer step, stepped with other settings, drew other random numbers, or wrote\n"
+            "  into its weights. Go on from the last checkpoint."
+        )
+    elif states and not calls:
+        head = f"{group} have different random states ({len(states)}):"
+        hint = (
+            "  The model draws from these: seed all ranks of a group alike, and draw numbers of your own from a\n"
+            "  torch.Generator of your own where not all ranks draw them."
+        )
+    else:
+        head = f"{group} got different inputs ({len(calls)} argument{'s' if len(calls) != 1 else ''}):"
+        hint = (
+            "  They share one model replica and need the same batch: shard the data by mpu.get_data_parallel_rank()\n"
+            "  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu)."
+        )
+    return "\n".join([head, *lines, hint, _TURN_OFF])
+
+
+def same_shard(ranks: Sequence[int]) -> str:
+    """Say that ranks hold the same part of a weight that is sharded."""
+    return (
+        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights.\n"
+        "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
+        "  process_group=model.mpu.get_data_parallel_group(), and initialize the model again. (Drawing weights anew "
+        "after\n  initialize fills every shard with the same numbers, too.)"
+    )
+
+
+def same_gradient(ranks: Sequence[int], name: str) -> str:
+    """Say that ranks stepped with the same gradient of a weight that is sharded."""
+    return (
+        f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same gradient of {name},\n"
+        "  of which each holds another part: gradients were summed over all ranks. Average them over the\n"
+        "  data-parallel replicas only: autopar.average_gradients(model), or\n"
+        "  all_reduce(..., group=model.mpu.get_data_parallel_group()). Go on from the last checkpoint."
+    )

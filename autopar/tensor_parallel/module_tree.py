@@ -1,0 +1,145 @@
+"""The modules and parameters as initialize left them: whether something was added, replaced or rewritten since.
+
+A module that comes later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were the
+whole weight, and nothing in its numbers tells. So each forward begins with a look at the tree: objects are compared by
+identity, which takes a fraction of a millisecond.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import ConfigError
+
+__all__ = ["ModuleTree"]
+
+_WHEN = (
+    "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
+    "  with autopar.deparallelize(model), change it, and initialize it again."
+)
+
+
+class _Seen(NamedTuple):
+    module: nn.Module
+    path: str
+    kind: type[nn.Module]
+    children: list[nn.Module | None]
+    names: list[str]  # of its own parameters
+    parameters: list[nn.Parameter | None]
+    shapes: list[torch.Size | None]
+
+
+class ModuleTree:
+    """What the tree of a tensor-parallel model was when it was last looked at."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen = _look(model)
+
+    def check(self, model: nn.Module) -> bool:
+        """Compare the tree with what it was; True if it has changed in a way that sharding does not mind.
+
+        Modules without parameters may come and go, modules may be wrapped, a parameter may be replaced by one of the
+        same shape, whole blocks may be removed, and FSDP may turn parameters into DTensors.
+
+        Raises:
+            ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the tree
+                stays as it is remembered, so that the next forward raises as well.
+        """
+        if all(map(_unchanged, self._seen)):
+            return False
+        _check_parameters(model, self._seen)
+        _check_layers(model, self._seen)
+        self._seen = _look(model)
+        return True
+
+
+def _look(model: nn.Module) -> list[_Seen]:
+    return [
+        _Seen(
+            module,
+            path,
+            type(module),
+            list(module._modules.values()),
+            list(module._parameters),
+            list(module._parameters.values()),
+            [None if p is None else p.shape for p in module._parameters.values()],
+        )
+        for path, module in model.named_modules()
+    ]
+
+
+def _unchanged(seen: _Seen) -> bool:
+    module = seen.module
+    children, parameters = module._modules.values(), module._parameters.values()
+    return (
+        type(module) is seen.kind
+        and len(children) == len(seen.children)
+        and all(map(operator.is_, children, seen.children))
+        and len(parameters) == len(seen.parameters)
+        and all(map(operator.is_, parameters, seen.parameters))
+        and all(p is None or p.shape == shape for p, shape in zip(parameters, seen.shapes, strict=True))
+    )
+
+
+def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
+    """Raise if a parameter is neither one of before nor stands in the place of one with its shape."""
+    known = {id(parameter) for seen in before for parameter in seen.parameters}
+    slots = {
+        (id(seen.module), name): shape for seen in before for name, shape in zip(seen.names, seen.shapes, strict=True)
+    }
+    new = []
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            slot = (id(module), name)
+            if slot in slots and slots[slot] == parameter.shape:
+                continue
+            if id(parameter) not in known:
+                new.append(f"{path}.{name}" if path else name)
+            elif slot in slots:
+                was = slots[slot]
+                raise ConfigError(
+                    f"{path}.{name} of {type(model).__name__} has another shape than autopar.initialize gave it: it "
+                    f"holds a shard.\n  Now {list(parameter.shape)}, then {was and list(was)} on this rank.\n{_WHEN}"
+                )
+    if new:
+        more = " ..." if len(new) > 3 else ""
+        raise ConfigError(
+            f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know how "
+            f"they are to be sharded: {', '.join(new[:3])}{more}\n{_WHEN}"
+        )
+
+
+def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
+    """Raise if a parallel layer is no longer what it was, or no longer there though its parent is."""
+    now = {id(module) for module in model.modules()}
+    parents = {id(child): seen for seen in before for child in seen.children if child is not None}
+    for seen in before:
+        plan: Any = vars(seen.module).get("autopar")
+        if plan is None:
+            continue
+        if id(seen.module) not in now:
+            parent = parents.get(id(seen.module))
+            if parent is not None and id(parent.module) in now and not plan.gather_output:
+                _refuse(model, seen, "was taken out or replaced")
+        elif not issubclass(type(seen.module), seen.kind):
+            _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
+        elif list(seen.module._parameters) != seen.names:
+            _refuse(model, seen, f"holds {_listed(seen.module)} now, and held {', '.join(seen.names)}")
+
+
+def _listed(module: nn.Module) -> str:
+    return ", ".join(module._parameters) or "no parameter"
+
+
+def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
+    raise ConfigError(
+        f"{seen.path} of {type(model).__name__}, a {seen.kind.__name__} since autopar.initialize, {what}: what was put "
+        f"there would compute with this rank's shard as if it were the whole weight.\n{_WHEN}"
+    )

@@ -1,0 +1,200 @@
+"""Replicas that do not step alike, in loops of the user's own whose optimizer initialize has never seen."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.errors import ConsistencyError, PipelineError
+from tests.parity import close, language_batches
+from tests.pool import pooled
+from tests.small import gpt2
+from tests.worlds import distributed, raises_everywhere, spawn
+
+
+def _model(tp: int = 1, **sections: object) -> torch.nn.Module:
+    return autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": tp}, **sections}).train()
+
+
+def _batches(model: torch.nn.Module, count: int) -> list[dict[str, torch.Tensor]]:
+    return language_batches(131, count=count, seed=1 + model.mpu.get_data_parallel_rank())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pooled(world_size=4)
+def test_if_nobody_averages_the_first_step_raises_though_the_optimizer_is_not_known(tp: int) -> None:
+    model = _model(tp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    weights = copy.deepcopy(model.state_dict())
+    model(**_batches(model, 1)[0]).loss.backward()
+    with raises_everywhere(ConsistencyError, f"the gradients of the {4 // tp} data-parallel replicas differ: nothing"):
+        optimizer.step()
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    autopar.average_gradients(model)
+    with pytest.raises(ConsistencyError):  # this rank's second word on the step is another one
+        optimizer.step()
+        raise ConsistencyError
+
+
+@pooled(world_size=2)
+def test_a_later_step_inside_no_sync_raises():
+    model = _model()
+    engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step, batch in enumerate(_batches(model, 9)):
+        if step < 6:
+            engine(**batch).loss.backward()
+            optimizer.step()
+        else:
+            with engine.no_sync():
+                engine(**batch).loss.backward()
+            with raises_everywhere(ConsistencyError, "the 2 data-parallel replicas", "step 7 of AdamW: "):
+                optimizer.step()
+            break
+        optimizer.zero_grad()
+
+
+@pooled(world_size=2)
+def test_the_last_execute_pipeline_of_a_step_inside_no_sync():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first, second = _batches(model, 2)
+    with model.no_sync():
+        model.execute_pipeline(first)
+    with raises_everywhere(ConsistencyError, "ran inside no_sync, too", "Run the last one of a step outside of it"):
+        optimizer.step()
+    model.execute_pipeline(second)
+    optimizer.step()
+
+
+@pooled(world_size=2, timeout=120)
+def test_a_replica_that_skips_a_step_is_noticed():
+    model = _model()
+    engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    raised = None
+    for step, batch in enumerate(_batches(model, 8)):
+        engine(**batch).loss.backward()
+        try:
+            if step != 4 or dist.get_rank() == 0:
+                optimizer.step()
+        except ConsistencyError as error:
+            raised = (step, str(error))
+            break
+        optimizer.zero_grad()
+    assert raised is not None, "nobody noticed"
+    assert raised[0] in (5, 6) and "data-parallel replicas differ" in raised[1] and "skipped a step" in raised[1]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pooled(world_size=2)
+def test_loops_that_are_right_raise_nothing(wrapped: bool) -> None:
+    """Accumulation, two optimizers at different times, frozen weights, ZeroRedundancyOptimizer, late ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    model = _model()
+    group = model.mpu.get_data_parallel_group()
+    model.transformer.wpe.requires_grad_(False)
+    engine = DistributedDataParallel(model, process_group=group) if wrapped else model
+    named = dict(model.named_parameters())
+    norms = [p for name, p in named.items() if "ln" in name]
+    rest = [p for name, p in named.items() if "ln" not in name and p.requires_grad]
+    optimizers = [torch.optim.AdamW(norms, lr=1e-3), ZeroRedundancyOptimizer(rest, torch.optim.AdamW, group, lr=1e-3)]
+    for step, batch in enumerate(_batches(model, 40)):
+        if step % 3 == 0:
+            with engine.no_sync() if wrapped else contextlib.nullcontext():
+                engine(**batch).loss.backward()
+        engine(**batch).loss.backward()
+        if not wrapped:
+            autopar.average_gradients(model)
+        for optimizer in optimizers[: 1 + step % 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == step % 7:
+            time.sleep(0.01)
+    assert model._autopar.steps.made == 60
+
+
+@pooled(world_size=2)
+def test_it_can_be_turned_off_and_ends_with_the_model():
+    for model in (_model(consistency_check={"enable": False}), autopar.deparallelize(_model())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for batch in language_batches(131, count=2, seed=dist.get_rank()):
+            model(**batch).loss.backward()
+            optimizer.step()
+
+
+def _step_alone() -> None:
+    model = _model(pipeline={"timeout": 3})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(**_batches(model, 1)[0]).loss.backward()
+    if dist.get_rank() == 1:
+        time.sleep(9)
+        return
+    with pytest.raises(PipelineError, match=r"first SGD.step\(\) waited for rank 1.*\n.*rank 1 said nothing"):
+        optimizer.step()
+
+
+def test_a_replica_that_never_steps_is_named_within_the_timeout() -> None:
+    spawn(__name__, "_step_alone", 2, 60.0)
+
+
+@distributed(world_size=4)
+def test_a_rank_of_a_pipeline_that_skips_a_step():
+    model = autopar.initialize(gpt2(n_layer=4), {"model_parallelism": {"pipeline_parallel_size": 4}}).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-3)
+    batch = language_batches(131, count=1, batch=4)[0]
+    for step in range(3):
+        if step < 2:
+            model.execute_pipeline(batch)
+            if step == 0 or dist.get_rank() != 2:
+                optimizer.step()
+            continue
+        with pytest.raises((ConsistencyError, PipelineError), match="optimizer steps so far"):
+            model.execute_pipeline(batch)
+    time.sleep(1)
+
+
+@pooled(world_size=2)
+def test_the_numbers_are_those_of_one_process():
+    plain, model = gpt2().train(), _model()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
+    everyone = [language_batches(131, count=10, seed=1 + rank) for rank in range(2)]
+    for step in range(10):
+        for batches in everyone:
+            (plain(**batches[step]).loss / 2).backward()
+        model(**everyone[dist.get_rank()][step]).loss.backward()
+        autopar.average_gradients(model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        close(model.get_parameter(name).data, parameter.data, name)
+
+
+@pooled(world_size=2)
+def test_replicas_that_are_given_the_same_batches_are_warned_of():
+    import logging
+
+    for seed, told in ((0, True), (dist.get_rank(), False)):
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("autopar.data_parallel.step_check").addHandler(handler)
+        for batch in language_batches(131, count=5, seed=seed):
+            model(**batch).loss.backward()
+            autopar.average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        logging.getLogger("autopar.data_parallel.step_check").removeHandler(handler)
+        assert bool(lines) == (told and dist.get_rank() == 0), lines
+        assert all("all 2 data-parallel replicas were given the same batches in the first 3 steps" in x for x in lines)

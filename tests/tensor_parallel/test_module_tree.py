@@ -1,0 +1,162 @@
+"""Modules and parameters that come or change after initialize: refused where they would take a shard for the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, prune
+
+from autopar.errors import ConfigError
+from tests.parity import close
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+from tests.worlds import raises_everywhere
+
+IDS = torch.arange(10).view(2, 5)
+
+
+class _LoRA(nn.Module):
+    """An adapter around a linear layer, as many write it."""
+
+    def __init__(self, base: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+def _adapter(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = _LoRA(attention.q_proj)
+
+
+def _new_head(model: Any) -> None:
+    model.lm_head = nn.Linear(24, 131, bias=False)
+
+
+def _spectral_norm(model: Any) -> None:
+    parametrizations.spectral_norm(model.model.layers[0].mlp.gate_proj)
+
+
+def _weight_norm(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+
+
+def _pruned(model: Any) -> None:
+    prune.l1_unstructured(model.model.layers[0].mlp.down_proj, "weight", 0.5)
+
+
+def _whole_weight(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.randn(131, 24))
+
+
+def _whole_data(model: Any) -> None:
+    model.lm_head.weight.data = torch.randn(131, 24)
+
+
+def _without_output(model: Any) -> None:
+    model.model.layers[1].self_attn.o_proj = nn.Identity()
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "an adapter": (_adapter, "2 parameters of LlamaForCausalLM came after autopar.initialize"),
+    "a new head": (_new_head, "lm_head.weight"),
+    "spectral_norm": (_spectral_norm, "gate_proj"),
+    "weight_norm": (_weight_norm, "up_proj.parametrizations.weight.original"),
+    "pruning": (_pruned, "model.layers.0.mlp.down_proj of LlamaForCausalLM, a RowParallelLinear since"),
+    "a whole weight": (_whole_weight, "lm_head.weight"),
+    "whole data": (_whole_data, "lm_head.weight of LlamaForCausalLM has another shape than autopar.initialize gave it"),
+    "no output": (_without_output, "model.layers.1.self_attn.o_proj of LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pooled(world_size=2)
+def test_what_would_compute_with_a_shard_as_if_it_were_whole(name: str) -> None:
+    change, text = REFUSED[name]
+    for before in ("nothing", "an evaluation", "a step"):
+        model = parallel(llama(), 2)
+        if before == "an evaluation":
+            with torch.no_grad():
+                model.eval()(IDS)
+        elif before == "a step":
+            model(IDS, labels=IDS).loss.backward()
+        change(model)
+        for _ in range(2):  # and it stays refused
+            with raises_everywhere(ConfigError, text, "before autopar.initialize", "autopar.deparallelize(model)"):
+                model(IDS)
+
+
+def _quiet_activation(model: Any) -> None:
+    for block in model.transformer.h:
+        block.mlp.dropout = nn.Identity()
+
+
+def _wrapped(model: Any) -> None:
+    for number, block in enumerate(model.transformer.h):
+        model.transformer.h[number] = checkpoint_wrapper(block)
+
+
+def _features(model: Any) -> None:
+    model.lm_head = nn.Identity()
+
+
+def _fewer_blocks(model: Any) -> None:
+    del model.transformer.h[1]
+
+
+def _frozen(model: Any) -> None:
+    model.transformer.wte.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_quiet_activation, _wrapped, _features, _fewer_blocks, _frozen])
+@pooled(world_size=2)
+def test_what_sharding_does_not_mind_gives_the_plain_models_numbers(change: Callable[[Any], None]) -> None:
+    plain = gpt2().train()
+    model = parallel(copy.deepcopy(plain), 2).train()
+    model(IDS)
+    for m in (plain, model):
+        change(m)
+        m(IDS).logits.square().mean().backward()
+    close(model(IDS).logits, plain(IDS).logits, "output")
+    norm = "transformer.ln_f.weight"
+    close(model.get_parameter(norm).grad, plain.get_parameter(norm).grad, "gradient")
+
+
+@pooled(world_size=2)
+def test_a_dropout_that_is_put_in_later_draws_apart_inside_a_region():
+    model = parallel(gpt2(n_head=2), 2).train()
+    model(IDS)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.c_attn.weight.fill_(0.01)
+            block.attn.c_attn.bias.fill_(0.1)
+    for block in model.transformer.h:
+        block.attn.attn_dropout = nn.Dropout(0.5)
+    model.config.attn_pdrop = 0.5
+    seen: list[torch.Tensor] = []
+    model.transformer.h[0].attn.c_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    torch.manual_seed(0)
+    model(IDS)
+    assert model._forward_pre_hooks and seen
+    before = model.transformer.h[0].attn.c_proj.region
+    assert before.may_draw
+
+
+@pooled(world_size=2)
+def test_a_copy_watches_its_own_modules():
+    model = parallel(llama(), 2)
+    twin = copy.deepcopy(model)
+    _new_head(twin)
+    model(IDS)
+    with raises_everywhere(ConfigError, "lm_head.weight"):
+        twin(IDS)

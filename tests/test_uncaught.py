@@ -1,0 +1,118 @@
+"""A rank that raises, ends or is interrupted in a loop of the user's own: the others say who, and why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import PipelineError
+from tests.parity import language_batches
+from tests.small import gpt2, parallel
+from tests.worlds import spawn
+
+ENDS = {
+    "raises": (ValueError("sample 17 is damaged"), "rank 1 said: ValueError: sample 17 is damaged"),
+    "is interrupted": (KeyboardInterrupt(), "rank 1 said: KeyboardInterrupt"),
+    "ends": (None, "rank 1 has ended: its process "),
+}
+
+
+def _loop(how: str) -> None:
+    error, text = ENDS[how]
+    model = parallel(gpt2(), 2).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(PipelineError) as info:
+        for step, batch in enumerate(language_batches(131, count=4)):
+            if step == 2 and dist.get_rank() == 1:
+                if error is not None:
+                    sys.excepthook(type(error), error, None)  # what Python does before it ends the process
+                os._exit(1)
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert text in str(info.value), str(info.value)
+    assert "failed: one of the ranks [0, 1] ended, failed or hangs." in str(info.value)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_tensor_parallel_rank_that(how: str) -> None:
+    spawn(__name__, "_loop", 2, 60.0, (how,), expect_dead=(1,))
+
+
+def _backward() -> None:
+    model = parallel(gpt2(), 2).train()
+    loss = model(**language_batches(131)[0]).loss
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(PipelineError, match=r"a tensor-parallel collective failed(.|\n)*rank 1 has ended"):
+        loss.backward()
+
+
+def test_a_rank_that_ends_before_its_backward() -> None:
+    spawn(__name__, "_backward", 2, 60.0, expect_dead=(1,))
+
+
+def _averaging() -> None:
+    model = autopar.initialize(gpt2(), {}).train()
+    model(**language_batches(131)[0]).loss.backward()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(PipelineError, match=r"averaging the gradients over the data-parallel replicas failed"):
+        autopar.average_gradients(model)
+
+
+def test_a_replica_that_ends_before_the_averaging() -> None:
+    spawn(__name__, "_averaging", 2, 60.0, expect_dead=(1,))
+
+
+SCRIPT = """
+import torch, autopar, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tests.small import gpt2
+
+model = autopar.initialize(gpt2(), {})
+engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+for step in range(3):
+    if step == 1 and dist.get_rank() == 1:
+        raise ValueError("sample 17 is damaged")
+    engine(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+"""
+
+
+def test_the_traceback_of_a_script_names_the_rank_that_others_waited_for(tmp_path: Path) -> None:
+    """Where torch's own collectives fail, in DistributedDataParallel, nobody but Python's exception hook can tell."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "2", "PYTHONPATH": root}
+    port = _free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**environment, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    deadline = time.monotonic() + 120
+    texts = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    assert "ValueError: sample 17 is damaged" in texts[1]
+    assert "autopar: " in texts[0] and "rank 1 said: ValueError: sample 17 is damaged" in texts[0], texts[0]
+
+
+def _free_port() -> str:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
