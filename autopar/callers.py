@@ -46,4 +46,4 @@ def warn_user(message: str) -> None:
     while is_library(frame) and frame.f_back is not None:
         frame = frame.f_back
         level += 1
-    warnings.warn(message, ShardWarning, stacklevel=level - 1)
+    warnings.warn(message, ShardWarning, stacklevel=level)

@@ -77,7 +77,8 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
             found |= {start + name: p for name, p in order.items() if p is not None and start + name not in found}
     if exclude_embeddings:
         tables = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Embedding)}
-        found = {name: parameter for name, parameter in found.items() if name not in tables}
+        excluded = {id(found[name]) for name in tables if name in found}
+        found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
     counted: dict[int, int] = {}
     for name, parameter in found.items():
         due = share.planned(name)
