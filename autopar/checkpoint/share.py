@@ -44,9 +44,10 @@ class Share:
         """The axes over which its weights lie: rank and size on each."""
         mpu = self.mpu
         axes = {"tensor-parallel rank": mpu.tp, "pipeline rank": mpu.pp}
+        axes = {name: axis for name, axis in axes.items() if axis.size > 1}
         if _over_replicas(model):
             axes["data-parallel rank"] = mpu.dp
-        return {name: [axis.rank, axis.size] for name, axis in axes.items() if axis.size > 1}
+        return {name: [axis.rank, axis.size] for name, axis in axes.items()}
 
 
 def _over_replicas(model: nn.Module) -> bool:

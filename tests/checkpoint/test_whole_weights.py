@@ -47,7 +47,9 @@ def test_torch_save_of_a_state_dict_warns_once_and_the_file_knows_its_rank(tmp_p
     with pytest.warns(autopar.ShardWarning, match=text) as seen:
         torch.save(model.state_dict(), mine(tmp_path))
     assert seen[0].filename == __file__
-    torch.save(model.state_dict(), mine(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(model.state_dict(), mine(tmp_path))
     dist.barrier()
     own, other = torch.load(mine(tmp_path)), torch.load(mine(tmp_path, 1 - rank))
     with torch.no_grad():
@@ -76,8 +78,10 @@ def test_a_state_dict_inside_of_another_module_s_warns_too(tmp_path: Path) -> No
 def test_copies_of_a_model_and_of_its_state_dict_are_quiet() -> None:
     model = parallel(gpt2())
     ids = torch.arange(6).view(1, 6)
-    best = copy.deepcopy(model.state_dict())
-    average = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        best = copy.deepcopy(model.state_dict())
+        average = copy.deepcopy(model)
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight.add_(1.0)
     assert not torch.equal(model(ids).logits, average(ids).logits)
@@ -144,7 +148,9 @@ def test_a_model_that_is_whole_is_saved_as_ever(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")  # transformers writes on rank 0
     dist.barrier()
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), llama())
-    torch.save(model.state_dict(), mine(tmp_path).with_suffix(".bin"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(model.state_dict(), mine(tmp_path).with_suffix(".bin"))
     save_model(model, str(mine(tmp_path).with_suffix(".safetensors")))
     model.load_state_dict(llama(1).state_dict(), assign=True)
     assert model.num_parameters() == llama().num_parameters()
