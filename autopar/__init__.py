@@ -13,6 +13,7 @@ from autopar.errors import (
     ConsistencyError,
     PipelineError,
     PolicyError,
+    ShardWarning,
     UnsupportedModelError,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "ParallelConfig",
     "PipelineError",
     "PolicyError",
+    "ShardWarning",
     "UnsupportedModelError",
     "__version__",
     "average_gradients",

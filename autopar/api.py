@@ -38,7 +38,7 @@ from autopar.policy.schema import Policy
 from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
 from autopar.policy.uses import hugging_face_model
 from autopar.roll_call import RollCall
-from autopar.tensor_parallel import parallelize
+from autopar.tensor_parallel import megatron_marks, parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.regions import Region
@@ -153,6 +153,7 @@ def initialize(
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed, steps)
     model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
+    megatron_marks.mark(model, plan, stages, mpu)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -184,6 +185,7 @@ def deparallelize(model: Model) -> Model:
     if state.config.activation_checkpointing:
         inner.gradient_checkpointing_disable()
     checkpoint.detach(model)
+    megatron_marks.unmark(model)
     del model._autopar, model.mpu
     state.mpu.destroy()
     return model

@@ -24,6 +24,7 @@ __all__ = [
     "ConsistencyError",
     "PipelineError",
     "PolicyError",
+    "ShardWarning",
     "UnsupportedModelError",
     "nearest",
 ]
@@ -68,6 +69,10 @@ class ConsistencyError(AutoparError):
 
 class PipelineError(AutoparError):
     """A stage of a pipeline did not deliver: its process ended, failed or hangs."""
+
+
+class ShardWarning(UserWarning):
+    """What a rank holds of a weight is used where the whole weight is likely to be meant."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROWS = [
     ["errors"],
+    ["callers"],
     ["pipeline_config"],
     ["layout", "config", "digest"],
     ["collectives"],

@@ -92,7 +92,7 @@ def main() -> None:
     model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": size}}, policy=POLICY)
     device = model.mpu.device
     for name in ("transformer.wte", "transformer.wpe", "transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc"):
-        weight, whole = gpt2.get_submodule(name).weight, plain.model.get_submodule(name).weight if plain else None
+        weight, whole = gpt2.get_parameter(f"{name}.weight"), plain.model.get_submodule(name).weight if plain else None
         say(f"{name}.weight: {list(whole.shape) if whole is not None else ''} -> {list(weight.shape)} on this rank")
 
     data = Blocks(load_text(args.dataset), tokenizer, args.context)

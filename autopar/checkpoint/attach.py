@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar.checkpoint.load import Wanted, load
+from autopar.checkpoint.load_state_dict import TakeShare
+from autopar.checkpoint.partial_state_dict import MarkPart
 from autopar.checkpoint.save import save
+from autopar.checkpoint.share import SHARE, Share
 from autopar.checkpoint.state import STATE, State, state_of
+from autopar.checkpoint.whole_model import METHODS, refuse_pickle
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
 
@@ -144,6 +146,34 @@ def attach(
     # A bound method copies well: deepcopy binds it to the copy.
     for method in (save_parallelized, wait_for_save, from_parallelized):
         model.__dict__[method.__name__] = MethodType(method, model)
+    _attach_share(model, plan, mpu)
+
+
+def _attach_share(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Whoever takes a rank's part for the whole model is told."""
+    model.__dict__["__reduce_ex__"] = MethodType(refuse_pickle, model)
+    mark, take = MarkPart(), TakeShare()
+    for path, module in model.named_modules():
+        if module is not model and not isinstance(module, PreTrainedModel):
+            continue
+        module.__dict__[SHARE] = Share(plan, mpu, path, type(model).__name__)
+        module._register_state_dict_hook(mark)
+        module.register_load_state_dict_pre_hook(take)
+        for name, method in METHODS.items():
+            if isinstance(module, PreTrainedModel):
+                module.__dict__[name] = MethodType(method, module)
+
+
+def _detach_share(model: nn.Module) -> None:
+    model.__dict__.pop("__reduce_ex__", None)
+    for module in model.modules():
+        if module.__dict__.pop(SHARE, None) is None:
+            continue
+        for hooks, kind in ((module._state_dict_hooks, MarkPart), (module._load_state_dict_pre_hooks, TakeShare)):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
+                del hooks[key]
+        for name in METHODS:
+            module.__dict__.pop(name, None)
 
 
 def detach(model: nn.Module) -> None:
@@ -153,3 +183,4 @@ def detach(model: nn.Module) -> None:
     finally:
         for name in (STATE, *_METHODS):
             model.__dict__.pop(name, None)
+        _detach_share(model)

@@ -8,7 +8,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from autopar.roll_call import RollCall
 
 __all__ = ["Pipeline", "PipelineOutput"]
 
-_NAMES = ("execute_pipeline", "no_sync", "forward", "generate", "save_pretrained", "_autopar_pipeline", "_autopar_span")
+_NAMES = ("execute_pipeline", "no_sync", "forward", "generate", "_autopar_pipeline", "_autopar_span")
 
 
 @dataclass
@@ -120,13 +120,8 @@ class Pipeline:
             module._autopar_pipeline, module._autopar_span = self, span  # type: ignore[assignment]
             kind: Any = type(module)
             module.forward = types.MethodType(_forward_of(kind), module)
-            methods: dict[str, Any] = {}
-            if isinstance(module, PreTrainedModel):
-                methods["save_pretrained"] = _refuse_save
-                if callable(getattr(module, "generate", None)):
-                    methods["generate"] = _generate
-            for name, function in methods.items():
-                setattr(module, name, types.MethodType(function, module))
+            if isinstance(module, PreTrainedModel) and callable(getattr(module, "generate", None)):
+                module.generate = types.MethodType(_generate, module)  # type: ignore[assignment]
 
     def _span(self, path: str) -> tuple[int, int] | None:
         """The elements that a module runs."""
@@ -364,11 +359,3 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         share(axis, pipeline.mpu.device)
         with contextlib.nullcontext() if self._autopar_check is None else self._autopar_check.first_only():
             return type(self).generate(self, *args, **kwargs)
-
-
-def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        f"save_pretrained: this rank holds only its stages of {type(self).__name__}. "
-        "Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
-        "reads."
-    )

@@ -23,12 +23,13 @@ from autopar.roll_call import RollCall
 from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
 from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
 from autopar.tensor_parallel.consistency import ForwardCheck
+from autopar.tensor_parallel.given_caches import CutCaches, KnowCaches, cache_layouts
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["attach", "detach"]
 
-_NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_roll", "_autopar_check")
+_NAMES = ("generate", "resize_token_embeddings", "_autopar_roll", "_autopar_check")
 
 
 def attach(
@@ -45,11 +46,12 @@ def attach(
         before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, outermost=module is model)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
+        if mpu.model.size > 1:
+            module.register_forward_pre_hook(CutCaches(mpu, cache_layouts(module)), with_kwargs=True)
+            module.register_forward_hook(KnowCaches())
         methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
-        if plan.tp > 1:
-            methods["save_pretrained"] = _refuse_save
-            if callable(getattr(module, "generate", None)):
-                methods["generate"] = _generate
+        if plan.tp > 1 and callable(getattr(module, "generate", None)):
+            methods["generate"] = _generate
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
         module._autopar_roll = roll  # type: ignore[assignment]
@@ -63,7 +65,7 @@ def detach(model: PreTrainedModel) -> None:
     detach_loss(model)
     for module in _hugging_face_modules(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, BeforeForward | AfterForward)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
                 hooks.pop(key)
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
@@ -110,6 +112,9 @@ class AfterForward:
         return None if output is None else whole_attentions(output, self.mpu.tp, self.layouts)
 
 
+_HOOKS = (BeforeForward, AfterForward, CutCaches, KnowCaches)
+
+
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
     roll: RollCall = self._autopar_roll
@@ -126,12 +131,4 @@ def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise ConfigError(
         f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is shared out already. "
         "Resize before autopar.initialize, or after autopar.deparallelize(model)."
-    )
-
-
-def _refuse_save(self: Any, *_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        f"save_pretrained: this rank holds only its share of {type(self).__name__}. "
-        "Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
-        "reads."
     )

@@ -31,6 +31,7 @@ from autopar.tensor_parallel.boundaries import Boundary, bounded_class
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.norms import SharedNorm
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.vocabulary_rows import own_rows
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -118,6 +119,7 @@ def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 class ColumnParallelLinear(_Column, nn.Linear):
     """``nn.Linear`` with its output features shared out."""
 
+    weight = own_rows
     _multiply = staticmethod(_linear)
 
 
@@ -165,6 +167,8 @@ class VocabParallelEmbedding(_Parallel, nn.Embedding):
     Raises:
         IndexError: an id outside the whole table, on every rank (on CUDA a device-side assertion, as in torch).
     """
+
+    weight = own_rows
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         layout = self.autopar_layouts["weight"]

@@ -17,6 +17,7 @@ from autopar.policy.plan import AttributePlan, ModulePlan, Plan
 from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.own_config import own_config, set_own
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.vocabulary_rows import TOLD
 
 __all__ = ["apply", "cut_parameters", "full_tensor", "make_equal", "undo"]
 
@@ -153,7 +154,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                 module._buffers[name] = full_tensor(buffer, layout, axis)
         _resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local"):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local", TOLD):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

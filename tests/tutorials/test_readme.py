@@ -179,11 +179,16 @@ def test_what_it_says_raises_does() -> None:
     text = README.read_text()
     section = text[text.index("## What raises") : text.index("## Status")]
     rows = len(re.findall(r"^\| ", section, re.MULTILINE)) - 1  # without the head of the table
-    assert rows == 12  # five here, seven in the next test
+    assert rows == 15  # eight here, seven in the next test
     model = parallel(gpt2(), 2)
+    staged, _ = training(gpt2().eval(), stages=2)
+    cache = gpt2()(torch.tensor([[1, 2]]), use_cache=True).past_key_values
     for instead, call in {
         "save_parallelized": lambda: model.save_pretrained("folder"),
+        r"merge_checkpoints=True": lambda: type(model).save_pretrained(model, "folder"),
         "after autopar.deparallelize": lambda: model.resize_token_embeddings(200),
+        r"after autopar.deparallelize\(model\)": lambda: model.set_input_embeddings(torch.nn.Embedding(131, 36)),
+        "use pipeline_parallel_size=1": lambda: staged(torch.tensor([[3]]), past_key_values=cache),
         "autopar.deparallelize": lambda: autopar.initialize(model, {"model_parallelism": {}}),
         "would fit|that fits": lambda: parallel(gpt2(n_head=1), 2),
         "sizes|divide": lambda: parallel(gpt2(), 3),
@@ -191,6 +196,8 @@ def test_what_it_says_raises_does() -> None:
     }.items():
         with pytest.raises(autopar.ConfigError, match=instead):
             call()
+    with pytest.raises(autopar.CheckpointError, match="Leave assign out"):
+        model.load_state_dict(gpt2().state_dict(), assign=True)
     with pytest.raises(autopar.ConsistencyError, match=r"autopar\.prepare_dataloader"):
         model(torch.tensor([[1, 2, 3 + dist.get_rank()]]))
 

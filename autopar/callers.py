@@ -1,0 +1,49 @@
+"""Who called: the user's own code, or a library that knows what it does."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+
+from autopar.errors import ShardWarning
+
+__all__ = ["calls", "is_library", "warn_user"]
+
+_OURS = __file__.rpartition("/")[0] + "/"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether code of autopar, of an installed package, or of a model's own files from the hub runs there."""
+    place = frame.f_code.co_filename
+    return (
+        _is_ours(frame)
+        or "site-packages" in place
+        or "dist-packages" in place
+        or place.startswith("<")  # made at run time: dataclasses, torch.fx
+        or str(frame.f_globals.get("__name__")).startswith("transformers_modules")
+    )
+
+
+def calls() -> Iterator[tuple[str, str]]:
+    """``(module, function)`` of the calls that led to autopar, innermost first, up to one of autopar's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    while frame is not None and not _is_ours(frame):
+        yield str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        frame = frame.f_back
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's own code that led here."""
+    level, frame = 2, sys._getframe(1)
+    while is_library(frame) and frame.f_back is not None:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, ShardWarning, stacklevel=level)

@@ -1,0 +1,126 @@
+"""``past_key_values`` that the user gives: outputs and gradients are the plain model's, or an error says why not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import LinearAttentionLayer
+
+import autopar
+from tests.parity import close, randomise
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+
+Prefix = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "d_model": 24, "d_kv": 4, "num_heads": 3, "d_ff": 20, "num_layers": 2}
+    config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return randomise(T5ForConditionalGeneration(config))
+
+
+def prefix(heads: int, seed: int = 5) -> Prefix:
+    """Trained keys and values of 3 positions, for 2 samples and 2 layers."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(4, 2, heads, 3, 4, generator=generator)
+    return [(made[0].clone().requires_grad_(), made[1].clone().requires_grad_()),
+            (made[2].clone().requires_grad_(), made[3].clone().requires_grad_())]  # fmt: skip
+
+
+def train(model: Any, given: Prefix) -> Any:
+    ids = torch.arange(10).view(2, 5)
+    for labels in (ids, ids.flip(0)):
+        cache: Any = DynamicCache([tuple(pair) for pair in given])
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, DynamicCache())
+            outputs = model(input_ids=ids, labels=labels, past_key_values=cache)
+        else:
+            mask = torch.ones(2, 8, dtype=torch.long)
+            outputs = model(input_ids=ids, attention_mask=mask, labels=labels, past_key_values=cache)
+        outputs.loss.backward()
+    return outputs
+
+
+@pooled(world_size=2)
+def test_a_trained_prefix_has_the_plain_gradients() -> None:
+    cases: dict[str, tuple[Callable[[], Any], int]] = {
+        "uneven KV heads": (llama, 3),
+        "one KV head on both ranks": (lambda: llama(num_key_value_heads=1), 1),
+        "fused q, k and v": (gpt2, 9),
+        "encoder and decoder": (t5, 3),
+    }
+    for name, (build, heads) in cases.items():
+        plain, model = build().train(), parallel(build(), 2).train()
+        given, ours = prefix(heads), prefix(heads)
+        expected, outputs = train(plain, given), train(model, ours)
+        close(outputs.logits, expected.logits, f"{name}: logits")
+        for pair, other in zip(ours, given, strict=True):
+            for tensor, theirs in zip(pair, other, strict=True):
+                close(tensor.grad, theirs.grad, f"{name}: gradient of the prefix")
+        gradients = {n: p.grad for n, p in autopar.deparallelize(model).named_parameters()}
+        for n, parameter in plain.named_parameters():
+            close(gradients[n], parameter.grad, f"{name}: gradient of {n}")
+
+
+@pooled(world_size=2)
+def test_a_cache_of_the_model_s_own_goes_on() -> None:
+    ids, following = torch.arange(10).view(2, 5), torch.tensor([[3], [4]])
+    for build in (lambda: llama(num_key_value_heads=1), gpt2):
+        plain = build().train()
+        model = parallel(build(), 2).train()
+        results = []
+        for each in (plain, model):
+            cache = each(ids, use_cache=True).past_key_values
+            outputs = each(following, past_key_values=cache)
+            outputs.logits.square().mean().backward()  # through the cache
+            results.append(outputs.logits)
+        close(results[1], results[0], "logits")
+        with torch.no_grad():
+            copied = copy.deepcopy(model(ids, use_cache=True).past_key_values)
+            close(model(following, past_key_values=copied).logits, results[0], "logits after a copy of the cache")
+        gradients = {n: p.grad for n, p in autopar.deparallelize(model).named_parameters()}
+        for name, parameter in plain.named_parameters():
+            close(gradients[name], parameter.grad, f"gradient of {name}")
+
+
+@pooled(world_size=2)
+def test_a_plain_model_s_cache_and_generate() -> None:
+    ids, following = torch.arange(10).view(2, 5), torch.tensor([[3, 5], [4, 6]])
+    plain, model = llama().eval(), parallel(llama(), 2).eval()
+    with torch.no_grad():
+        cache = plain(ids, use_cache=True).past_key_values
+        expected = plain(following, past_key_values=copy.deepcopy(cache)).logits
+        close(model(following, past_key_values=copy.deepcopy(cache)).logits, expected, "logits")
+    whole, settings = torch.cat([ids, following], 1), {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    settings["attention_mask"] = torch.ones_like(whole)
+    for way in ({"past_key_values": cache}, {"cache_implementation": "static"}, {"num_beams": 2}):
+        texts = [each.generate(whole, **settings, **copy.deepcopy(way)) for each in (plain, model)]
+        assert torch.equal(*texts), way
+
+
+@pooled(world_size=2)
+def test_what_cannot_be_cut_is_refused() -> None:
+    model, ids = parallel(llama(), 2), torch.arange(10).view(2, 5)
+    with pytest.raises(
+        autopar.ConfigError, match=r"layer 0 \(DynamicLayer\) has keys of 5 heads.*has 3 \([12] on this"
+    ):
+        model(ids, past_key_values=DynamicCache([tuple(pair) for pair in prefix(5)]))
+    states = DynamicCache()
+    states.layers = [LinearAttentionLayer(), LinearAttentionLayer()]
+    states.layers[0].recurrent_states = torch.zeros(2, 3, 4)
+    with pytest.raises(autopar.ConfigError, match=r"LinearAttentionLayer\) comes with recurrent_states, which autopar"):
+        model(ids, past_key_values=states)
+    staged = autopar.initialize(llama().eval(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(autopar.ConfigError, match=r"cut into 2 pipeline stages, which go on only from a cache"):
+                staged(ids, past_key_values=DynamicCache([tuple(pair) for pair in prefix(3)]))
+        cache = staged(ids, use_cache=True).past_key_values
+        staged(ids[:, :1], past_key_values=cache)
