@@ -25,6 +25,7 @@ __all__ = [
     "PipelineError",
     "PolicyError",
     "UnsupportedModelError",
+    "clip",
     "nearest",
 ]
 
@@ -68,6 +69,11 @@ class ConsistencyError(AutoparError):
 
 class PipelineError(AutoparError):
     """A stage of a pipeline did not deliver: its process ended, failed or hangs."""
+
+
+def clip(text: str, width: int = 120) -> str:
+    """Return ``text``, or of a longer one the beginning: for values of users in messages."""
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

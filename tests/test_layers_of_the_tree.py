@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROWS = [
     ["errors"],
-    ["pipeline_config"],
+    ["pipeline_config", "foreign_keys"],
     ["layout", "config"],
     ["collectives"],
     ["axis"],
