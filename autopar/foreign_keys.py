@@ -128,7 +128,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "overlap_grad_reduce": _TORCH_DECIDES,
         "overlap_param_gather": _TORCH_DECIDES,
         "ddp_bucket_size": _DDP,
-        "calculate_per_token_loss": "get_forward_backward_func()(..., calculate_per_token_loss=True) takes it",
+        "calculate_per_token_loss": "write pipeline: {loss_reduction: tokens}, the default of execute_pipeline",
         "use_flash_attn": _NO_FUSION,
         "masked_softmax_fusion": _NO_FUSION,
         "bias_gelu_fusion": _NO_FUSION,
