@@ -23,6 +23,7 @@ from autopar.data_parallel.attach import attach as attach_optimizer
 from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
+from autopar.data_parallel.wrappers import WrapperCheck
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
 from autopar.lazy_model import in_lazy_init
 from autopar.materialize import Materializer, lazy_facts
@@ -146,6 +147,7 @@ def initialize(
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed)
+    model._autopar.wrappers = WrapperCheck(model, mpu)
     model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
     return model if optimizer is None else (model, optimizer)
 
@@ -177,6 +179,8 @@ def deparallelize(model: Model) -> Model:
     if state.config.activation_checkpointing:
         inner.gradient_checkpointing_disable()
     checkpoint.detach(model)
+    if state.wrappers is not None:
+        state.wrappers.remove()
     del model._autopar, model.mpu
     state.mpu.destroy()
     return model
@@ -189,6 +193,7 @@ class _State:
         self.plan, self.stages, self.mpu, self.config = plan, stages, mpu, config
         self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
         self.step: ParallelStep | None = None
+        self.wrappers: WrapperCheck | None = None
 
 
 def on_every_rank(step: Callable[[], Result], facts: Callable[[Result], Any]) -> Result:
