@@ -3,8 +3,9 @@
 Tensor-parallel ranks and stages hold different shards under the same names. What copies or averages parameters over
 them makes one shard of all, without a word where the shards are equally large. torch calls its global hooks when a
 module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything) and
-before an optimizer steps; the groups are compared there, on each rank by itself. The ranks of one axis partition the
-world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank raises.
+before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
+axis partition the world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank
+raises.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,8 @@ class WrapperCheck:
             hook: Any = self._on_registration
             self._handles = [register_module_module_registration_hook(hook)]
             self._handles.append(register_optimizer_step_pre_hook(self._on_step))
+            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+        self._kind = type(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
         return self
@@ -68,10 +71,18 @@ class WrapperCheck:
         group = getattr(optimizer, "process_group", None)  # ZeroRedundancyOptimizer's
         if parameters and isinstance(group, dist.ProcessGroup):
             _check_group(type(optimizer).__name__, group, self.mpu)
-        for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
-            if not set(mesh.mesh.flatten().tolist()) <= set(self.mpu.dp.ranks):
-                raise ConfigError(_explain("fully_shard", mesh.mesh.flatten().tolist(), self.mpu, _MESH))
+        _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
         self._checked.add(optimizer)
+
+    def _on_forward(self, model: nn.Module, *_: Any) -> None:
+        if type(model) is self._kind:
+            return
+        found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+        for module in model.modules():  # weights of the outermost are whole by now
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            found |= {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+        _check_meshes(found, self.mpu)
+        self._kind = type(model)  # fully_shard has changed it
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
         """Whether the model, a part of it, or a copy of it is among ``modules``."""
@@ -84,6 +95,13 @@ def _check_group(what: str, group: Any, mpu: MPU) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if not set(ranks) <= set(mpu.dp.ranks):
         raise ConfigError(_explain(what, ranks, mpu, _GROUP))
+
+
+def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
+    for mesh in meshes:
+        ranks = mesh.mesh.flatten().tolist()
+        if not set(ranks) <= set(mpu.dp.ranks):
+            raise ConfigError(_explain("fully_shard", ranks, mpu, _MESH))
 
 
 def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:

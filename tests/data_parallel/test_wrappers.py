@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,17 +107,30 @@ def test_an_optimizer_that_deals_out_parameters_over_all_ranks_is_refused() -> N
     model.mpu.destroy()
 
 
+@pytest.mark.parametrize("blocks", [True, False])
 @pooled(world_size=2)
-def test_fully_shard_over_all_ranks_is_refused() -> None:
+def test_fully_shard_over_all_ranks_is_refused(blocks: bool) -> None:
     model = parallel(gpt2(n_head=4), 2, consistency_check={"enable": False})
-    for block in model.transformer.h:
+    for block in model.transformer.h if blocks else ():
         fully_shard(block)
     fully_shard(model)
-    (batch,) = language_batches(131, count=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(**batch).loss.backward()
-    with _refused("fully_shard", "[0, 1]", model.mpu, 'mesh=model.mpu.mesh["dp"]'):
-        optimizer.step()
+    (batch,) = language_batches(131, count=1)
+    for call in (lambda: model(**batch), lambda: model(**batch), optimizer.step):
+        with _refused("fully_shard", "[0, 1]", model.mpu, 'mesh=model.mpu.mesh["dp"]'):
+            call()
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
+    """Its constructor needs a GPU; this is what it does last."""
+    model = parallel(gpt2(n_head=4), 2)
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.process_group = dist.group.WORLD
+    with _refused("FullyShardedDataParallel", "[0, 1]", model.mpu, GROUP):
+        wrapper._fsdp_wrapped_module = model
     model.mpu.destroy()
 
 
