@@ -20,7 +20,7 @@ from autopar.errors import (
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
     from autopar.config import ParallelConfig
-    from autopar.data_parallel.batches import prepare_dataloader
+    from autopar.data_parallel.batches import gather_for_metrics, prepare_dataloader
     from autopar.data_parallel.gradients import GradScaler, average_gradients, clip_grad_norm_
     from autopar.lazy_model import lazy_init
     from autopar.mesh import MPU
@@ -45,6 +45,7 @@ __all__ = [
     "clip_grad_norm_",
     "deparallelize",
     "from_pretrained",
+    "gather_for_metrics",
     "initialize",
     "lazy_init",
     "prepare_dataloader",
@@ -58,6 +59,7 @@ _HOMES = {
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",
+    "gather_for_metrics": "autopar.data_parallel.batches",
     "initialize": "autopar.api",
     "lazy_init": "autopar.lazy_model",
     "prepare_dataloader": "autopar.data_parallel.batches",

@@ -23,6 +23,7 @@ from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.step_check import StepCheck
+from autopar.data_parallel.wrappers import WrapperCheck
 from autopar.errors import ConfigError
 from autopar.generators import share
 from autopar.gradient_sums import held_alike
@@ -152,6 +153,7 @@ def initialize(
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed, steps)
+    model._autopar.wrappers = WrapperCheck(model, mpu)
     model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
     megatron_marks.mark(model, plan, stages, mpu)
     return model if optimizer is None else (model, optimizer)
@@ -186,6 +188,8 @@ def deparallelize(model: Model) -> Model:
         inner.gradient_checkpointing_disable()
     checkpoint.detach(model)
     megatron_marks.unmark(model)
+    if state.wrappers is not None:
+        state.wrappers.remove()
     del model._autopar, model.mpu
     state.mpu.destroy()
     return model
@@ -198,6 +202,7 @@ class _State:
         self.plan, self.stages, self.mpu, self.config, self.steps = plan, stages, mpu, config, steps
         self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
         self.step: ParallelStep | None = None
+        self.wrappers: WrapperCheck | None = None
 
 
 def _forward_check(

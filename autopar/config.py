@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from autopar.errors import ConfigError, nearest
+from autopar.errors import ConfigError, clip, nearest
+from autopar.foreign_keys import explain
 from autopar.pipeline_config import PipelineConfig
 
 __all__ = ["ParallelConfig"]
@@ -59,6 +60,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 _INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
+_STAGE_2 = ": 1 shards what the optimizer keeps, 3 weights and gradients too"
+# The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
+_CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
+_SHOWN = 8  # problems in one message
+
 _NO_PIPELINE = PipelineConfig()
 
 
@@ -87,7 +93,8 @@ class ParallelConfig:
         hysteresis: overflows after which it is multiplied by ``backoff_factor``.
         pipeline: how ``execute_pipeline`` runs.
 
-    The form a user writes has sections; a section that is present is on unless it says ``enable: false``::
+    The form a user writes has sections; a section that is present is on unless it says ``enable: false``. A key or a
+    section that is ``null`` is as if it were not there::
 
         model_parallelism:
           enable: true
@@ -119,6 +126,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         problems: list[str] = []
         for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None:
+                object.__setattr__(self, field.name, field.default)
             problem = _problem(field.name, getattr(self, field.name), type(field.default))
             problems += [problem] if problem else []
         if not problems:
@@ -151,14 +160,18 @@ class ParallelConfig:
         numbers: dict[str, Any] = {}
         for section, content in loaded.items():
             known = _SECTIONS.get(section) if isinstance(section, str) else None
+            if content is None and (known or section in _NUMBERS):
+                continue
             if section in _NUMBERS:
                 problem = _problem(section, content, float)
                 problems += [problem] if problem else []
                 numbers[section] = content
             elif known is None:
-                problems.append(_unknown_section(section))
+                problems.append(_unknown_section(section, content))
             elif not isinstance(content, Mapping):
-                problems.append(f"section '{section}' must hold keys, not {_show(content)}")
+                problems.append(
+                    f"section '{section}' must hold keys, not {_show(content)}{_as_section(section, content)}"
+                )
             else:
                 values[section] = _check_section(section, content, known, problems)
         sizes = values.get("model_parallelism", {})
@@ -274,8 +287,12 @@ def _check_section(
     for key, value in content.items():
         if key not in known:
             problems.append(
-                f"unknown key '{key}' in section '{section}'.{nearest(str(key), known)} Known: {', '.join(known)}"
+                explain(key, value)
+                or f"unknown key '{clip(str(key))}' in section '{section}'.{nearest(str(key), known)} "
+                f"Known: {', '.join(known)}"
             )
+        elif value is None:
+            continue
         elif problem := _problem(f"{section}.{key}", value, known[key]):
             problems.append(problem)
         else:
@@ -289,21 +306,34 @@ def _problem(name: str, value: Any, kind: type) -> str | None:
     if name in _CHOICES:
         *most, last = _CHOICES[name]
         choices = f"{', '.join(map(str, most))} or {last}"
-        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {value}"
+        hint = _STAGE_2 if value == 2 else ""
+        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {clip(str(value))}{hint}"
     if name in ("consistency_check.inputs", "consistency_inputs") and not _INPUTS.fullmatch(str(value)):
-        return f"{name} must be auto, first, always or 'every N' (every 10), not {value}"
+        return f"{name} must be auto, first, always or 'every N' (every 10), not {clip(str(value))}"
     number: Any = value
     if kind is float and not (0 < number < math.inf or (name in _NUMBERS and number == 0)):
         return f"{name} must be above 0, not {value}"
     return f"{name} must be at least 1, not {value}" if kind is int and number < 1 else None
 
 
-def _unknown_section(section: object) -> str:
+def _unknown_section(section: object, content: object) -> str:
     for name, keys in _SECTIONS.items():
         if section in keys and section != "enable":
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
     known = [*_SECTIONS, *_NUMBERS]
-    return f"unknown section '{section}'.{nearest(str(section), known)} Known: {', '.join(known)}"
+    return (
+        explain(section, content)
+        or f"unknown section '{clip(str(section))}'.{nearest(str(section), known)} Known: {', '.join(known)}"
+    )
+
+
+def _as_section(section: str, content: object) -> str:
+    """What to write for a section that was given one value."""
+    if isinstance(content, bool) and "enable" in _SECTIONS[section]:
+        return f": write {section}: {{enable: {str(content).lower()}}}"
+    home, _, key = _CHIEF.get(section, "").partition(".")
+    fits = key and _problem(f"{home}.{key}", content, _SECTIONS[home][key]) is None
+    return f": write {home}: {{{key}: {content}}}" if fits else ""
 
 
 def _read(path: Path) -> object:
@@ -326,12 +356,15 @@ def _name(kind: type) -> str:
 
 
 def _show(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{clip(repr(value))} ({type(value).__name__})"
 
 
 def _raise(problems: list[str]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        lines = "\n".join(f"  {i}. {problem}" for i, problem in enumerate(problems, 1))
-        raise ConfigError(f"the config has {len(problems)} problems:\n{lines}", problems)
+        shown = problems[: _SHOWN + 1 if len(problems) == _SHOWN + 1 else _SHOWN]
+        lines = [f"  {i}. {problem}" for i, problem in enumerate(shown, 1)]
+        rest = problems[len(shown) :]
+        lines += [f"  ... and {len(rest)} more: the error's .problems lists all"] if rest else []
+        raise ConfigError("\n".join([f"the config has {len(problems)} problems:", *lines]), problems)

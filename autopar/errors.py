@@ -26,6 +26,7 @@ __all__ = [
     "PolicyError",
     "ShardWarning",
     "UnsupportedModelError",
+    "clip",
     "nearest",
 ]
 
@@ -73,6 +74,11 @@ class PipelineError(AutoparError):
 
 class ShardWarning(UserWarning):
     """What a rank holds of a weight is used where the whole weight is likely to be meant."""
+
+
+def clip(text: str, width: int = 120) -> str:
+    """Return ``text``, or of a longer one the beginning: for values of users in messages."""
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

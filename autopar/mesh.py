@@ -153,6 +153,11 @@ class MPU:
         return f"MPU(rank {self.rank} of {self.world_size}: {ranks})"
 
     @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0 of the world, which prints and logs; it reads no data and saves nothing alone."""
+        return self.rank == 0
+
+    @property
     def mesh(self) -> DeviceMesh:
         """The mesh as torch's ``DeviceMesh`` with axes ``("pp", "dp", "tp")``, over the same process groups."""
         if self._mesh is None:

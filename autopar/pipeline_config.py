@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.errors import nearest
+from autopar.errors import clip, nearest
 
 __all__ = ["PipelineConfig"]
 
@@ -66,7 +66,7 @@ class PipelineConfig:
         chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", *_FOLDED) else 1)
         if schedule not in _SCHEDULES:
             problems.append(
-                f"pipeline.schedule={schedule!r} is unknown.{nearest(schedule, _SCHEDULES)} Known: "
+                f"pipeline.schedule={clip(repr(schedule))} is unknown.{nearest(schedule, _SCHEDULES)} Known: "
                 f"{', '.join(_SCHEDULES)}"
             )
         elif (schedule == "interleaved") != (chunks > 1) and schedule not in _FOLDED:
@@ -79,10 +79,14 @@ class PipelineConfig:
             )
         reduction = found.get("loss_reduction", "tokens")
         if reduction not in _REDUCTIONS:
-            problems.append(f"pipeline.loss_reduction={reduction!r} is unknown. Known: {', '.join(_REDUCTIONS)}")
+            problems.append(
+                f"pipeline.loss_reduction={clip(repr(reduction))} is unknown. Known: {', '.join(_REDUCTIONS)}"
+            )
         layers = found["layers_per_stage"] = tuple(found.get("layers_per_stage", ()))
         if any(type(count) is not int or count < 1 for count in layers):
-            problems.append(f"pipeline.layers_per_stage={list(layers)} must list numbers of blocks of at least 1")
+            problems.append(
+                f"pipeline.layers_per_stage={clip(str(list(layers)))} must list numbers of blocks of at least 1"
+            )
         size, count = found.get("microbatch_size"), found.get("num_microbatches")
         if size is not None and count is not None:
             problems.append(

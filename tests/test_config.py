@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import yaml
 
-from autopar.config import ParallelConfig
+from autopar.config import _NUMBERS, _SECTIONS, ParallelConfig
 from autopar.errors import ConfigError
+from autopar.foreign_keys import _ELSEWHERE, _RENAMED, explain
 from autopar.pipeline_config import PipelineConfig
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
@@ -173,10 +175,101 @@ def test_zero_precision_and_clipping():
     assert plain == ParallelConfig() and plain.precision == "fp32" and plain.zero_stage == 0
 
 
+def test_null_is_the_default_of_every_key_and_section(tmp_path):
+    sections = {name: dict.fromkeys(keys) for name, keys in _SECTIONS.items()}
+    assert ParallelConfig.parse(dict.fromkeys([*_SECTIONS, *_NUMBERS])) == ParallelConfig()
+    # A section that is present is on, whatever its keys say by default.
+    assert ParallelConfig.parse(sections) == ParallelConfig(activation_checkpointing=True)
+    (tmp_path / "c.yaml").write_text(
+        "gradient_clipping:\nprecision:\n  dtype: bf16\n  initial_scale:\n  enable: null\n"
+    )
+    assert ParallelConfig.parse(tmp_path / "c.yaml") == ParallelConfig(precision="bf16")
+    nothing = dict.fromkeys(field.name for field in dataclasses.fields(ParallelConfig))
+    assert ParallelConfig(**nothing) == ParallelConfig()
+    assert ParallelConfig(pipeline=PipelineConfig(timeout=None, schedule=None)) == ParallelConfig()
+    with pytest.raises(ConfigError, match="unknown section 'nothing'"):
+        ParallelConfig.parse({"nothing": None})
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"zero": {"stage": 2}}, "zero.stage must be 0, 1 or 3, not 2"),
+        ({"tp_size": 2}, "'tp_size' is ColossalAI's name: write model_parallelism: {tensor_parallel_size: 2}"),
+        (
+            {"--tensor-model-parallel-size": 4},
+            "'--tensor-model-parallel-size' is Megatron-LM's name: write model_parallelism: {tensor_parallel_size: 4}",
+        ),
+        ({"clip_grad_norm": 0.5}, "'clip_grad_norm' is ColossalAI's name: write gradient_clipping: 0.5"),
+        (
+            {"enable_sequence_parallelism": True},
+            "'enable_sequence_parallelism' is ColossalAI's name: autopar does not shard sequences; leave it out",
+        ),
+        (
+            {"activation_checkpointing": {"partitioned_checkpointing": True}},
+            "'partitioned_checkpointing' is OSLO's name: activations inside sharded layers are sharded already; "
+            "leave it out",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 16}},
+            "'fp16' is ColossalAI's, Megatron-LM's, DeepSpeed's name: write precision: {dtype: fp16}; initial_scale, "
+            "min_scale and growth_interval stand beside dtype",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}},
+            "'parallel' is ColossalAI's name: write model_parallelism: {tensor_parallel_size: ..., "
+            "pipeline_parallel_size: ...}",
+        ),
+        ({"zero": {"enabled": True}}, "'enabled' is DeepSpeed's name: write enable"),
+        ({"precision": "fp16"}, "section 'precision' must hold keys, not 'fp16' (str): write precision: {dtype: fp16}"),
+        (
+            {"pipeline": 2},
+            "section 'pipeline' must hold keys, not 2 (int): write model_parallelism: {pipeline_parallel_size: 2}",
+        ),
+        (
+            {"consistency_check": False},
+            "section 'consistency_check' must hold keys, not False (bool): write consistency_check: {enable: false}",
+        ),
+        (
+            {"zero": {"stage": 2}},
+            "zero.stage must be 0, 1 or 3, not 2: 1 shards what the optimizer keeps, 3 weights and gradients too",
+        ),
+    ],
+)
+def test_keys_of_other_libraries_say_what_to_write(source, message):
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse(source)
+    assert str(info.value) == message
+
+
+def test_every_foreign_key_has_one_sentence_that_leads_somewhere():
+    own = {*_SECTIONS, *_NUMBERS, *(f"{name}.{key}" for name, keys in _SECTIONS.items() for key in keys)}
+    assert {home for names in _RENAMED.values() for home in names.values()} <= own
+    assert list(_RENAMED) == list(_ELSEWHERE)
+    names = {name for table in (_RENAMED, _ELSEWHERE) for library in table.values() for name in library}
+    assert not names & own
+    for name in names:
+        sentence = explain(name, 2)
+        assert sentence.startswith(f"'{name}' is ") and len(sentence) < 250 and "\n" not in sentence
+        with pytest.raises(ConfigError) as info:
+            ParallelConfig.parse({name: 2})
+        assert str(info.value) == sentence
+    assert explain("no_such_key") is None
+
+
+def test_a_whole_foreign_config_is_refused_in_ten_lines():
+    plugin = "tp_size pp_size precision zero_stage enable_all_optimization sp_size max_norm overlap_p2p use_fp8 " * 2
+    foreign = {**dict.fromkeys(plugin.split(), 1), "x" * 100_000: "y", "zero": "z" * 100_000}
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse(foreign)
+    assert len(info.value.problems) == 11
+    lines = str(info.value).splitlines()
+    assert len(lines) == 10 and lines[-1] == "  ... and 3 more: the error's .problems lists all"
+    assert all(len(line) < 400 for line in (*lines, *info.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
         ({"zero": {"stage": 1, "cpu_offload": True}}, "zero.cpu_offload needs zero.stage 3, not 1"),
         ({"precision": {"dtype": "half"}}, "precision.dtype must be fp32, bf16 or fp16, not half"),
         ({"precision": {"dtype": 16}}, r"precision.dtype must be a word, not 16 \(int\)"),
@@ -192,7 +285,7 @@ def test_zero_precision_and_clipping():
         ({"gradient_clipping": -1}, "gradient_clipping must be above 0, not -1"),
         ({"gradient_clipping": True}, r"gradient_clipping must be a number, not True \(bool\)"),
         ({"gradient_cliping": 1.0}, "unknown section 'gradient_cliping'. Did you mean 'gradient_clipping'?"),
-        ({"loss_scale": 2}, "unknown section 'loss_scale'"),
+        ({"loss_scael": 2}, "unknown section 'loss_scael'"),
         ({"initial_scale": 2}, "'initial_scale' belongs into the section 'precision'"),
         (
             {"zero": {"stage": 3}, "model_parallelism": {"pipeline_parallel_size": 2}},

@@ -231,9 +231,12 @@ def test_replicas_with_different_random_weights_become_equal_too():
 
 
 @distributed(world_size=2)
-def test_ddp_over_all_ranks_is_found():
+def test_weights_copied_over_all_ranks_are_found():
     model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
-    nn.parallel.DistributedDataParallel(model)  # forgot process_group: rank 0's shard overwrites rank 1's
+    for (
+        parameter
+    ) in model.parameters():  # by hand, as DistributedDataParallel would: rank 0's shard overwrites rank 1's
+        dist.broadcast(parameter.data, src=0)
     with pytest.raises(ConsistencyError, match=r"hold the same shard of the weights.\n.*\n.*get_data_parallel_group"):
         model(torch.arange(6)[None])
 

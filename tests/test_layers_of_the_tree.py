@@ -8,7 +8,7 @@ from pathlib import Path
 ROWS = [
     ["errors"],
     ["callers"],
-    ["pipeline_config"],
+    ["pipeline_config", "foreign_keys"],
     ["layout", "config", "digest"],
     ["collectives"],
     ["axis", "generators"],

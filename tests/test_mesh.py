@@ -56,6 +56,7 @@ def test_getters_answer_the_same_under_every_spelling():
     assert mpu.get_data_parallel_rank() == 0
     assert mpu.get_model_parallel_world_size() == 8
     assert mpu.get_model_parallel_rank() == rank
+    assert mpu.is_master == (rank == 0)
     assert mpu.get_embedding_group() is not None
     assert mpu.mesh["tp"].size() == 4
     assert mpu.mesh["tp"].get_group() is mpu.get_tensor_parallel_group()

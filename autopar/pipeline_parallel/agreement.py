@@ -32,6 +32,8 @@ Batch = TypeVar("Batch")
 def check_batch(read: Callable[[], Batch], axis: Axis, roll: RollCall) -> Batch:
     """What ``read`` gives, compared over all ranks of a model replica (``axis``); one object exchange.
 
+    A list of nothing but None is no data, and not compared: the rank gets its own otherwise.
+
     Raises:
         StopIteration: the data has ended on every rank.
         ConsistencyError: it has ended on some; or another rank has no batch; or, naming the arguments that differ, the
@@ -43,7 +45,8 @@ def check_batch(read: Callable[[], Batch], axis: Axis, roll: RollCall) -> Batch:
     mine: tuple[str, Any]
     try:
         batch = read()
-        mine = ("batch", {name: _exact(value) for name, value in _entries(batch).items()})
+        nothing = isinstance(batch, list) and all(entry is None for entry in batch)
+        mine = ("batch", None if nothing else {name: _exact(value) for name, value in _entries(batch).items()})
     except StopIteration as error:
         failure, mine = error, (ENDED, None)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
@@ -59,7 +62,8 @@ def check_batch(read: Callable[[], Batch], axis: Axis, roll: RollCall) -> Batch:
             raise ConsistencyError(f"rank {rank} could not read its batch, so no stage begins:\n{text}")
     if ended:
         raise data_ended(ended)
-    lines = _differences([digests for _, digests in everyone], axis.ranks)
+    reading = [place for place, (_, digests) in enumerate(everyone) if digests is not None]
+    lines = _differences([everyone[place][1] for place in reading], [axis.ranks[place] for place in reading])
     if lines:
         raise ConsistencyError(
             f"the stages of one model replica (ranks {list(axis.ranks)}) got different batches ({len(lines)} "

@@ -13,6 +13,9 @@ where, as in Megatron-LM's ``pretrain_gpt.py``, ::
         outputs = model(**batch)
         return outputs, lambda outputs: (outputs.loss, {"lm loss": outputs.loss.detach()})
 
+``loss_func`` may return Megatron-LM's three values too: the sum of the tokens' losses, their number, and what is
+reported. Each micro-batch then counts by its own mean (``calculate_per_token_loss: False``).
+
 The step function runs once per micro-batch and stage; every stage reads the data and calls the model once. The data of
 all micro-batches is read first. With ``precision.dtype: fp16`` nothing here knows the optimizer, so ``loss_func``
 returns ``optimizer.scale_loss(outputs.loss)`` as its loss (and reports the plain one).
@@ -21,17 +24,37 @@ returns ``optimizer.scale_loss(outputs.loss)`` as its loss (and reports the plai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError, nearest
+from autopar.pipeline_parallel.agreement import digest_of
 from autopar.pipeline_parallel.beginning import beginning, read_batch
 from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.pipeline import Pipeline
 
 __all__ = ["get_forward_backward_func"]
+
+_NOT_NEEDED = (
+    "seq_length",
+    "micro_batch_size",
+    "decoder_seq_length",
+    "first_val_step",
+    "adjust_tensor_shapes_fn",
+    "force_all_reduce",
+)
+_REFUSED = {
+    "p2p_communicator": "stages talk over the groups of model.mpu",
+    "pg_collection": "the groups are those of model.mpu",
+    "calculate_per_token_loss": (
+        "each micro-batch counts by its own mean here; model.execute_pipeline(batch) weighs by tokens, "
+        "over all micro-batches and replicas"
+    ),
+}
 
 
 def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
@@ -42,54 +65,55 @@ def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
 def forward_backward(
     *,
     forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any],
+    data_iterator: Iterator[Any] | list[Any] | None,
     model: nn.Module | list[nn.Module],
     num_microbatches: int,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> list[Any]:
     """Forward and backward of ``num_microbatches`` micro-batches; gradients are averaged over them.
 
     Args:
-        forward_step_func: ``(data_iterator, model) -> (outputs, loss_func)``; ``loss_func(outputs) -> (loss, what is
-            reported)``, called on the last stage only. In fp16 the loss must have gone through
+        forward_step_func: ``(data_iterator, model) -> (outputs, loss_func)``. ``loss_func(outputs)`` is called on the
+            last stage only and returns ``(loss, what is reported)``, or ``(sum of the tokens' losses, their number,
+            what is reported)``: each micro-batch then counts by its own mean. In fp16 the loss must have gone through
             ``optimizer.scale_loss``.
-        data_iterator: gives micro-batches, the same ones on every stage; one for each call of the step function.
-        model: what ``autopar.initialize`` returned (or a list of it).
-        seq_length, micro_batch_size: not needed: shapes travel with the activations.
+        data_iterator: gives micro-batches, the same ones on every stage; one for each call of the step function. None
+            where the step function gets its data otherwise (``broadcast_data``). A list holds one for each chunk of the
+            model on this rank, each with all micro-batches; or one for all of them.
+        model: what ``autopar.initialize`` returned, or a list of it.
         forward_only: no backward.
+        collect_non_loss_data: report ``loss_func(outputs, non_loss_data=True)``; with ``forward_only``.
+        others: what else Megatron-LM takes. ``seq_length``, ``micro_batch_size``, ``decoder_seq_length`` and
+            ``adjust_tensor_shapes_fn`` are not needed (shapes travel with the activations), nor are
+            ``first_val_step`` and ``force_all_reduce``.
 
     Returns:
-        What ``loss_func`` reports, one entry per micro-batch; an empty list but on the last stage.
+        What ``loss_func`` reports, one entry per micro-batch; an empty list but on the last stage. Where the step
+        function gives None for ``loss_func`` (with ``forward_only``), its outputs.
 
     Raises:
-        ConfigError: the model is not parallelized, or ``collect_non_loss_data``, which is not supported.
+        ConfigError: the model is not parallelized, an argument is not known, or what the functions return is not what
+            is said above.
         PipelineError: another stage did not deliver.
         ConsistencyError: the stages read different data, or it has ended on some of them.
         StopIteration: it has ended on all of them.
     """
-    chosen = model[0] if isinstance(model, list) else model
-    pipeline: Pipeline | None = vars(chosen).get("_autopar_pipeline")
-    if pipeline is None:
-        raise ConfigError(f"{type(chosen).__name__} is not parallelized; autopar.initialize does that")
-    if collect_non_loss_data:
-        raise ConfigError("collect_non_loss_data is not supported: return the data from loss_func instead")
-    if num_microbatches < 1:
-        raise ConfigError(f"num_microbatches must be at least 1, not {num_microbatches}")
+    chosen, pipeline = _only_model(model)
+    _check_arguments(num_microbatches, forward_only, collect_non_loss_data, others)
+    chunks = len(pipeline.plan.stages_on(pipeline.mpu.pp.rank))
+    iterators = _iterators(data_iterator, chunks)
     reported: list[Any] = []
 
     def loss_of(result: Any, inputs: dict[str, Any]) -> Any:
-        outputs, loss_func = result
-        loss, report = loss_func(outputs)
+        loss, report = _loss_and_report(result, forward_only, collect_non_loss_data)
         reported.append(report)
         return loss
 
     engine, backward = pipeline.engine, not forward_only
     with beginning(engine):
-        read = functools.partial(_take, data_iterator, num_microbatches)
+        read = functools.partial(_take, iterators, num_microbatches)
         count = (lambda _: 1) if backward and pipeline.averages else None
         batches = read_batch(read, engine, pipeline.mpu, pipeline.unchecked, backward, count)[0]
         step = Step(
@@ -97,31 +121,112 @@ def forward_backward(
             weights=[1 / num_microbatches] * num_microbatches,
             loss_of=loss_of,
             backward=backward,
-            call=_StepFunction(forward_step_func, batches, chosen, pipeline),
+            call=_StepFunction(forward_step_func, batches, chosen, chunks, bool(iterators)),
             read=list(batches),
         )
         pipeline.run(chosen, step)
     return reported
 
 
-def _take(data: Iterator[Any], count: int) -> list[Any]:
-    """Not inside the step function, where stages draw other random numbers: a loader would shuffle by them."""
-    return [next(data) for _ in range(count)]
+def _only_model(model: nn.Module | list[nn.Module]) -> tuple[nn.Module, Pipeline]:
+    chunks = model if isinstance(model, list | tuple) else [model]
+    if not chunks or any(chunk is not chunks[0] for chunk in chunks):
+        raise ConfigError(
+            f"model is a list of {len(chunks)} {'different modules' if chunks else 'modules'}: give what "
+            "autopar.initialize returned, which holds all chunks of this rank (pipeline.chunks)"
+        )
+    pipeline: Pipeline | None = vars(chunks[0]).get("_autopar_pipeline")
+    if pipeline is None:
+        raise ConfigError(f"{type(chunks[0]).__name__} is not parallelized; autopar.initialize does that")
+    return chunks[0], pipeline
+
+
+def _check_arguments(num_microbatches: int, forward_only: bool, collect: bool, others: Mapping[str, Any]) -> None:
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches must be at least 1, not {num_microbatches}")
+    if collect and not forward_only:
+        raise ConfigError("collect_non_loss_data=True needs forward_only=True: there is no loss to train with")
+    for name, value in others.items():
+        if name in _REFUSED and value not in (None, False):
+            raise ConfigError(f"{name} is not supported: {_REFUSED[name]}")
+        if name not in _NOT_NEEDED and name not in _REFUSED:
+            known = [*inspect.signature(forward_backward).parameters, *_NOT_NEEDED][:-1]
+            raise ConfigError(f"the forward-backward function takes no '{name}'.{nearest(name, known)}")
+
+
+def _iterators(data: Any, chunks: int) -> list[Any]:
+    """Each iterator once; none if there is no data."""
+    given = list(data) if isinstance(data, list | tuple) else [data]
+    if len(given) not in (1, chunks):
+        raise ConfigError(
+            f"data_iterator is a list of {len(given)}, and this rank has {chunks} chunk{'s' if chunks > 1 else ''} of "
+            "the model: give one iterator, or one for each chunk"
+        )
+    return list({id(iterator): iterator for iterator in given if iterator is not None}.values())
+
+
+def _loss_and_report(result: Any, forward_only: bool, collect: bool) -> tuple[Any, Any]:
+    """What is differentiated (before it is divided by the number of micro-batches), and what is reported."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(f"forward_step_func must return (outputs, loss_func), not {_form(result)}")
+    outputs, loss_func = result
+    if loss_func is None and forward_only:
+        return None, outputs
+    if not callable(loss_func):
+        raise ConfigError(f"forward_step_func must return (outputs, loss_func) to train with, not {_form(result)}")
+    if collect:
+        return None, loss_func(outputs, non_loss_data=True)
+    found = loss_func(outputs)
+    if not isinstance(found, tuple | list) or len(found) not in (2, 3):
+        raise ConfigError(
+            "loss_func must return (loss, what is reported) or (sum of losses, number of tokens, what is reported), "
+            f"not {_form(found)}"
+        )
+    loss, *tokens, report = found
+    for count in tokens:  # none, or one
+        loss = loss / torch.as_tensor(count, device=loss.device).clamp(min=1)
+    return loss, report
+
+
+def _form(value: Any) -> str:
+    kinds = [type(entry).__name__ for entry in value] if isinstance(value, tuple | list) else None
+    return type(value).__name__ if kinds is None else f"({', '.join(kinds)})"
+
+
+def _take(iterators: list[Any], count: int) -> list[Any]:
+    """The micro-batches. Not inside the step function, where stages draw other random numbers: a loader would shuffle
+    by them."""
+    return [_alike([next(iterator) for iterator in iterators], number) for number in range(count)]
+
+
+def _alike(batches: list[Any], microbatch: int) -> Any:
+    """The micro-batch that every chunk's iterator gave; None if there is none."""
+    digests = [digest_of(batch, 1) for batch in batches] if len(batches) > 1 else []
+    for chunk, digest in enumerate(digests):
+        different = [name for name in {**digests[0], **digest} if digest.get(name) != digests[0].get(name)]
+        if different:
+            raise ConsistencyError(
+                f"data_iterator: the iterator of chunk {chunk} gives another micro-batch {microbatch} than that of "
+                f"chunk 0 ({', '.join(different)}). All chunks work on the same micro-batches."
+            )
+    return batches[0] if batches else None
 
 
 class _StepFunction:
     """``forward_step_func`` as what the engine calls: with the number of a micro-batch.
 
-    Several stages on one rank see the same micro-batch.
+    Several chunks on one rank see the same micro-batch.
     """
 
-    def __init__(self, function: Callable[..., Any], batches: list[Any], model: nn.Module, pipeline: Pipeline) -> None:
-        self.function, self.batches, self.model = function, batches, model
-        self.left = [len(pipeline.plan.stages_on(pipeline.mpu.pp.rank))] * len(batches)
+    def __init__(
+        self, function: Callable[..., Any], batches: list[Any], model: nn.Module, chunks: int, has_data: bool
+    ) -> None:
+        self.function, self.batches, self.model, self.has_data = function, batches, model, has_data
+        self.left = [chunks] * len(batches)
 
     def __call__(self, microbatch: int) -> Any:
         batch = self.batches[microbatch]
         self.left[microbatch] -= 1
         if not self.left[microbatch]:
             self.batches[microbatch] = None
-        return self.function(iter([batch]), self.model)
+        return self.function(iter([batch]) if self.has_data else None, self.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from autopar.errors import AutoparError, UnsupportedModelError
+from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.generators import Generators
 from autopar.pipeline_parallel.absent import Absent
 from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone, WrittenInPlace
 from autopar.pipeline_parallel.partial import chief, partial
 
 __all__ = ["Examined", "examine", "run_stage"]
+
+_PADDING = re.compile(r"padding token|pad_token", re.IGNORECASE)
 
 
 def run_stage(
@@ -37,6 +40,7 @@ def run_stage(
     Raises:
         UnsupportedModelError: the result would need what this stage does not have; found at the first call of its kind
             (with an image for the first time, say).
+        ConfigError: the model's code asks for a padding token, and its config has none.
     """
     kind = (course.start, course.last, torch.is_grad_enabled(), _kind_of(list(args)), _kind_of(kwargs))
     withheld = conductor.proven.get(kind)
@@ -46,7 +50,11 @@ def run_stage(
             raise UnsupportedModelError(_explain(course, examined))
         conductor.proven[kind] = withheld = examined.withheld
         return examined.result
-    result = _run(model, conductor, course, args, kwargs)
+    try:
+        result = _run(model, conductor, course, args, kwargs)
+    except ValueError as error:
+        _say_what_is_missing(error)
+        raise
     if course.last:
         result = partial(result, withheld)
         course.loss = finish(result) if finish is not None else None
@@ -129,17 +137,28 @@ def _watched(
         if watch.looked_at:
             text = _explain(course, Examined(None, watch.looked_at))
             raise UnsupportedModelError(f"{text}\n  It ended with {type(error).__name__}.") from error
-        if course.start > 0 and not isinstance(error, AutoparError):  # the first stage had the same arguments
-            raise UnsupportedModelError(
-                f"the elements {course.start} to {course.stop - 1} of the pipeline fail by themselves, with "
-                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n  If pipeline_parallel_size=1 does "
-                "not show the same, this model cannot be cut into pipeline stages: its code behind the blocks reads "
-                "more than the last one's output."
-            ) from error
+        if not isinstance(error, AutoparError):
+            _say_what_is_missing(error)
+            if course.start > 0:  # the first stage had the same arguments
+                error.add_note(
+                    f"Raised behind the elements {course.start} to {course.stop - 1} of the pipeline. If "
+                    "pipeline_parallel_size=1 does not show the same,\nthis model cannot be cut into pipeline stages: "
+                    "its code behind the blocks reads more than the last one's output."
+                )
         raise
     finally:
         course.watch = None
     return result, watch
+
+
+def _say_what_is_missing(error: Exception) -> None:
+    """Raises ConfigError if the model's own code asks for a padding token."""
+    if _PADDING.search(str(error)):
+        alone = ", or give every\n  micro-batch one sample (pipeline.microbatch_size: 1)"
+        raise ConfigError(
+            f"{str(error).splitlines()[0]}\n  Set model.config.pad_token_id (to tokenizer.pad_token_id)"
+            f"{alone if 'batch size' in str(error) else ''}."
+        ) from error
 
 
 def _run(

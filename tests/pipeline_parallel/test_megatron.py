@@ -94,3 +94,131 @@ def test_the_loop_in_fp16() -> None:
         optimizers[0].step()
     for model in models:
         model.mpu.destroy()
+
+
+def _loss_mask_step(data_iterator: Any, model: Any) -> Any:
+    """As in Megatron-LM's pretrain_gpt.py of today: sums over the tokens that count, their number, what is reported."""
+    batch = next(data_iterator)
+    logits = model(batch["input_ids"]).logits
+
+    def loss_func(logits: torch.Tensor) -> Any:
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
+        )
+        mask = batch["loss_mask"][:, 1:].flatten()
+        loss, tokens = (losses * mask).sum(), mask.sum().int()
+        return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens])}
+
+    return logits, loss_func
+
+
+def _masked_batches(count: int) -> list[dict[str, torch.Tensor]]:
+    batches = language_batches(131, count=count, batch=2, seed=5)
+    for number, batch in enumerate(batches):
+        batch["labels"] = batch["input_ids"]
+        batch["loss_mask"] = torch.ones(batch["labels"].shape)
+        batch["loss_mask"][0, number + 2 :] = 0  # another number of tokens in each
+    batches[1]["loss_mask"].zero_()  # and none
+    return batches
+
+
+@pytest.mark.parametrize(("sizes", "schedule"), [((1, 2), "1f1b"), ((1, 2), "interleaved"), ((2, 1), "1f1b")])
+@pooled(world_size=2)
+def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int], schedule: str) -> None:
+    plain = gpt2(n_layer=4)
+    tp, pp = sizes
+    settings: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}
+    model = autopar.initialize(copy.deepcopy(plain), {**settings, "pipeline": {"schedule": schedule}})
+    chunks = 2 if schedule == "interleaved" else 1
+    for given in ([iter(_masked_batches(4)) for _ in range(chunks)], [iter(_masked_batches(4))]):
+        for batch in _masked_batches(4):
+            loss, tokens, _ = _loss_mask_step(iter([batch]), plain)[1](plain(batch["input_ids"]).logits)
+            (loss / tokens.clamp(min=1) / 4).backward()
+        reports = get_forward_backward_func(pp_size=pp, vp_size=chunks)(
+            forward_step_func=_loss_mask_step,
+            data_iterator=given,
+            model=[model] * len(given),
+            num_microbatches=4,
+            seq_length=7,
+            micro_batch_size=2,
+            decoder_seq_length=7,
+            first_val_step=None,
+            forward_only=False,
+        )
+        assert len(reports) == (4 if vars(model)["_autopar_pipeline"].last else 0)
+        assert [int(report["lm loss"][1]) for report in reports] in ([], [7, 0, 9, 10])
+        gradients = whole_tensors(model, lambda parameter: parameter.grad)
+        for name, parameter in plain.named_parameters():
+            close(gradients[name], parameter.grad, name)
+    model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
+    plain = gpt2(n_layer=4)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    mpu, batches = model.mpu, language_batches(131, count=2, batch=2)
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        data = None if data_iterator is None else next(data_iterator)
+        batch = mpu.broadcast_data(["input_ids", "labels"], data, torch.int64)
+        outputs = model(**batch)
+        return outputs, lambda outputs: (outputs.loss, outputs.loss.detach())
+
+    for _ in range(2):
+        for batch in batches:
+            (plain(input_ids=batch["input_ids"], labels=batch["labels"]).loss / 2).backward()
+        data = iter(batches) if mpu.tp.rank == 0 else None
+        get_forward_backward_func()(forward_step_func=forward_step, data_iterator=data, model=model, num_microbatches=2)
+    gradients = whole_tensors(model, lambda parameter: parameter.grad)
+    for name, parameter in plain.named_parameters():
+        close(gradients[name], parameter.grad, name)
+    mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_what_is_not_megatrons_is_named() -> None:
+    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"schedule": "interleaved"}}
+    model = autopar.initialize(gpt2(n_layer=4), config)
+    last, batches = vars(model)["_autopar_pipeline"].last, language_batches(131, count=2, batch=2)
+    run = functools.partial(get_forward_backward_func(), model=model, num_microbatches=2)
+
+    def raises(message: str, **arguments: Any) -> None:
+        settings = {"forward_step_func": _forward_step, "data_iterator": iter(batches), **arguments}
+        with pytest.raises(autopar.AutoparError) as info:
+            run(**settings)
+        assert message in str(info.value), str(info.value)
+
+    raises("model is a list of 2 different modules", model=[model, gpt2()])
+    raises("data_iterator is a list of 3, and this rank has 2 chunks of the model", data_iterator=[iter(batches)] * 3)
+    raises(
+        "the iterator of chunk 1 gives another micro-batch 0 than that of chunk 0 (input_ids",
+        data_iterator=[iter(batches), iter(language_batches(131, count=2, batch=2, seed=9))],
+    )
+    raises("takes no 'num_microbatch'. Did you mean 'num_microbatches'?", num_microbatch=2)
+    raises("calculate_per_token_loss is not supported: each micro-batch counts", calculate_per_token_loss=True)
+    raises("pg_collection is not supported: the groups are those of model.mpu", pg_collection=object())
+    raises("collect_non_loss_data=True needs forward_only=True", collect_non_loss_data=True)
+
+    def returning(value: Any) -> Any:
+        return lambda iterator, model: (model(**next(iterator)), lambda outputs: value)
+
+    raises(
+        "loss_func must return (loss, what is reported) or (sum of losses, number of tokens, what is reported), "
+        "not Tensor",
+        forward_step_func=returning(torch.ones(())),
+    )
+    raises("forward_step_func must return (outputs, loss_func), not", forward_step_func=lambda i, m: m(**next(i)))
+
+    def other_data(outputs: Any, non_loss_data: bool = False) -> Any:
+        return outputs.logits.shape if non_loss_data else None
+
+    collected = run(
+        forward_step_func=lambda iterator, model: (model(**next(iterator)), other_data),
+        data_iterator=iter(batches),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    assert collected == ([(2, 7, 131)] * 2 if last else [])
+    model.mpu.destroy()

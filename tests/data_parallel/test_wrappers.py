@@ -1,0 +1,158 @@
+"""Wrappers over the wrong ranks are refused where they are made, before they send anything."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.modules import module as module_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.errors import ConfigError
+from tests.parity import language_batches
+from tests.pool import pooled
+from tests.small import gpt2, parallel
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Any:
+    text = (
+        f"{what} over ranks {ranks} would take their different shards of the model for one: with "
+        f"tensor_parallel_size={mpu.sizes.tp} and\n  pipeline_parallel_size={mpu.sizes.pp} the shard of rank "
+        f"{mpu.rank} is held by {list(mpu.dp.ranks)}. Give it {remedy}."
+    )
+
+    class _Check:
+        def __enter__(self) -> None:
+            self.context = pytest.raises(ConfigError)
+            self.info = self.context.__enter__()
+
+        def __exit__(self, *exc: Any) -> Any:
+            done = self.context.__exit__(*exc)
+            assert str(self.info.value) == text
+            return done
+
+    return _Check()
+
+
+GROUP = "process_group=model.mpu.get_data_parallel_group()"
+
+
+@pytest.mark.parametrize("heads", [9, 4])  # uneven shards, even ones
+@pooled(world_size=2)
+def test_ddp_over_all_ranks_is_refused_and_no_shard_is_copied(heads: int) -> None:
+    model = parallel(gpt2(n_head=heads), 2)
+    before = copy.deepcopy(model.state_dict())
+    for wrap in (
+        lambda: DistributedDataParallel(model),
+        lambda: DistributedDataParallel(Wrapped(model)),
+        lambda: DistributedDataParallel(model.transformer),
+        lambda: DistributedDataParallel(copy.deepcopy(model), process_group=dist.group.WORLD),
+    ):
+        with _refused("DistributedDataParallel", "[0, 1]", model.mpu, GROUP):
+            wrap()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    DistributedDataParallel(nn.Linear(2, 2))  # what is not the model's may be averaged over all
+    model.mpu.destroy()
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pooled(world_size=4)
+def test_ddp_of_replicas_is_what_it_was(tp: int, pp: int) -> None:
+    config = {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}
+    model = autopar.initialize(gpt2(), config)
+    with _refused("DistributedDataParallel", "[0, 1, 2, 3]", model.mpu, GROUP):
+        DistributedDataParallel(model)
+    if tp == 2:
+        engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+        (batch,) = language_batches(131, count=1)
+        engine(**batch).loss.backward()
+        DistributedDataParallel(copy.deepcopy(model), device_mesh=model.mpu.mesh["dp"])
+    model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_an_optimizer_that_deals_out_parameters_over_all_ranks_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit
+
+    model = parallel(gpt2(n_head=4), 2)
+    (batch,) = language_batches(131, count=1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(**batch).loss.backward()
+    everywhere = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with _refused("ZeroRedundancyOptimizer", "[0, 1, 2, 3]", model.mpu, GROUP):
+        everywhere.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    own = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, process_group=model.mpu.get_data_parallel_group(), lr=0.1
+    )
+    own.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, before[name] - 0.1 * parameter.grad)
+    model.mpu.destroy()
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pooled(world_size=2)
+def test_fully_shard_over_all_ranks_is_refused(blocks: bool) -> None:
+    model = parallel(gpt2(n_head=4), 2, consistency_check={"enable": False})
+    for block in model.transformer.h if blocks else ():
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = language_batches(131, count=1)
+    for call in (optimizer.step, lambda: model(**batch)):
+        with _refused("fully_shard", "[0, 1]", model.mpu, 'mesh=model.mpu.mesh["dp"]'):
+            call()
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
+    """Its constructor needs a GPU; this is what it does last."""
+    model = parallel(gpt2(n_head=4), 2)
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.process_group = dist.group.WORLD
+    with _refused("FullyShardedDataParallel", "[0, 1]", model.mpu, GROUP):
+        wrapper._fsdp_wrapped_module = model
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_batch_norms_over_all_ranks_are_refused() -> None:
+    model = parallel(gpt2(n_head=4), 2)
+    with _refused("SyncBatchNorm", "[0, 1]", model.mpu, GROUP):
+        model.transformer.normed = nn.SyncBatchNorm(3)
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_the_checks_go_with_the_model() -> None:
+    gc.collect()
+    before = len(module_hooks._global_module_registration_hooks)
+    model = parallel(gpt2(), 2)
+    assert len(module_hooks._global_module_registration_hooks) == before + 1
+    plain = autopar.deparallelize(model)
+    assert len(module_hooks._global_module_registration_hooks) == before
+    DistributedDataParallel(plain)
+    model = parallel(gpt2(), 2)
+    model.mpu.destroy()
+    del model
+    gc.collect()
+    assert len(module_hooks._global_module_registration_hooks) == before

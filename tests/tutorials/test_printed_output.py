@@ -1,0 +1,97 @@
+"""The outputs printed in tutorials/README.md are those of the scripts there, run as the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\d.]*\d)")
+TIME = re.compile(r"in \d+\.\d+ s$")
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Script -> the first command that runs it, and the output printed below."""
+    text = (ROOT / "tutorials" / "README.md").read_text(encoding="utf-8")
+    found = re.findall(
+        r"```bash\n(torchrun [^\n]*tutorials/(\w+)\.py[^\n]*)\n[^`]*```\n\n```text\n(.*?)```", text, re.S
+    )
+    return {script: (command, output) for command, script, output in found}
+
+
+def difference(printed: str, run: str) -> str | None:
+    """How a line of the README differs from that of a run by more than another machine could explain; None if it does
+    not. Whole numbers are equal, others to a thousandth, and what is zero but for rounding stays so.
+    """
+    if TIME.search(printed) and TIME.search(run):
+        printed, run = TIME.sub("", printed), TIME.sub("", run)
+    if NUMBER.sub("#", printed) != NUMBER.sub("#", run):
+        return "other words"
+    for one, other in zip(NUMBER.findall(printed), NUMBER.findall(run), strict=True):
+        a, b = (float(number.replace(",", "")) for number in (one, other))
+        whole = re.fullmatch(r"[\d,]+", one) and re.fullmatch(r"[\d,]+", other)
+        tiny = max(abs(a), abs(b)) < 1e-2 and "e" in one + other  # largest differences
+        if a != b if whole else not tiny and abs(a - b) > 1e-3 * max(abs(a), abs(b)):
+            return f"{one} and {other}"
+    return None
+
+
+def test_every_tutorial_prints_something_in_the_readme() -> None:
+    scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
+    assert set(documented()) == scripts and len(scripts) == 10
+
+
+@pytest.mark.parametrize(
+    ("printed", "run", "expected"),
+    [
+        ("loss 7.645693 -> 6.520081", "loss 7.645690 -> 6.520099", None),
+        ("loss 5.689842 -> 5.183790", "loss 7.645693 -> 6.520081", "5.689842 and 7.645693"),
+        ("resumed at step 4, loss 6.520081", "resumed at step 10, loss 6.520081", "4 and 10"),
+        ("differ by 4.77e-07", "differ by 0.00e+00", None),
+        ("differ by 4.77e-07", "differ by 1.94e+00", "4.77e-07 and 1.94e+00"),
+        ("model-tp0-pp0.safetensors (1,356,976 bytes)", "model-tp0-pp0.safetensors (1,356,984 bytes)", "1,356,976"),
+        ("generated 20 tokens in 0.40 s", "generated 20 tokens in 3.10 s", None),
+        ("[0.0, 1.0] | [2.0, 3.0]", "[0.0, 1.0] | [2.0, 3.5]", "3.0 and 3.5"),
+        ("same tokens: True", "same tokens: False", "other words"),
+    ],
+)
+def test_lines_are_compared_by_their_words_and_numbers(printed: str, run: str, expected: str | None) -> None:
+    found = difference(printed, run)
+    assert found is None if expected is None else found is not None and found.startswith(expected)
+
+
+def _kept(script: str) -> list[object]:
+    """Two cheap ones always, the others with the tests of every policy; of eight processes or of minutes: slow."""
+    marks = [] if script[:2] in ("02", "09") else [pytest.mark.every]
+    return [pytest.param(script, marks=marks + ([pytest.mark.slow] if script[:2] in ("06", "08") else []))]
+
+
+@pytest.mark.parametrize("script", [case for script in sorted(documented()) for case in _kept(script)])
+def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
+    command, output = documented()[script]
+    processes, path, options = re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+) ?(.*)", command).groups()  # type: ignore[union-attr]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+    arguments = [str(ROOT / path), *options.split(), "--output", str(tmp_path / "tutorials" / "out")]
+    settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        env={**os.environ, **settings},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    different = [
+        f"{printed!r} in the README, {run!r} in this run: {what}"
+        for printed, run in zip_longest(output.splitlines(), done.stdout.splitlines(), fillvalue="")
+        if (what := difference(printed, run))
+    ]
+    assert not different, "\n".join(different)
