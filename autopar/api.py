@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from autopar import checkpoint
 from autopar.config import ParallelConfig
-from autopar.data_parallel.activations import keep_on_cpu
+from autopar.data_parallel.activations import keep, keep_on_cpu, recompute
 from autopar.data_parallel.attach import attach as attach_optimizer
 from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
@@ -29,16 +29,18 @@ from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU, start_process_group
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.pipeline_parallel.trace import trace_reads
+from autopar.policy.inside import model_inside
+from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
 from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
-from autopar.policy.uses import hugging_face_model
 from autopar.roll_call import RollCall
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import share_random_state
+from autopar.tensor_parallel.first_call import FirstCall
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 from autopar.tensor_parallel.sample_inputs import sample_inputs
@@ -82,7 +84,7 @@ def initialize(
     optimizer: Any = None,
     lr_scheduler: Any = None,
 ) -> Any:
-    """Turn a Hugging Face model into this rank's share of a parallel one, in place.
+    """Turn a Hugging Face model, or a module of your own, into this rank's share of a parallel one, in place.
 
     The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do.
 
@@ -90,11 +92,12 @@ def initialize(
     before goes on working. Under nccl the share moves to this rank's GPU.
 
     Args:
-        model: a ``PreTrainedModel``, or a module with one inside. Ranks may hold different random weights: all get
-            those of rank 0.
+        model: a ``PreTrainedModel``, or a module with one inside; any other module with a ``policy``. Ranks may hold
+            different random weights: all get those of rank 0.
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
         policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type.
+            Without ``match`` it describes ``model`` as a whole.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
             ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
             (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is shared out.
@@ -109,12 +112,12 @@ def initialize(
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
     parsed, _ = on_every_rank(
-        lambda: _check_call(model, config, optimizer, lr_scheduler),
+        lambda: _check_call(model, config, policy, optimizer, lr_scheduler),
         lambda checked: [dataclasses.astuple(checked[0]), checked[1]],
     )
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
-        prefix, inner = hugging_face_model(model)
+        prefix, inner = _inside(model, policy)
         by_expert = parsed.expert_parallel_size > 1
         plan, lazy = on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
@@ -130,23 +133,30 @@ def initialize(
     parallelize.make_equal(model, mpu)
     share_random_state(mpu)
     region = Region(mpu.tp)
+    plain = not isinstance(inner, PreTrainedModel)
+    first_call = FirstCall(inner, plan) if plain else None
     parallelize.apply(model, plan, mpu.tp, region)
+    blocks = [model.get_submodule(path) for path in stages.elements]
+    if parsed.activation_checkpointing and plain:
+        recompute(blocks)
     roll = RollCall(mpu, parsed.pipeline.timeout)
     pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check)
     on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
-    if parsed.activation_checkpointing:
+    if parsed.activation_checkpointing and not plain:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if parsed.cpu_checkpointing:
-            keep_on_cpu(inner)
+    if parsed.activation_checkpointing and parsed.cpu_checkpointing:
+        keep_on_cpu(inner)
     region.watch(model)
     attach(inner, plan, mpu, region, roll, parsed.consistency_check)
+    if first_call is not None:
+        first_call.attach(inner)
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
-    model._autopar = _State(plan, stages, mpu, parsed)
-    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
+    model._autopar = _State(plan, stages, mpu, parsed, prefix)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll, blocks)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -166,7 +176,7 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
-    _, inner = hugging_face_model(model)
+    inner = model.get_submodule(state.prefix)
     model.wait_for_save()  # type: ignore[operator]
     if state.step is not None and state.step.model is model:
         state.step.give_back_weights()
@@ -174,8 +184,10 @@ def deparallelize(model: Model) -> Model:
     vars(model)["_autopar_pipeline"].undo(model)
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
-    if state.config.activation_checkpointing:
+    if state.config.activation_checkpointing and isinstance(inner, PreTrainedModel):
         inner.gradient_checkpointing_disable()
+    elif state.config.activation_checkpointing:
+        keep(inner)
     checkpoint.detach(model)
     del model._autopar, model.mpu
     state.mpu.destroy()
@@ -185,8 +197,8 @@ def deparallelize(model: Model) -> Model:
 class _State:
     """What initialize leaves on the model for deparallelize and for the second call to find."""
 
-    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig) -> None:
-        self.plan, self.stages, self.mpu, self.config = plan, stages, mpu, config
+    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig, prefix: str) -> None:
+        self.plan, self.stages, self.mpu, self.config, self.prefix = plan, stages, mpu, config, prefix
         self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
         self.step: ParallelStep | None = None
 
@@ -233,20 +245,25 @@ def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
 
 
 def _check_call(
-    model: nn.Module, config: Any, optimizer: Any, lr_scheduler: Any
+    model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any
 ) -> tuple[ParallelConfig, list[list[str]]]:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     if in_lazy_init():
         raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)
-    _, inner = hugging_face_model(model)
+    _, inner = _inside(model, policy)
     if torch.is_inference_mode_enabled():
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
-    if parsed.activation_checkpointing and not inner.supports_gradient_checkpointing:
+    supported = getattr(inner, "supports_gradient_checkpointing", True)  # of a plain module its policy's blocks
+    if parsed.activation_checkpointing and not supported:
         raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave it out.")
     check_offload(parsed.zero_cpu_offload)
     return parsed, check_optimizer(optimizer, lr_scheduler, model, parsed)
+
+
+def _inside(model: nn.Module, policy: Any) -> tuple[str, Any]:
+    return model_inside(model, None if policy is None else read_user_policy(policy))
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -267,7 +284,7 @@ def _refuse_second(model: nn.Module) -> None:
 def _plan(
     model: nn.Module,
     prefix: str,
-    inner: PreTrainedModel,
+    inner: nn.Module,
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     by_expert: bool,
@@ -277,7 +294,8 @@ def _plan(
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     if optimizer is not None:
         check_state(optimizer, model, plan, stage)
-    if not rehearse(inner, prefix, plan) and policy is not None and plan.tp > 1:
+    rehearsed = rehearse(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
+    if not rehearsed and policy is not None and plan.tp > 1:
         _log.warning(
             "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
             "the plain model's once.",
@@ -288,12 +306,17 @@ def _plan(
 
 def _stages(
     model: nn.Module,
-    inner: PreTrainedModel,
+    inner: nn.Module,
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     config: ParallelConfig,
 ) -> StagePlan:
     pipeline, found = config.pipeline, find_policy(inner, policy)
+    if config.activation_checkpointing and not isinstance(inner, PreTrainedModel) and not elements_of(model, found)[0]:
+        raise ConfigError(
+            f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(inner).__name__} "
+            f"names no 'blocks' ({found.where}); leave it out."
+        )
     return make_stages(
         model,
         found,
@@ -305,9 +328,11 @@ def _stages(
     )
 
 
-def _reads(model: nn.Module, inner: PreTrainedModel, policy: Policy) -> Reads | None:
-    """What the forward reads; of a task model whose head looks at values, the base model's."""
-    prefix, _ = hugging_face_model(model)
+def _reads(model: nn.Module, inner: nn.Module, policy: Policy) -> Reads | None:
+    """What the forward reads; of a task model whose head looks at values, the base model's; None if it is not known."""
+    prefix, _ = model_inside(model, policy)
+    if not isinstance(inner, PreTrainedModel):
+        return None
     base = inner.base_model
     for traced, path in ((inner, prefix), (base, ".".join(filter(None, (prefix, inner.base_model_prefix))))):
         if isinstance(traced, PreTrainedModel):

@@ -50,7 +50,7 @@ class Steps:
         drawn: ``id(parameter)`` -> those that it may fill.
     """
 
-    def __init__(self, model: nn.Module, inner: PreTrainedModel, drawn: Mapping[int, Pending]) -> None:
+    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, Pending]) -> None:
         self._model, self._inner, self._drawn = model, inner, drawn
         self.first: list[set[int]] = []
         self.last: list[set[int]] = []
@@ -167,7 +167,7 @@ def _repeat(module: nn.Module, names: list[str]) -> None:
 
 
 @contextmanager
-def _untied(model: PreTrainedModel) -> Iterator[None]:
+def _untied(model: nn.Module) -> Iterator[None]:
     """Put a stand-in that is marked as initialized where a tied weight is used a second time."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:

@@ -87,7 +87,7 @@ def merge_checkpoint(
     folder, target = Path(source), Path(os.path.abspath(destination))
     show = sys.stderr.isatty() if progress is None else progress
     with Shards(folder) as shards:
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file() and "config.json" in shards.manifest.along:
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
         if verify:
             shards.verify_along()
@@ -97,7 +97,7 @@ def merge_checkpoint(
             files = write_merged(shards, staging.temp, size, format, progress=show, dtype=chosen, verify=verify)
             for path in files_along(folder):
                 shutil.copyfile(path, staging.temp / path.name)
-            if chosen is not None:
+            if chosen is not None and "config.json" in shards.manifest.along:
                 write_dtype(staging.temp / "config.json", chosen)
             fsync_files(staging.temp)
             staging.commit()

@@ -21,6 +21,7 @@ from autopar.roll_call import RollCall
 from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
 from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
 from autopar.tensor_parallel.consistency import check_inputs, shard_digest, share_random_state
+from autopar.tensor_parallel.first_call import FirstCall
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["attach", "detach"]
@@ -28,38 +29,42 @@ __all__ = ["attach", "detach"]
 _NAMES = ("generate", "resize_token_embeddings", "save_pretrained", "_autopar_roll")
 
 
-def attach(model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: bool) -> None:
+def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: bool) -> None:
     """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
+
+    A plain module gets the hooks: what its outputs are is its own affair.
 
     Args:
         roll: who says what went wrong in ``generate``.
         check: compare the inputs of the first forward over tp.
     """
-    layouts = head_layouts(plan) if plan.tp > 1 else []
+    layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     known = frozenset(name for name, _ in model.named_parameters())
-    for module in _hugging_face_modules(model):
+    for module in _callable_alone(model):
         outermost = module is model
         before = BeforeForward(mpu, region, check and outermost, known if outermost and plan.tp > 1 else None)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts), always_call=True)
-        methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
-        if plan.tp > 1:
+        methods: dict[str, Any] = {}
+        if isinstance(module, PreTrainedModel):
+            methods["resize_token_embeddings"] = _refuse_resize
+        if plan.tp > 1 and isinstance(module, PreTrainedModel):
             methods["save_pretrained"] = _refuse_save
             if callable(getattr(module, "generate", None)):
                 methods["generate"] = _generate
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
         module._autopar_roll = roll  # type: ignore[assignment]
-    if plan.tp > 1:
+    if plan.tp > 1 and isinstance(model, PreTrainedModel):
         attach_loss(model, region, mpu.tp)
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: nn.Module) -> None:
     """Inverse of :func:`attach`."""
     detach_loss(model)
-    for module in _hugging_face_modules(model):
+    for module in _callable_alone(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, BeforeForward | AfterForward)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
                 hooks.pop(key)
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
@@ -67,8 +72,9 @@ def detach(model: PreTrainedModel) -> None:
             module.__dict__.pop(name, None)
 
 
-def _hugging_face_modules(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    yield from (module for module in model.modules() if isinstance(module, PreTrainedModel))
+def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and the Hugging Face models inside."""
+    yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
 
 
 class BeforeForward:
@@ -117,6 +123,9 @@ class AfterForward:
         if self.region.running or self.mpu.tp.size == 1 or output is None:
             return None  # inside another of the model's forwards, or a forward that failed
         return whole_attentions(output, self.mpu.tp, self.layouts)
+
+
+_HOOKS = (BeforeForward, AfterForward, FirstCall)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
