@@ -277,7 +277,13 @@ def _refuse_second(model: nn.Module) -> None:
                 f"tensor_parallel_size={tp}, pipeline_parallel_size={pp}, data-parallel size {dp}.\n"
                 "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
             )
-        if isinstance(vars(module).get("autopar"), ModulePlan):
+        plan = vars(module).get("autopar")
+        if isinstance(plan, ModulePlan) and not plan.where:
+            raise ConfigError(
+                f"{place} was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a "
+                "policy."
+            )
+        if isinstance(plan, ModulePlan):
             raise ConfigError(f"{place} is part of a model that is parallelized already.")
 
 

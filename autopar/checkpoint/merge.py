@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from autopar.checkpoint.folder import Staging, fsync_files
+from autopar.checkpoint.folder import MERGED, Staging, fsync_files
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.lazy import InMemory, LazyTensor
 from autopar.checkpoint.pieces import lazy_piece
@@ -270,7 +270,10 @@ class _Source:
         self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], progress: Callable[[int], Any]
     ) -> None:
         """Write one safetensors file with these tensors."""
-        with SafetensorsWriter(path, specs, {"format": "pt"}) as writer:
+        metadata = {"format": "pt"}
+        if "config.json" not in self._shards.manifest.along:  # of a plain module; nothing else says whose file it is
+            metadata[MERGED] = self._shards.manifest.model_type
+        with SafetensorsWriter(path, specs, metadata) as writer:
             for name in writer.order:
                 writer.copy(name, self.lazy(name))
                 progress(nbytes(*specs[name]))

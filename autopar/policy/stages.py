@@ -309,7 +309,7 @@ class _Row:
         by_id: dict[int, set[int]] = {}
         places: list[tuple[str, int]] = []
         for name, parameter in root.named_parameters(remove_duplicate=False):
-            block = self._block_of(name) if self.blocks else 0
+            block = self._block_of(name) if self.blocks else None
             held = everywhere if block is None else (self._stage(block, plan),)
             if name in reads and not self._in_block(name):
                 held = tuple(plan.stage_of(min(place, ends)) for place in reads[name])
