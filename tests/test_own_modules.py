@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,22 @@ def test_replicas_optimizers_and_recomputation(tmp_path: Path) -> None:
     assert half.lm_head.weight.dtype == torch.bfloat16
 
 
+class Noisy(nn.Module):
+    """Dropout between a column and a row whose probability stands in one of three places."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.args = {"p_drop": 0.5} if number == 0 else None
+        self.settings = SimpleNamespace(drop=0.5) if number == 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p = self.args["p_drop"] if self.args else self.settings.drop if self.settings else 0.5
+        y = F.dropout(self.up(x), p, self.training)
+        self.seen = (y != 0).float().detach()
+        return self.down(y)
+
+
 @distributed(world_size=2)
 def test_dropout_and_inputs_are_watched() -> None:
     model = parallel(gpt(dropout=0.5), 2).train()
@@ -215,6 +232,14 @@ def test_dropout_and_inputs_are_watched() -> None:
     everyone = [torch.empty_like(seen[0]) for _ in range(2)]
     dist.all_gather(everyone, seen[0])
     assert torch.equal(*everyone), "dropout of whole activations differs"
+    for number in range(3):  # inside the region masks differ, wherever the probability stands
+        noisy = nn.ModuleDict({"net": Noisy(number)})
+        noisy.forward = noisy.net.forward
+        policy = {"units": {"f": "inferred"}, "prefix": {"net.up": {"column": "f"}, "net.down": {"row": "f"}}}
+        parallel(noisy, 2, policy=policy).train()
+        noisy(torch.ones(64, 4))
+        dist.all_gather(everyone := [torch.empty(64, 4) for _ in range(2)], noisy.net.seen)
+        assert not torch.equal(*everyone), f"case {number}"
     model = parallel(gpt(), 2)
     with pytest.raises(autopar.ConsistencyError, match="got different inputs"):
         model(**tokens(dist.get_rank()))
@@ -232,6 +257,18 @@ def test_a_policy_that_is_wrong_is_found_at_the_first_call() -> None:
         parallel(patches(), 2, policy=partial)(**images(1))
 
 
+class Initialized(nn.Module):
+    """Its constructor has the last word about its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.zero, self.drawn = (nn.Linear(6, 6) for _ in range(3))
+        nn.init.constant_(self.same.weight, 3.0)
+        nn.init.normal_(self.drawn.weight, std=100)
+        with torch.no_grad():
+            self.zero.weight.zero_()
+
+
 def test_what_it_says_without_a_policy_that_fits() -> None:
     with pytest.raises(UnsupportedModelError) as info:
         autopar.initialize(gpt())
@@ -244,6 +281,16 @@ def test_what_it_says_without_a_policy_that_fits() -> None:
         parallel(patches(), policy={**PATCHES, "units": {"heads": "layers.0.head"}})
     with pytest.raises(ConfigError, match="recomputes the blocks of a model, and the policy of Sequential names no"):
         parallel(mlp(), policy=MLP_POLICY, config={"activation_checkpointing": {"enable": True}})
+    with pytest.raises(
+        ConfigError, match=r"from_pretrained: GPT is no class of transformers\. Of a module of your own"
+    ):
+        autopar.from_pretrained(GPT, "somewhere", policy=GPT_POLICY)
+    with autopar.lazy_init():
+        lazy = Initialized()
+    parallel(lazy, policy={"units": {}, "prefix": {"same": "replicated", "zero": "replicated", "drawn": "replicated"}})
+    assert (lazy.same.weight == 3).all()
+    assert not lazy.zero.weight.any()
+    assert 20 < lazy.drawn.weight.std() < 500
     assert isinstance(parallel(gpt()), GPT)
     model = parallel(gpt(), config={"pipeline": {"microbatch_size": 1}})
     with pytest.raises(ConfigError, match="it is a module of your own, which does not say over what its loss"):
