@@ -45,7 +45,7 @@ def parse_policy(name: str, root: Node) -> Policy:
     if "units" not in top and not {"models", "towers"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
     match = _mapping(top["match"], _MATCH, "'match'") if "match" in top else {}
-    units = _parse_units(top["units"]) if "units" in top else {}
+    units = _parse_units(top["units"], literal="match" not in top) if "units" in top else {}
     towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
     for tower, entry in _mapping(top["towers"], None, "'towers'").items() if "towers" in top else ():
         keys = _mapping(entry, (*_TOWER, "config"), f"tower '{tower}'")
@@ -111,7 +111,10 @@ def _parse_names(match: Mapping[str, Node], key: str, where: Where) -> tuple[str
     return tuple(_text(n, key) for n in nodes)
 
 
-def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dict[str, UnitSpec]:
+def _parse_units(
+    node: Node, outer: Mapping[str, UnitSpec] | None = None, *, literal: bool = False
+) -> dict[str, UnitSpec]:
+    """``literal``: a count may be a number. A policy for a model type holds for models of all sizes."""
     units: dict[str, UnitSpec] = {}
     for name, entry in _mapping(node, None, "'units'").items():
         if isinstance(entry.value, dict):
@@ -129,8 +132,8 @@ def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dic
                 align=_at_least_1(spec, "align"),
             )
         else:
-            literal = type(entry.value) is int  # so many, whatever the model says
-            units[name] = UnitSpec(name, str(entry.value) if literal else _text(entry, name), entry.where)
+            number = literal and type(entry.value) is int
+            units[name] = UnitSpec(name, str(entry.value) if number else _text(entry, name), entry.where)
     known = {**(outer or {}), **units}
     for unit in units.values():
         if unit.name == HIDDEN:

@@ -173,7 +173,7 @@ def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
     if type(module).__module__.partition(".")[0] in ("torch", "transformers"):
         return
     for value in vars(module).values():
-        if isinstance(value, Mapping | SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        if isinstance(value, Mapping | SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__")):
             yield from (
                 (value, key) for key, p in _held(value).items() if type(p) in (float, int) and "drop" in str(key)
             )
