@@ -93,7 +93,7 @@ class UnitTable:
 
     def _shown(self, holder: Any) -> str:
         """What was asked for an attribute; a model without config answers for itself."""
-        return self.model if isinstance(holder, SimpleNamespace) else type(holder).__name__
+        return self.model if self.root is not None and isinstance(holder, SimpleNamespace) else type(holder).__name__
 
     def _known(self, holder: Any) -> Iterable[str]:
         if isinstance(holder, SimpleNamespace):
