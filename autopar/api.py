@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from autopar import checkpoint
 from autopar.config import ParallelConfig
 from autopar.consensus import on_every_rank
-from autopar.data_parallel.activations import keep_on_cpu
+from autopar.data_parallel.activations import keep, keep_on_cpu, recompute
 from autopar.data_parallel.attach import attach as attach_optimizer
 from autopar.data_parallel.fully_shard import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
@@ -32,16 +32,18 @@ from autopar.materialize import Materializer, lazy_facts
 from autopar.mesh import MPU
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.pipeline_parallel.trace import trace_reads
+from autopar.policy.inside import model_inside
+from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.plan import ModulePlan, Plan
 from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
 from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
-from autopar.policy.uses import hugging_face_model
 from autopar.roll_call import RollCall
 from autopar.tensor_parallel import megatron_marks, parallelize
 from autopar.tensor_parallel.attach import attach, detach
 from autopar.tensor_parallel.consistency import ForwardCheck
+from autopar.tensor_parallel.first_call import FirstCall
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.rehearsal import rehearse
 from autopar.tensor_parallel.sample_inputs import sample_inputs
@@ -85,7 +87,7 @@ def initialize(
     optimizer: Any = None,
     lr_scheduler: Any = None,
 ) -> Any:
-    """Turn a Hugging Face model into this rank's share of a parallel one, in place.
+    """Turn a Hugging Face model, or a module of your own, into this rank's share of a parallel one, in place.
 
     The model sits in memory, or was built inside :func:`autopar.lazy_init`: then only this rank's shards ever do.
 
@@ -93,11 +95,12 @@ def initialize(
     before goes on working. Under nccl the share moves to this rank's GPU.
 
     Args:
-        model: a ``PreTrainedModel``, or a module with one inside. Ranks may hold different random weights: all get
-            those of rank 0.
+        model: a ``PreTrainedModel``, or a module with one inside; any other module with a ``policy``. Ranks may hold
+            different random weights: all get those of rank 0.
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
         policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type.
+            Without ``match`` it describes ``model`` as a whole.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
             ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
             (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is shared out.
@@ -112,12 +115,12 @@ def initialize(
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
     parsed, _ = on_every_rank(
-        lambda: _check_call(model, config, optimizer, lr_scheduler),
+        lambda: _check_call(model, config, policy, optimizer, lr_scheduler),
         lambda checked: {"config": dataclasses.asdict(checked[0]), "optimizer": checked[1]},
     )
     mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
     try:  # every check is here; the model is untouched so far
-        prefix, inner = hugging_face_model(model)
+        prefix, inner = _inside(model, policy)
         by_expert = parsed.expert_parallel_size > 1
         plan, lazy = on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
@@ -133,7 +136,12 @@ def initialize(
     parallelize.make_equal(model, mpu)
     share(mpu.model, mpu.device)
     region = Region(mpu.tp)
+    plain = not isinstance(inner, PreTrainedModel)
+    first_call = FirstCall(inner, plan) if plain else None
     parallelize.apply(model, plan, mpu.tp, region)
+    blocks = [model.get_submodule(path) for path in stages.elements]
+    if parsed.activation_checkpointing and plain:
+        recompute(blocks)
     roll = RollCall(mpu, parsed.pipeline.timeout)
     mpu.tp.explain = roll.in_collective
     tell_uncaught(roll)
@@ -143,18 +151,20 @@ def initialize(
     on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
-    if parsed.activation_checkpointing:
+    if parsed.activation_checkpointing and not plain:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if parsed.cpu_checkpointing:
-            keep_on_cpu(inner)
+    if parsed.activation_checkpointing and parsed.cpu_checkpointing:
+        keep_on_cpu(inner)
     region.watch(model)
     attach(inner, plan, mpu, region, roll, _forward_check(parsed, mpu, roll, region, steps))
+    if first_call is not None:
+        first_call.attach(inner)
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
-    model._autopar = _State(plan, stages, mpu, parsed, steps)
+    model._autopar = _State(plan, stages, mpu, parsed, prefix, steps)
     model._autopar.wrappers = WrapperCheck(model, mpu)
-    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll, blocks)
     megatron_marks.mark(model, plan, stages, mpu)
     return model if optimizer is None else (model, optimizer)
 
@@ -175,7 +185,7 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
-    _, inner = hugging_face_model(model)
+    inner = model.get_submodule(state.prefix)
     model.wait_for_save()  # type: ignore[operator]
     state.steps.remove()
     if state.step is not None and state.step.model is model:
@@ -184,8 +194,10 @@ def deparallelize(model: Model) -> Model:
     vars(model)["_autopar_pipeline"].undo(model)
     parallelize.undo(model, state.plan, state.mpu.tp)
     detach(inner)
-    if state.config.activation_checkpointing:
+    if state.config.activation_checkpointing and isinstance(inner, PreTrainedModel):
         inner.gradient_checkpointing_disable()
+    elif state.config.activation_checkpointing:
+        keep(inner)
     checkpoint.detach(model)
     megatron_marks.unmark(model)
     if state.wrappers is not None:
@@ -198,8 +210,11 @@ def deparallelize(model: Model) -> Model:
 class _State:
     """What initialize leaves on the model for deparallelize and for the second call to find."""
 
-    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig, steps: StepCheck) -> None:
-        self.plan, self.stages, self.mpu, self.config, self.steps = plan, stages, mpu, config, steps
+    def __init__(
+        self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig, prefix: str, steps: StepCheck
+    ) -> None:
+        self.plan, self.stages, self.mpu, self.config, self.prefix = plan, stages, mpu, config, prefix
+        self.steps = steps
         self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
         self.step: ParallelStep | None = None
         self.wrappers: WrapperCheck | None = None
@@ -216,20 +231,25 @@ def _forward_check(
 
 
 def _check_call(
-    model: nn.Module, config: Any, optimizer: Any, lr_scheduler: Any
+    model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any
 ) -> tuple[ParallelConfig, list[list[str]]]:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     if in_lazy_init():
         raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)
-    _, inner = hugging_face_model(model)
+    _, inner = _inside(model, policy)
     if torch.is_inference_mode_enabled():
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
-    if parsed.activation_checkpointing and not inner.supports_gradient_checkpointing:
+    supported = getattr(inner, "supports_gradient_checkpointing", True)  # of a plain module its policy's blocks
+    if parsed.activation_checkpointing and not supported:
         raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave it out.")
     check_offload(parsed.zero_cpu_offload)
     return parsed, check_optimizer(optimizer, lr_scheduler, model, parsed)
+
+
+def _inside(model: nn.Module, policy: Any) -> tuple[str, Any]:
+    return model_inside(model, None if policy is None else read_user_policy(policy))
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -243,14 +263,20 @@ def _refuse_second(model: nn.Module) -> None:
                 f"tensor_parallel_size={tp}, pipeline_parallel_size={pp}, data-parallel size {dp}.\n"
                 "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
             )
-        if isinstance(vars(module).get("autopar"), ModulePlan):
+        plan = vars(module).get("autopar")
+        if isinstance(plan, ModulePlan) and not plan.where:
+            raise ConfigError(
+                f"{place} was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a "
+                "policy."
+            )
+        if isinstance(plan, ModulePlan):
             raise ConfigError(f"{place} is part of a model that is parallelized already.")
 
 
 def _plan(
     model: nn.Module,
     prefix: str,
-    inner: PreTrainedModel,
+    inner: nn.Module,
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     by_expert: bool,
@@ -260,7 +286,8 @@ def _plan(
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     if optimizer is not None:
         check_state(optimizer, model, plan, stage)
-    if not rehearse(inner, prefix, plan) and policy is not None and plan.tp > 1:
+    rehearsed = rehearse(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
+    if not rehearsed and policy is not None and plan.tp > 1:
         _log.warning(
             "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
             "the plain model's once.",
@@ -271,12 +298,17 @@ def _plan(
 
 def _stages(
     model: nn.Module,
-    inner: PreTrainedModel,
+    inner: nn.Module,
     policy: str | Path | Mapping[str, Any] | Policy | None,
     mpu: MPU,
     config: ParallelConfig,
 ) -> StagePlan:
     pipeline, found = config.pipeline, find_policy(inner, policy)
+    if config.activation_checkpointing and not isinstance(inner, PreTrainedModel) and not elements_of(model, found)[0]:
+        raise ConfigError(
+            f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(inner).__name__} "
+            f"names no 'blocks' ({found.where}); leave it out."
+        )
     return make_stages(
         model,
         found,
@@ -288,9 +320,11 @@ def _stages(
     )
 
 
-def _reads(model: nn.Module, inner: PreTrainedModel, policy: Policy) -> Reads | None:
-    """What the forward reads; of a task model whose head looks at values, the base model's."""
-    prefix, _ = hugging_face_model(model)
+def _reads(model: nn.Module, inner: nn.Module, policy: Policy) -> Reads | None:
+    """What the forward reads; of a task model whose head looks at values, the base model's; None if it is not known."""
+    prefix, _ = model_inside(model, policy)
+    if not isinstance(inner, PreTrainedModel):
+        return None
     base = inner.base_model
     for traced, path in ((inner, prefix), (base, ".".join(filter(None, (prefix, inner.base_model_prefix))))):
         if isinstance(traced, PreTrainedModel):

@@ -207,6 +207,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         self._on = True
         self._born: dict[int, torch.Tensor] = {}  # by storage; kept, so that no other storage gets the same number
         self._inits: dict[int, list[Init]] = {}
+        self._recorded: list[Any] = []  # kept, so that no other storage gets the number of one with inits
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -261,7 +262,9 @@ class _EmptyOnMeta(TorchFunctionMode):
                 self._models.refuse(tensor)
             if threading.get_ident() != thread or not tensor.is_meta:
                 return function(tensor, *args, **kwargs)
-            self._inits.setdefault(tensor.untyped_storage()._cdata, []).append(Init(function, args, kwargs))
+            storage = tensor.untyped_storage()
+            self._recorded.append(storage)
+            self._inits.setdefault(storage._cdata, []).append(Init(function, args, kwargs))
             return tensor
 
         return record

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 from autopar.checkpoint.lazy import InMemory, read_shard
 from autopar.checkpoint.state import listed
@@ -42,14 +41,14 @@ class Materializer:
 
     Args:
         model: the root model; whole shapes, partly or all on the meta device.
-        inner: the Hugging Face model in it.
+        inner: the Hugging Face model in it, or a plain module.
         plan: of the model.
 
     Raises:
         ConfigError: nothing gives a parameter its values, or it was written into while it had no memory.
     """
 
-    def __init__(self, model: nn.Module, inner: PreTrainedModel, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan) -> None:
         self._model = model
         self._pending = _pending(model, plan)
         self._steps = Steps(model, inner, {key: p for key, p in self._pending.items() if p.drawn})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 __all__ = ["meta_copy"]
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def meta_copy(model: PreTrainedModel, *, gradients: bool = False) -> PreTrainedModel:
+
+def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     """A copy on the meta device, in evaluation mode; never holds memory for weights.
 
     Args:
@@ -22,7 +23,8 @@ def meta_copy(model: PreTrainedModel, *, gradients: bool = False) -> PreTrainedM
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=gradients and empty.is_floating_point())
-    for buffer in model.buffers():
+    beside = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    for buffer in (*model.buffers(), *beside):
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     copied = copy.deepcopy(model, memo).eval()
     for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():

@@ -136,6 +136,13 @@ def _checked(
     model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments for transformers."""
+    if not callable(getattr(model_class, "from_pretrained", None)):
+        name = getattr(model_class, "__name__", type(model_class).__name__)
+        raise ConfigError(
+            f"from_pretrained: {name} is no class of transformers.\n"
+            "  Build a module of your own, pass it to autopar.initialize(model, config, policy=...), and call\n"
+            "  model.from_parallelized(folder) for a folder that save_parallelized wrote."
+        )
     if in_lazy_init():
         raise ConfigError("from_pretrained inside lazy_init would make a model without memory: call it after the with.")
     if not callable(getattr(model_class, "from_pretrained", None)):

@@ -21,7 +21,7 @@ from transformers import initialization as hf_init
 
 from autopar.checkpoint.lazy import InMemory, LazyTensor
 from autopar.layout import Layout
-from autopar.sources import inits_of
+from autopar.sources import inits_of, sources_of
 
 __all__ = ["Pending", "Steps"]
 
@@ -50,7 +50,7 @@ class Steps:
         drawn: ``id(parameter)`` -> those that it may fill.
     """
 
-    def __init__(self, model: nn.Module, inner: PreTrainedModel, drawn: Mapping[int, Pending]) -> None:
+    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, Pending]) -> None:
         self._model, self._inner, self._drawn = model, inner, drawn
         self.first: list[set[int]] = []
         self.last: list[set[int]] = []
@@ -153,8 +153,20 @@ def _own_inits(
         return
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(module, name, None)) and any(p.is_meta for p in module.parameters(recurse=False)):
-            yield module, getattr(module, name)
+            yield module, partial(_as_built, module, getattr(module, name))
             return
+
+
+def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
+    """``reset_parameters``, and then what the constructor around did to its parameters: that had the last word."""
+    reset()
+    sources, inits = sources_of(module), inits_of(module)
+    for name, parameter in module._parameters.items():
+        source = sources.get(name)
+        if parameter is not None and isinstance(source, InMemory):
+            parameter.copy_(source.tensor)
+        elif parameter is not None and len(inits.get(name, ())) > 1:  # the first is that of reset_parameters
+            _repeat(module, [name])
 
 
 def _repeat(module: nn.Module, names: list[str]) -> None:
@@ -167,7 +179,7 @@ def _repeat(module: nn.Module, names: list[str]) -> None:
 
 
 @contextmanager
-def _untied(model: PreTrainedModel) -> Iterator[None]:
+def _untied(model: nn.Module) -> Iterator[None]:
     """Put a stand-in that is marked as initialized where a tied weight is used a second time."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:

@@ -109,6 +109,14 @@ def total_loss(output: Any) -> torch.Tensor:
     return sum((t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum() for t in tensors) / (10 * most)  # type: ignore[return-value]
 
 
+def _named(output: Any) -> Any:
+    """What a module of one's own returns, by names: of several tensors the one that is a number is the loss."""
+    if hasattr(output, "items"):
+        return output
+    listed = output if isinstance(output, tuple) else (output,)
+    return {"loss" if value is not None and value.ndim == 0 else str(n): value for n, value in enumerate(listed)}
+
+
 class _Agreed:
     """Collects what goes wrong on this rank; :meth:`settle` raises it on every rank, so that none waits for another."""
 
@@ -158,9 +166,9 @@ def check(
     agreed = _Agreed(parallel.mpu)
     for number, batch in enumerate(batches):  # gradients accumulate over micro-batches
         reseed(number)
-        expected = plain(**copy.deepcopy(batch))  # some clamp labels in place
+        expected = _named(plain(**copy.deepcopy(batch)))  # some clamp labels in place
         reseed(number)
-        actual = parallel(**copy.deepcopy(batch))
+        actual = _named(parallel(**copy.deepcopy(batch)))
         for key, value in expected.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 agreed.close(actual[key], value, f"{key} of micro-batch {number}", tolerance)

@@ -301,7 +301,7 @@ def test_more_stages_than_processes_are_refused():
 
 
 def test_an_unsupported_model_names_the_closest():
-    with pytest.raises(UnsupportedModelError, match="Linear is no Hugging Face model and holds none"):
+    with pytest.raises(UnsupportedModelError, match="Linear is no Hugging Face model and holds none: autopar"):
         autopar.initialize(nn.Linear(2, 2))
     pair = nn.ModuleList([gpt2(), gpt2()])
     with pytest.raises(UnsupportedModelError, match=r"holds 2 Hugging Face models: 0 .GPT2LMHeadModel., 1"):

@@ -13,9 +13,10 @@ import secrets
 import shutil
 from pathlib import Path
 
+from autopar.checkpoint.safetensors_stream import SafetensorsReader
 from autopar.errors import CheckpointError
 
-__all__ = ["Staging", "fsync", "fsync_files", "leftovers"]
+__all__ = ["MERGED", "Staging", "fsync", "fsync_files", "leftovers"]
 
 # What a checkpoint consists of, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
 _OURS = re.compile(
@@ -25,6 +26,7 @@ _OURS = re.compile(
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
     r"|wrapper\.safetensors"
 )
+MERGED = "autopar_merged"  # in the header of a file that was merged from a plain module's shards: whose it was
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -119,13 +121,26 @@ def _check_replaceable(target: Path, replace: bool) -> None:
     if not names:
         return
     lost = [name for name in names if _OURS.fullmatch(name)]
-    if lost and not {"autopar.json", "config.json"} & set(names):
+    if lost and not {"autopar.json", "config.json"} & set(names) and not _merged(target / lost[0]):
         raise CheckpointError(
             f"{target} holds {lost[0]} but neither autopar.json nor config.json: it is not overwritten\n"
             f"  It holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Choose another folder."
         )
     if not replace:
         raise CheckpointError(f"{target} is not empty; pass force=True (--force) to replace the checkpoint in it")
+
+
+def _merged(path: Path) -> bool:
+    """Whether a file was merged from the shards of a plain module, which has no ``config.json`` beside it."""
+    if path.suffix == ".json":  # the index of several
+        path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
+    try:
+        if path.suffix != ".safetensors":
+            return False
+        with SafetensorsReader(path) as reader:
+            return MERGED in reader.metadata
+    except CheckpointError:
+        return False
 
 
 def _carry_over(target: Path, temp: Path) -> None:

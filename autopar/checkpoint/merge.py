@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from autopar.checkpoint.folder import Staging, fsync_files
+from autopar.checkpoint.folder import MERGED, Staging, fsync_files
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.lazy import InMemory, LazyTensor
 from autopar.checkpoint.pieces import lazy_piece
@@ -87,7 +87,7 @@ def merge_checkpoint(
     folder, target = Path(source), Path(os.path.abspath(destination))
     show = sys.stderr.isatty() if progress is None else progress
     with Shards(folder) as shards:
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file() and "config.json" in shards.manifest.along:
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
         if verify:
             shards.verify_along()
@@ -97,7 +97,7 @@ def merge_checkpoint(
             files = write_merged(shards, staging.temp, size, format, progress=show, dtype=chosen, verify=verify)
             for path in files_along(folder):
                 shutil.copyfile(path, staging.temp / path.name)
-            if chosen is not None:
+            if chosen is not None and "config.json" in shards.manifest.along:
                 write_dtype(staging.temp / "config.json", chosen)
             fsync_files(staging.temp)
             staging.commit()
@@ -270,7 +270,10 @@ class _Source:
         self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], progress: Callable[[int], Any]
     ) -> None:
         """Write one safetensors file with these tensors."""
-        with SafetensorsWriter(path, specs, {"format": "pt"}) as writer:
+        metadata = {"format": "pt"}
+        if "config.json" not in self._shards.manifest.along:  # of a plain module; nothing else says whose file it is
+            metadata[MERGED] = self._shards.manifest.model_type
+        with SafetensorsWriter(path, specs, metadata) as writer:
             for name in writer.order:
                 writer.copy(name, self.lazy(name))
                 progress(nbytes(*specs[name]))

@@ -209,7 +209,7 @@ def finish(staging: Staging, manifest: Manifest, source: Path, dtype: torch.dtyp
     """Copy the small files along, write the manifest, and put the folder in its place."""
     for path in files_along(source):
         shutil.copyfile(path, staging.temp / path.name)
-    if dtype is not None:
+    if dtype is not None and (staging.temp / "config.json").is_file():
         write_dtype(staging.temp / "config.json", dtype)
     saved = [name for name in ("config.json", "generation_config.json") if (staging.temp / name).is_file()]
     whole = replace(manifest, along={name: file_checksum(staging.temp / name) for name in saved})

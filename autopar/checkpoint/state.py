@@ -124,8 +124,13 @@ def write_config(model: nn.Module, folder: Path) -> None:
 
 
 def config_writer(model: nn.Module) -> Callable[[Path], None]:
-    """What :func:`write_config` would write now, to be written into a folder later."""
-    hf_model: Any = model.get_submodule(state_of(model).hf_path)
+    """What :func:`write_config` would write now, to be written into a folder later; of a plain module nothing."""
+    from transformers import PreTrainedModel
+
+    inner = model.get_submodule(state_of(model).hf_path)
+    if not isinstance(inner, PreTrainedModel):
+        return lambda folder: None
+    hf_model: Any = inner
     plain = next(c for c in type(hf_model).__mro__ if c.__module__.partition(".")[0] != "autopar")
     config = copy.deepcopy(hf_model.config)  # save_pretrained sets these two on the user's object
     config.dtype = str(hf_model.dtype).removeprefix("torch.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,26 +23,29 @@ __all__ = ["attach"]
 
 def attach(
     model: nn.Module,
-    inner: PreTrainedModel,
+    inner: nn.Module,
     names: Mapping[int, str],
     plan: Plan,
     mpu: MPU,
     config: ParallelConfig,
     optimizer: Any,
     roll: RollCall,
+    blocks: Sequence[nn.Module] = (),
 ) -> ParallelStep | None:
     """ZeRO, precision and clipping of ``config``, for the model and the user's optimizer; every rank calls it.
 
     Args:
-        inner: the Hugging Face model in ``model``.
+        inner: the Hugging Face model in ``model``, or a plain module.
         names: ``id(parameter)`` -> name, from when the model was whole.
         optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
+        blocks: of the model.
     """
     if optimizer is not None:
         drop_absent(optimizer, model)
         shard_state(optimizer, names, plan, mpu.tp.rank)
     if config.zero_stage == 3:
-        fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload)
+        blocks = [] if isinstance(inner, PreTrainedModel) else blocks
+        fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
         if optimizer is not None:
             rebind(optimizer, names, model)
     if optimizer is None:

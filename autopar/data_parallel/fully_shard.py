@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -26,7 +27,12 @@ def check_offload(cpu_offload: bool) -> None:
 
 
 def fully_shard(
-    model: nn.Module, inner: PreTrainedModel, mpu: MPU, dtype: torch.dtype | None = None, cpu_offload: bool = False
+    model: nn.Module,
+    inner: nn.Module,
+    mpu: MPU,
+    dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    blocks: Sequence[nn.Module] = (),
 ) -> None:
     """Share weights, gradients and what an optimizer will keep out over dp, block by block, in place.
 
@@ -35,6 +41,7 @@ def fully_shard(
     Args:
         dtype: in which the model computes; weights, gradients and their sums stay in fp32.
         cpu_offload: shares lie in the CPU's memory.
+        blocks: of a plain module, what its policy names so.
     """
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
@@ -43,23 +50,28 @@ def fully_shard(
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
     mesh = mpu.mesh["dp"]
-    for module in (*blocks_of(inner), model):
+    for module in (*blocks_of(inner, blocks), model):
         torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
 
 
-def blocks_of(inner: PreTrainedModel) -> list[nn.Module]:
-    """The modules that transformers says must not be cut in two, or recomputes one by one; inner ones first.
+def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """The modules that transformers says must not be cut in two, or recomputes one by one, and ``blocks``.
 
-    Without those that share a weight with a module outside: it would no longer be one weight.
+    Inner ones first; without those that share a weight with a module outside: it would no longer be one weight.
     """
-    listed = set(inner._no_split_modules or ())
+    listed = set(getattr(inner, "_no_split_modules", None) or ())
+    named = {id(block) for block in blocks}
     uses = _uses(inner)
     found = [
         module
         for module in inner.modules()
         if module is not inner
         and not isinstance(module, PreTrainedModel)
-        and (isinstance(module, GradientCheckpointingLayer) or any(c.__name__ in listed for c in type(module).__mro__))
+        and (
+            isinstance(module, GradientCheckpointingLayer)
+            or any(c.__name__ in listed for c in type(module).__mro__)
+            or id(module) in named
+        )
         and (own := _uses(module))
         and all(uses[key] == count for key, count in own.items())
     ]

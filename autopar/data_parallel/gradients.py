@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.data_parallel.norm import counted_here, gradient_norm, local_part
+from autopar.data_parallel.norm import counted_here, gradient_norm, local_part, own_axis, own_norm
 from autopar.errors import ConfigError
 from autopar.gradient_sums import average_over_replicas
 from autopar.mesh import MPU
@@ -45,7 +45,8 @@ def clip_grad_norm_(
     leaves them.
 
     Args:
-        model: what ``autopar.initialize`` returned, or a wrapper such as ``DistributedDataParallel`` around it.
+        model: what ``autopar.initialize`` returned, or a model of ``ColumnParallelLinear`` and its like; or a wrapper
+            such as ``DistributedDataParallel`` around it.
         max_norm: the largest norm that is left as it is.
         norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise, on every rank, if the norm is nan or infinite.
@@ -62,6 +63,21 @@ def clip_grad_norm_(
         raise ConfigError(f"max_norm must be a number of at least 0, not {max_norm}")
     if not norm_type > 0:
         raise ConfigError(f"norm_type must be above 0, not {norm_type}")
+    axis = None if any("_autopar" in vars(module) for module in model.modules()) else own_axis(model)
+    norm = _norm(model, norm_type) if axis is None else own_norm(model, axis, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            local.mul_(scale.to(local.device, local.dtype))
+    return norm
+
+
+def _norm(model: nn.Module, norm_type: float) -> torch.Tensor:
     root, state = _parallelized(model)
     if state.config.precision == "fp16":
         raise ConfigError(
@@ -72,17 +88,7 @@ def clip_grad_norm_(
     if state.counted is None:
         state.counted = counted_here(parameters, state.plan, state.mpu)
     with state.steps.roll.naming("the norm of the gradients", state.mpu.model.ranks):
-        norm = gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite"
-        )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters.values():
-        if parameter.grad is not None:
-            local = local_part(parameter.grad)
-            local.mul_(scale.to(local.device, local.dtype))
-    return norm
+        return gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -48,7 +48,7 @@ class Masters:
 @torch.no_grad()
 def to_half(
     model: nn.Module,
-    inner: PreTrainedModel,
+    inner: nn.Module,
     dtype: torch.dtype,
     masters: Masters,
     keep: Callable[[nn.Parameter], bool],
@@ -98,8 +98,10 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.grad_dtype = None
 
 
-def _stays_whole(inner: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+def _stays_whole(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """Whether transformers keeps a parameter of that name in fp32."""
+    if not isinstance(inner, PreTrainedModel):
+        return lambda name: False
     names = set(inner._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         names |= set(inner._keep_in_fp32_modules or ())

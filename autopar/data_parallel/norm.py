@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.axis import device_of
+from autopar.collectives import Axis
+from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 
-__all__ = ["counted_here", "gradient_norm", "local_part"]
+__all__ = ["counted_here", "gradient_norm", "local_part", "own_axis", "own_norm"]
 
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
@@ -47,7 +50,35 @@ def gradient_norm(
         canonical = plan.canonical(name)
         if parameter.grad is not None and canonical in counted:
             parts += _parts(parameter.grad, plan.tensors[canonical].layout, mpu)
-    return _combine(parts, p, mpu, parameters.values())
+    held = list(parameters.values())
+    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp
+    return _combine(parts, p, (mpu.model, mpu.dp) if sharded else (mpu.model,), mpu.device, held)
+
+
+def own_axis(model: nn.Module) -> Axis | None:
+    """The axis of a model that was built of parallel layers by hand; None if there are none.
+
+    Raises:
+        ConfigError: they lie on several axes.
+    """
+    axes = {id(tp): tp for module in model.modules() if isinstance(tp := vars(module).get("tp"), Axis)}
+    if len({axis.ranks for axis in axes.values()}) > 1:
+        raise ConfigError(f"the parallel layers of {type(model).__name__} lie on {len(axes)} different groups")
+    return next(iter(axes.values()), None)
+
+
+def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
+    """The p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
+    held = list(model.parameters())
+    sharded = {
+        id(module._parameters.get(name))
+        for module in model.modules()
+        for name in vars(module).get("autopar_layouts", ())
+    }
+    counted = [each for each in held if each.grad is not None and (axis.rank == 0 or id(each) in sharded)]
+    if any(isinstance(parameter, DTensor) for parameter in held):
+        raise ConfigError("clip_grad_norm_: FSDP over a model of parallel layers built by hand is not supported")
+    return _combine([each.grad for each in counted if each.grad is not None], p, (axis,), device_of(axis), held)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,16 +101,16 @@ def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torc
     return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]
 
 
-def _combine(parts: list[torch.Tensor], p: float, mpu: MPU, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    held = list(parameters)
-    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp
-    axes = [axis for axis in ((mpu.model, mpu.dp) if sharded else (mpu.model,)) if axis.size > 1]
+def _combine(
+    parts: list[torch.Tensor], p: float, over: Sequence[Axis], device: torch.device, held: Sequence[nn.Parameter]
+) -> torch.Tensor:
+    axes = [axis for axis in over if axis.size > 1]
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in held) else torch.float32
     parts = [part for part in parts if part.numel()]
     if parts:
-        norms = torch.stack([torch.linalg.vector_norm(part, p, dtype=dtype).to(mpu.device) for part in parts])
+        norms = torch.stack([torch.linalg.vector_norm(part, p, dtype=dtype).to(device) for part in parts])
     else:
-        norms = torch.zeros(1, dtype=dtype, device=mpu.device)
+        norms = torch.zeros(1, dtype=dtype, device=device)
     if math.isinf(p):
         pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
         for axis in axes:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.loss_scale import LossScale
@@ -55,7 +54,7 @@ class ParallelStep:
         self,
         optimizer: Any,
         model: nn.Module,
-        inner: PreTrainedModel,
+        inner: nn.Module,
         plan: Plan,
         mpu: MPU,
         config: ParallelConfig,
@@ -228,7 +227,7 @@ class ParallelStep:
             self._owners[parameter], self._names[parameter] = owner, names[parameter]
             self._loads[owner] += size
 
-    def _halve(self, inner: PreTrainedModel, dtype: torch.dtype, masters: Masters) -> None:
+    def _halve(self, inner: nn.Module, dtype: torch.dtype, masters: Masters) -> None:
         def stepped(parameter: nn.Parameter) -> bool:
             return parameter in self._owners and parameter.requires_grad and self.owns(parameter)
 

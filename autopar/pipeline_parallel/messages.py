@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -66,7 +67,14 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)(*(map_tensors(entry, function) for entry in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(entry, function) for entry in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: map_tensors(entry, function) for name, entry in _fields(value).items()})
     return value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that its constructor takes."""
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
 
 
 def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -84,6 +92,8 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
         return type(value)(*(pack(entry, tensors) for entry in value))
     if isinstance(value, list | tuple):
         return type(value)(pack(entry, tensors) for entry in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _Record(type(value), {name: pack(entry, tensors) for name, entry in _fields(value).items()})
     return value
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
@@ -27,6 +29,7 @@ __all__ = [
     "label_count",
     "merge_outputs",
     "next_batch",
+    "own_loss",
     "shifts_labels",
     "split",
     "weights_of",
@@ -122,6 +125,20 @@ def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: s
     return [count / total for count in counts] if total else [0.0] * len(counts)
 
 
+def own_loss(outputs: Any) -> Any:
+    """The loss in what a model returns: ``outputs.loss``, ``outputs["loss"]``, or the only number; None without one.
+
+    A plain module often returns ``(logits, loss)``, or its loss alone.
+    """
+    if hasattr(outputs, "loss"):
+        return outputs.loss
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    entries = outputs if isinstance(outputs, list | tuple) else [outputs]
+    numbers = [x for x in entries if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
 def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -> str:
     """How the model's own losses of micro-batches make up that of the batch: a ``reduction`` of :func:`weights_of`.
 
@@ -148,6 +165,8 @@ def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -
 
 def _no_mean_over_labels(model: Any, batch: Mapping[str, Any]) -> str | None:
     """Why the model's own loss is no mean over ``labels``; None if it is one, as far as can be seen."""
+    if not isinstance(model, PreTrainedModel):
+        return "it is a module of your own, which does not say over what its loss is a mean"
     given = {name: value for name, value in batch.items() if value is not None}
     others = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
     if others:
@@ -206,7 +225,12 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
     if isinstance(first, dict):
         return {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
     if isinstance(first, list | tuple):
-        return type(first)(merge_outputs(list(entries), sizes, weights) for entries in zip(*outputs, strict=True))
+        merged = [merge_outputs(list(entries), sizes, weights) for entries in zip(*outputs, strict=True)]
+        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first) if field.init]
+        listed = {name: [getattr(output, name) for output in outputs] for name in names}
+        return replace(first, **{name: merge_outputs(entries, sizes, weights) for name, entries in listed.items()})
     return first
 
 
@@ -226,7 +250,7 @@ def shifts_labels(model: Any) -> bool:
 
 def _loss_function(model: Any) -> Any:
     """What the model's forward calls as ``self.loss_function``; None if it calls none."""
-    if "loss_function" not in _names_in_forward(model):
+    if not isinstance(model, PreTrainedModel) or "loss_function" not in _names_in_forward(model):
         return None
     own = vars(model).get("_loss_function")
     return getattr(own, "plain", own) or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)

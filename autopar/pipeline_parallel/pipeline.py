@@ -33,6 +33,7 @@ from autopar.pipeline_parallel.microbatches import (
     label_count,
     merge_outputs,
     next_batch,
+    own_loss,
     shifts_labels,
     split,
     weights_of,
@@ -70,7 +71,7 @@ class Pipeline:
 
     Args:
         model: whole blocks in place (cut by tensor parallelism already); changed in place.
-        inner: the Hugging Face model inside it.
+        inner: the Hugging Face model inside it, or a plain module.
         plan: what every stage holds.
         check: compare the batch over the stages on the first step of each mode.
         steps: how many optimizer steps this rank has made (``made``).
@@ -79,7 +80,7 @@ class Pipeline:
     def __init__(
         self,
         model: nn.Module,
-        inner: PreTrainedModel,
+        inner: nn.Module,
         plan: StagePlan,
         mpu: MPU,
         config: PipelineConfig,
@@ -218,7 +219,8 @@ def execute_pipeline(
 
     Args:
         data: a dict of the model's arguments (a ``BatchEncoding``), or an iterator over such dicts: one is taken.
-        criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean; by default ``outputs.loss``.
+        criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean; by default ``outputs.loss``, or the only
+            number in a tuple or dict of outputs.
         optimizer: what will step; only its ``scale_loss`` is used, if it has one.
         return_loss: whether to return the loss.
         return_outputs: whether to return the model's outputs, put together from all micro-batches.
@@ -248,7 +250,7 @@ def execute_pipeline(
     pipeline: Pipeline = vars(self)["_autopar_pipeline"]
     mpu, config = pipeline.mpu, pipeline.config
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
-    main, by_labels = pipeline.inner.main_input_name, config.loss_reduction == "tokens"
+    main, by_labels = getattr(pipeline.inner, "main_input_name", ""), config.loss_reduction == "tokens"
     agrees = backward and (by_labels or pipeline.averages)
     batch, counts = read_batch(
         lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
@@ -287,7 +289,7 @@ def execute_pipeline(
 
 def _criterion(criterion: Callable[..., Any] | None, *, required: bool) -> Callable[[Any, dict[str, Any]], Any]:
     def loss_of(outputs: Any, inputs: dict[str, Any]) -> Any:
-        loss = getattr(outputs, "loss", None) if criterion is None else criterion(outputs, inputs)
+        loss = own_loss(outputs) if criterion is None else criterion(outputs, inputs)
         if loss is None and required:
             raise ConfigError(
                 f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "

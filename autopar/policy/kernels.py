@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from autopar.errors import UnsupportedModelError
 from autopar.policy.schema import Policy
@@ -17,7 +17,7 @@ from autopar.policy.schema import Policy
 __all__ = ["check_kernels"]
 
 
-def check_kernels(policy: Policy, model: PreTrainedModel) -> None:
+def check_kernels(policy: Policy, model: nn.Module) -> None:
     """Raise UnsupportedModelError if a function that the policy names is not transformers' own torch code."""
     for name in policy.without_kernels:
         function = getattr(sys.modules.get(type(model).__module__), name, None)

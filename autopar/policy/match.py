@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from autopar.errors import PolicyError, UnsupportedModelError, nearest
+from autopar.policy.inside import config_of, hugging_face_model
 from autopar.policy.load import load_policy, policy_files, read_user_policy
 from autopar.policy.schema import Policy
 
@@ -23,24 +25,27 @@ def supported_model_types() -> dict[str, str]:
     return {kind: path.stem for path in policy_files() for kind in load_policy(path).model_types}
 
 
-def find_policy(model: PreTrainedModel, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
+def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
     """The policy of ``model``: the user's if given (path, dict or YAML text), else the one file that matches.
 
     Raises:
         UnsupportedModelError: no file lists the model type (names the closest that one does).
         PolicyError: two files match, or the user's policy is for another model type.
     """
-    config = model.config
     if policy is not None:
         chosen = read_user_policy(policy)
-        if config.model_type not in chosen.model_types:
+        kind = getattr(config_of(model), "model_type", None)
+        if chosen.model_types and kind is not None and kind not in chosen.model_types:
             raise PolicyError(
                 f"the policy is for model_type {', '.join(chosen.model_types)}, "
-                f"{type(model).__name__} has model_type {config.model_type}",
+                f"{type(model).__name__} has model_type {kind}",
                 chosen.where,
             )
-        _check_version(chosen, config)
+        if isinstance(model, PreTrainedModel):
+            _check_version(chosen, model.config)
         return chosen
+    _, model = hugging_face_model(model)
+    config = model.config
     listed = [load_policy(path) for path in policy_files()]
     listed = [candidate for candidate in listed if config.model_type in candidate.model_types]
     found = [candidate for candidate in listed if _fits(candidate, model)]

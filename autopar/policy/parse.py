@@ -39,14 +39,13 @@ def parse_policy(name: str, root: Node) -> Policy:
         PolicyError: with file and line, for unknown keys and rules, wrong types, undefined units.
     """
     top = _mapping(root, _TOP, f"policy '{name}'")
-    if "match" not in top:
-        raise PolicyError(f"policy '{name}' has no section 'match'", root.where)
-    if not {"blocks", "towers", "models"} & set(top):
+    own = {"prefix", "suffix", "head"} if "match" not in top else set[str]()  # a plain module may have no blocks
+    if not {"blocks", "towers", "models", *own} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'blocks' (nor 'towers', nor 'models')", root.where)
     if "units" not in top and not {"models", "towers"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
-    match = _mapping(top["match"], _MATCH, "'match'")
-    units = _parse_units(top["units"]) if "units" in top else {}
+    match = _mapping(top["match"], _MATCH, "'match'") if "match" in top else {}
+    units = _parse_units(top["units"], literal="match" not in top) if "units" in top else {}
     towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
     for tower, entry in _mapping(top["towers"], None, "'towers'").items() if "towers" in top else ():
         keys = _mapping(entry, (*_TOWER, "config"), f"tower '{tower}'")
@@ -55,7 +54,7 @@ def parse_policy(name: str, root: Node) -> Policy:
     return Policy(
         name=name,
         where=root.where,
-        model_types=_parse_names(match, "model_type", top["match"].where),
+        model_types=_parse_names(match, "model_type", top["match"].where) if "match" in top else (),
         transformers=_text(match["transformers"], "transformers") if "transformers" in match else "",
         config={key: _plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
         if "config" in match
@@ -112,7 +111,10 @@ def _parse_names(match: Mapping[str, Node], key: str, where: Where) -> tuple[str
     return tuple(_text(n, key) for n in nodes)
 
 
-def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dict[str, UnitSpec]:
+def _parse_units(
+    node: Node, outer: Mapping[str, UnitSpec] | None = None, *, literal: bool = False
+) -> dict[str, UnitSpec]:
+    """``literal``: a count may be a number. A policy for a model type holds for models of all sizes."""
     units: dict[str, UnitSpec] = {}
     for name, entry in _mapping(node, None, "'units'").items():
         if isinstance(entry.value, dict):
@@ -130,7 +132,8 @@ def _parse_units(node: Node, outer: Mapping[str, UnitSpec] | None = None) -> dic
                 align=_at_least_1(spec, "align"),
             )
         else:
-            units[name] = UnitSpec(name, _text(entry, name), entry.where)
+            number = literal and type(entry.value) is int
+            units[name] = UnitSpec(name, str(entry.value) if number else _text(entry, name), entry.where)
     known = {**(outer or {}), **units}
     for unit in units.values():
         if unit.name == HIDDEN:

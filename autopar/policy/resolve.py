@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
 from autopar.policy.attributes import cut_inputs, scaled_attributes
 from autopar.policy.cuts import Cut, cuts_of
 from autopar.policy.experts import share_experts
+from autopar.policy.inside import model_inside, model_type_of
 from autopar.policy.plan import AttributePlan, ModulePlan, Plan
 from autopar.policy.region_checks import check_regions
 from autopar.policy.schema import Policy
 from autopar.policy.tensors import plan_tensors
-from autopar.policy.uses import Use, all_scopes, check_overlap, hugging_face_model, join, uses_of
+from autopar.policy.uses import Use, all_scopes, check_overlap, join, uses_of
 
 __all__ = ["make_plan"]
 
@@ -33,7 +33,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
         PolicyError: the policy does not describe this model (file and line).
         ConfigError: the size does not fit (both numbers, and what would).
     """
-    prefix, model = hugging_face_model(root)
+    prefix, model = model_inside(root, policy)
     scopes = list(all_scopes(policy, prefix, model, tp))
     names = _Names(root)
     uses = names.each_once([use for scope in scopes for met in uses_of(scope) for use in _whole_if_too_few(met)])
@@ -64,7 +64,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     attributes = [attribute for attribute in attributes if attribute.path not in experts]
     return Plan(
         tp=tp,
-        model_type=model.config.model_type,
+        model_type=model_type_of(model),
         policy=policy.name,
         tensors=plan_tensors(root, prefix, model, layouts.by_id()),
         modules=modules,
@@ -217,7 +217,7 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
                 )
 
 
-def _check_coverage(model: PreTrainedModel, prefix: str, layouts: _Layouts, policy: Policy) -> None:
+def _check_coverage(model: nn.Module, prefix: str, layouts: _Layouts, policy: Policy) -> None:
     missing = [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

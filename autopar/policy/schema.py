@@ -155,9 +155,10 @@ class Tower:
 class Policy:
     """One parsed policy: its towers, the rules of task heads (relative to the task model), and the models inside.
 
-    ``models``: path (relative to the base model) -> place. Each is a Hugging Face model
-    whose own policy, found by its own ``model_type``, holds below it. ``without_kernels``: functions of the modeling
-    file that must be transformers' own (see :mod:`autopar.policy.kernels`).
+    ``model_types`` is empty for a policy that is given by hand, without ``match``. ``models``: path (relative to the
+    base model) -> place. Each is a Hugging Face model whose own policy, found by its own ``model_type``, holds below
+    it. ``without_kernels``: functions of the modeling file that must be transformers' own (see
+    :mod:`autopar.policy.kernels`).
     """
 
     name: str

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.policy.collected import refuse_collected
+from autopar.policy.inside import model_inside
 from autopar.policy.partition import partition, rank_of_stage
 from autopar.policy.schema import Policy
 from autopar.policy.unseen import looks_further
-from autopar.policy.uses import Scope, all_scopes, hugging_face_model, join, uses_of
+from autopar.policy.uses import Scope, all_scopes, join, uses_of
 
 __all__ = ["Reads", "StagePlan", "elements_of", "make_stages"]
 
@@ -130,7 +131,7 @@ def make_stages(
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
         UnsupportedModelError: the blocks are no chain, or a stage cannot run by itself.
     """
-    prefix, model = hugging_face_model(root)
+    prefix, model = model_inside(root, policy)
     row = _Row(policy, prefix, model)
     count, stages = len(row.blocks), ranks * chunks
     refuse_collected(model, stages, {})
@@ -181,7 +182,7 @@ def make_stages(
 
 def elements_of(root: nn.Module, policy: Policy) -> tuple[tuple[str, ...], int | None]:
     """The elements of a model in forward order, and the place of its encoder among them."""
-    row = _Row(policy, *hugging_face_model(root))
+    row = _Row(policy, *model_inside(root, policy))
     return tuple(row.elements()), row.encoder_place
 
 
@@ -221,7 +222,7 @@ def _by_hand(layers: Sequence[int], count: int, stages: int, place: str) -> list
 class _Row:
     """The blocks of a model in forward order, and where everything around them belongs."""
 
-    def __init__(self, policy: Policy, prefix: str, model: PreTrainedModel) -> None:
+    def __init__(self, policy: Policy, prefix: str, model: nn.Module) -> None:
         self.prefix, self.model = prefix, model
         self.modules = dict(model.named_modules(remove_duplicate=False))
         scopes = list(all_scopes(policy, prefix, model, 1))
@@ -308,7 +309,7 @@ class _Row:
         by_id: dict[int, set[int]] = {}
         places: list[tuple[str, int]] = []
         for name, parameter in root.named_parameters(remove_duplicate=False):
-            block = self._block_of(name) if self.blocks else 0
+            block = self._block_of(name) if self.blocks else None
             held = everywhere if block is None else (self._stage(block, plan),)
             if name in reads and not self._in_block(name):
                 held = tuple(plan.stage_of(min(place, ends)) for place in reads[name])
@@ -334,14 +335,15 @@ class _Row:
         start = join(self.prefix, "x")[:-1]
         before = {name for name in names if name.startswith(start) and not self._in_block(name)}
         before -= {name for name in before if _any_above(name, [*self.behind, *self.leaving])}
-        if seen is None:
-            return before
+        if seen is None:  # the sections of a plain module's policy are taken at their word; its first forward checks it
+            return before if isinstance(self.model, PreTrainedModel) else set()
         tensors = dict(root.named_parameters(remove_duplicate=False))
         read = {id(tensors[name]) for name in seen.parameters}  # by any of its names
         unread = {name for name in names if id(tensors[name]) not in read and name.startswith(seen.within)}
         unread -= {name for name in unread if _any_above(name, [*self.behind, *self.leaving])}
         entries = {0, len(list(self.elements()))}
         entries |= {self.encoder_place + 1} if self.encoder_place is not None else set()
+        assert isinstance(self.model, PreTrainedModel)
         further = looks_further(self.model, self.prefix, self.blocks, unread, seen.parameters, entries)
         return unread & before if further else set()
 
@@ -353,7 +355,7 @@ class _Row:
         return plan.stage_of(place)
 
 
-def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: PreTrainedModel) -> tuple[str, str]:
+def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) -> tuple[str, str]:
     """The lists of blocks that are cut: of an encoder-decoder model two, else one (beside "")."""
     paths = {id(module): join(prefix, path) for path, module in model.named_modules()}
     sizes = {
@@ -365,6 +367,8 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: PreTrainedMod
         found = [path for path in sizes if _below(path, inside) and not (but and _below(path, but))]
         return max(found, key=lambda path: (-path.count("."), sizes[path]), default="")  # the outermost, the largest
 
+    if not isinstance(model, PreTrainedModel):
+        return "", chief(prefix)
     decoder = paths.get(id(model.get_decoder()), prefix)
     if getattr(model.config, "is_encoder_decoder", False):
         encoder = paths.get(id(model.get_encoder()), prefix)

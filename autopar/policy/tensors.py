@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from autopar.errors import UnsupportedModelError
 from autopar.layout import Layout
 from autopar.policy.plan import Piece, TensorPlan
 
@@ -20,7 +21,7 @@ __all__ = ["plan_tensors"]
 
 
 def plan_tensors(
-    root: nn.Module, prefix: str, model: PreTrainedModel, layouts: Mapping[int, Layout | None]
+    root: nn.Module, prefix: str, model: nn.Module, layouts: Mapping[int, Layout | None]
 ) -> dict[str, TensorPlan]:
     """One :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
 
@@ -30,10 +31,17 @@ def plan_tensors(
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in root.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedModelError(
+                f"{name} in the state dict of {type(root).__name__} is a {type(tensor).__name__}, no tensor "
+                "(get_extra_state): a checkpoint of autopar has no place for it. Keep it in a buffer."
+            )
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     canonical = {key: _canonical(listed, prefix, model) for key, listed in names.items()}
     start = f"{prefix}." if prefix else ""
+    if not isinstance(model, PreTrainedModel):
+        return {plan.name: plan for key in tensors for plan in [_of_plain(tensors[key], names[key], layouts.get(key))]}
     renamed, pieces = _saved_names(model)
     saved = {start + name: new for name, new in renamed.items()}
     parts = {start + name: new for name, new in pieces.items()}
@@ -53,7 +61,17 @@ def plan_tensors(
     return plans
 
 
-def _canonical(listed: list[str], prefix: str, model: PreTrainedModel) -> str:
+def _of_plain(tensor: torch.Tensor, listed: list[str], layout: Layout | None) -> TensorPlan:
+    """A tensor of a plain module, which is written under all of its names, for a strict ``load_state_dict``."""
+    name, *aliases = listed
+    whole = torch.empty(tensor.shape, device="meta")
+    pieces = [Piece(same, tuple(tensor.shape), tuple(whole.stride()), 0) for same in listed] if aliases else ()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    saved_as = None if aliases else name
+    return TensorPlan(name, tuple(tensor.shape), dtype, layout, tuple(aliases), saved_as, pieces=tuple(pieces))
+
+
+def _canonical(listed: list[str], prefix: str, model: nn.Module) -> str:
     """Of the names of one tied tensor the one that transformers keeps (remove_tied_weights_from_state_dict)."""
     if len(listed) == 1:
         return listed[0]

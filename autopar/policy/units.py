@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -24,13 +25,20 @@ class UnitTable:
         model: class name of the model, for messages.
         size: ranks over which units are shared out.
         may_be_empty: units of which a rank may hold none (the vocabulary).
+        root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
     """
 
     def __init__(
-        self, specs: Mapping[str, UnitSpec], config: Any, model: str, size: int, may_be_empty: frozenset[str]
+        self,
+        specs: Mapping[str, UnitSpec],
+        config: Any,
+        model: str,
+        size: int,
+        may_be_empty: frozenset[str],
+        root: nn.Module | None = None,
     ) -> None:
         self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
-        self.config = config
+        self.config, self.root = config, root
         self.model = model
         self.size = size
         self.may_be_empty = may_be_empty | {HIDDEN}
@@ -70,14 +78,27 @@ class UnitTable:
         holder: Any = self.config
         if path[0] == "block":
             holder, path = block, path[1:]
+        elif not hasattr(holder, path[0]) and hasattr(self.root, path[0]):
+            holder = self.root
         for step in path:
-            if not hasattr(holder, step):
-                hint = nearest(step, vars(holder)) if holder is not None else ""
-                raise PolicyError(f"'{what}' is {name}, which {type(holder).__name__} lacks.{hint}", where)
-            holder = getattr(holder, step)
+            inside = holder if isinstance(holder, Mapping) else None
+            if step not in inside if inside is not None else not hasattr(holder, step):
+                raise PolicyError(
+                    f"'{what}' is {name}, which {self._shown(holder)} lacks.{nearest(step, self._known(holder))}", where
+                )
+            holder = getattr(holder, step) if inside is None else inside[step]
         if type(holder) is not int:
             raise PolicyError(f"'{what}' is {name}={holder!r} in the config, which is no count", where)
         return holder
+
+    def _shown(self, holder: Any) -> str:
+        """What was asked for an attribute; a model without config answers for itself."""
+        return self.model if self.root is not None and isinstance(holder, SimpleNamespace) else type(holder).__name__
+
+    def _known(self, holder: Any) -> Iterable[str]:
+        if isinstance(holder, SimpleNamespace):
+            return {**vars(self.root or holder), **vars(holder)}
+        return holder if isinstance(holder, Mapping) else vars(holder) if hasattr(holder, "__dict__") else ()
 
     def family(self, unit: str) -> str:
         """The unit at the end of the chain of ``follows``: query heads and KV heads are one family."""

@@ -10,34 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.errors import PolicyError, UnsupportedModelError, nearest
+from autopar.errors import PolicyError, nearest
+from autopar.policy.inside import base_of, config_of
 from autopar.policy.kernels import check_kernels
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower, Where
 from autopar.policy.units import UnitTable
 
-__all__ = ["Scope", "Use", "all_scopes", "check_overlap", "hugging_face_model", "join", "uses_of", "walk"]
-
-
-def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
-    """The Hugging Face model inside ``root`` (often ``root`` itself) and its path.
-
-    Raises:
-        UnsupportedModelError: there is none, or more than one.
-    """
-    found: list[tuple[str, PreTrainedModel]] = []
-    for path, module in root.named_modules():
-        inside = any(path.startswith(outer + ".") or not outer for outer, _ in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found.append((path, module))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UnsupportedModelError(f"{type(root).__name__} is no Hugging Face model and holds none")
-    listed = ", ".join(f"{path} ({type(module).__name__})" for path, module in found)
-    raise UnsupportedModelError(
-        f"{type(root).__name__} holds {len(found)} Hugging Face models: {listed}; one is supported"
-    )
+__all__ = ["Scope", "Use", "all_scopes", "check_overlap", "join", "uses_of", "walk"]
 
 
 @dataclass(frozen=True)
@@ -73,21 +53,15 @@ class Use:
     shown: str
 
 
-def _base(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    name = model.base_model_prefix
-    base = getattr(model, name, None) if name else None
-    return (name, base) if isinstance(base, nn.Module) else ("", model)
-
-
-def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> Iterator[Scope]:
+def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterator[Scope]:
     """Every scope of a policy on a model, and those of the models inside it by their own policies."""
     if tp > 1:
         check_kernels(policy, model)
-    name, base = _base(model)
+    name, base = base_of(model)
     base_path = join(prefix, name)
     rows = _rows(policy)
     for tower in policy.towers:
-        config = model.config
+        config = config_of(model)
         for step in tower.config.split(".") if tower.config else ():
             if not hasattr(config, step):
                 hint = nearest(step, vars(config))
@@ -96,7 +70,7 @@ def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> 
                     tower.where,
                 )
             config = getattr(config, step)
-        table = UnitTable(tower.units, config, type(model).__name__, tp, rows)
+        table = UnitTable(tower.units, config, type(model).__name__, tp, rows, model)
         for section in ("prefix", "every_stage", "suffix"):
             rules = getattr(tower, section)
             yield Scope(base_path, base, f"{base_path}/{tower.name}/{section}", table, rules, {}, {}, tower.where)
@@ -108,7 +82,7 @@ def all_scopes(policy: Policy, prefix: str, model: PreTrainedModel, tp: int) -> 
                 tower.where,
                 block,
             )
-    table = UnitTable(policy.units, model.config, type(model).__name__, tp, rows)
+    table = UnitTable(policy.units, config_of(model), type(model).__name__, tp, rows, model)
     yield Scope(prefix, model, f"{prefix}/head", table, policy.head, policy.head_attributes, {}, policy.where)
     for pattern, where in policy.models.items():
         for path, inside in walk(base, pattern, where):

@@ -1,11 +1,16 @@
 """The tensor-parallel toolbox, under Megatron-LM's names.
 
+``ColumnParallelLinear``, ``RowParallelLinear`` and ``VocabParallelEmbedding`` build a model of one's own.
+
 Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
 state. :mod:`autopar.api` is built from the same parts.
 """
 
 from autopar.axis import Group, axis_of
 from autopar.tensor_parallel.data import broadcast_data
+from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
+from autopar.tensor_parallel.full_state import full_state_dict, load_full_state_dict
+from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from autopar.tensor_parallel.mappings import (
     all_to_all,
@@ -36,18 +41,23 @@ from autopar.tensor_parallel.split import (
 
 __all__ = [
     "MODEL_PARALLEL_STREAM",
+    "ColumnParallelLinear",
     "Group",
     "RandomStateTracker",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
     "VocabUtility",
     "all_to_all",
     "axis_of",
     "broadcast_data",
     "checkpoint",
     "copy_to_tensor_model_parallel_region",
+    "full_state_dict",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_split_1d_tensor",
     "get_cuda_rng_tracker",
+    "load_full_state_dict",
     "manual_seed",
     "model_parallel_cuda_manual_seed",
     "reduce_from_tensor_model_parallel_region",

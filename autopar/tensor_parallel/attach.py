@@ -23,6 +23,7 @@ from autopar.roll_call import RollCall
 from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
 from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
 from autopar.tensor_parallel.consistency import ForwardCheck
+from autopar.tensor_parallel.first_call import FirstCall
 from autopar.tensor_parallel.given_caches import CutCaches, KnowCaches, cache_layouts
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
@@ -32,38 +33,40 @@ __all__ = ["attach", "detach"]
 _NAMES = ("generate", "resize_token_embeddings", "_autopar_roll", "_autopar_check")
 
 
-def attach(
-    model: PreTrainedModel, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: ForwardCheck | None
-) -> None:
+def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: ForwardCheck | None) -> None:
     """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
+
+    A plain module gets the hooks: what its outputs are is its own affair.
 
     Args:
         roll: who says what went wrong in ``generate``.
         check: what to compare over tp when a forward begins; None for nothing.
     """
-    layouts = head_layouts(plan) if plan.tp > 1 else []
-    for module in _hugging_face_modules(model):
+    layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
+    for module in _callable_alone(model):
         before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, outermost=module is model)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
-        if mpu.model.size > 1:
-            module.register_forward_pre_hook(CutCaches(mpu, cache_layouts(module)), with_kwargs=True)
-            module.register_forward_hook(KnowCaches())
-        methods: dict[str, Any] = {"resize_token_embeddings": _refuse_resize}
-        if plan.tp > 1 and callable(getattr(module, "generate", None)):
-            methods["generate"] = _generate
+        methods: dict[str, Any] = {}
+        if isinstance(module, PreTrainedModel):
+            if mpu.model.size > 1:
+                module.register_forward_pre_hook(CutCaches(mpu, cache_layouts(module)), with_kwargs=True)
+                module.register_forward_hook(KnowCaches())
+            methods["resize_token_embeddings"] = _refuse_resize
+            if plan.tp > 1 and callable(getattr(module, "generate", None)):
+                methods["generate"] = _generate
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
         module._autopar_roll = roll  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
-    if plan.tp > 1:
+    if plan.tp > 1 and isinstance(model, PreTrainedModel):
         attach_loss(model, region, mpu.tp)
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: nn.Module) -> None:
     """Inverse of :func:`attach`."""
     detach_loss(model)
-    for module in _hugging_face_modules(model):
+    for module in _callable_alone(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
                 hooks.pop(key)
@@ -73,8 +76,9 @@ def detach(model: PreTrainedModel) -> None:
             module.__dict__.pop(name, None)
 
 
-def _hugging_face_modules(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    yield from (module for module in model.modules() if isinstance(module, PreTrainedModel))
+def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and the Hugging Face models inside."""
+    yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
 
 
 class BeforeForward:
@@ -112,7 +116,7 @@ class AfterForward:
         return None if output is None else whole_attentions(output, self.mpu.tp, self.layouts)
 
 
-_HOOKS = (BeforeForward, AfterForward, CutCaches, KnowCaches)
+_HOOKS = (BeforeForward, AfterForward, FirstCall, CutCaches, KnowCaches)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

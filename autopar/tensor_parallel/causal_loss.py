@@ -75,7 +75,7 @@ def attach_loss(model: PreTrainedModel, region: Region, axis: Axis) -> None:
         head.keeps_local = True  # type: ignore[assignment]
 
 
-def detach_loss(model: PreTrainedModel) -> None:
+def detach_loss(model: nn.Module) -> None:
     """Inverse of :func:`attach_loss`."""
     if isinstance(vars(model).get("_loss_function"), CausalLoss):
         del model._loss_function

@@ -23,14 +23,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autopar.collectives import Axis, copy, gather, reduce_, scatter, sum_replicas
+from autopar.axis import Group
+from autopar.collectives import copy, gather, reduce_, scatter
 from autopar.errors import PolicyError
-from autopar.layout import Layout
 from autopar.policy.plan import ModulePlan
 from autopar.tensor_parallel.boundaries import Boundary, bounded_class
+from autopar.tensor_parallel.building import InitMethod, layout_of, make_layer, shared_axis, whole_linear
+from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
 from autopar.tensor_parallel.experts import ExpertParallel
+from autopar.tensor_parallel.layer import ParallelLayer
 from autopar.tensor_parallel.norms import SharedNorm
-from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.vocabulary_rows import own_rows
 
 __all__ = [
@@ -45,55 +47,41 @@ __all__ = [
 ]
 
 
-class _Parallel:
-    """What all parallel layers carry."""
-
-    tp: Axis
-    region: Region
-    autopar: ModulePlan
-    autopar_layouts: dict[str, Layout]
-    keeps_local = False  # a language model's head, whose loss is taken from the local logits
-    weight: Any
-    bias: Any
-
-    def _used(self, name: str) -> torch.Tensor:
-        """A parameter for use in forward: where several ranks hold the same units, their gradients are summed."""
-        parameter: torch.Tensor = getattr(self, name)
-        layout = self.autopar_layouts.get(name)
-        return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
-
-
-class _Column(_Parallel):
+class _Column(ParallelLayer):
     """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``. Weight Shard(out), bias Shard(0)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
         bias = None if self.bias is None else self._used("bias")
         x = x if plan.inside else self.region.enter(x)
-        y = self._multiply(x, self._used("weight"), bias)  # [..., out/tp]
+        y = self._multiply(x, self._used("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
             whole = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
             if self.keeps_local:
                 self.region.keep_local(whole, y)
+            if self.skip_bias_add:
+                return whole, bias if bias is None else gather(bias, self.tp, self.autopar_layouts["bias"])
             return whole
         self.region.draw_apart(self.training)  # type: ignore[attr-defined]
-        return y
+        return (y, bias) if self.skip_bias_add else y
 
     @staticmethod
     def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         raise NotImplementedError
 
 
-class _Row(_Parallel):
+class _Row(ParallelLayer):
     """``[..., in/tp] -> [..., out]``, or ``[..., in]`` in with ``split_input``. Weight Shard(in), bias Replicate."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         if self.autopar.split_input:
             x = self.region.open(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
         self.region.leave()
         y = self.region.close(
             reduce_(self._multiply(x, self.weight, None), self.tp)
         )  # [..., out], Partial -> Replicate
+        if self.skip_bias_add:
+            return y, self.bias
         y = y if self.bias is None else self._add_bias(y)
         return copy(y, self.tp) if self.autopar.enter_output else y
 
@@ -117,16 +105,110 @@ def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 class ColumnParallelLinear(_Column, nn.Linear):
-    """``nn.Linear`` with its output features shared out."""
+    """``nn.Linear`` with its output features sharded: ``[..., in] -> [..., out/tp]``.
+
+    ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
+    ``weight`` is ``[out/tp, in]``, cut out of the whole that every rank draws.
+
+    Args:
+        input_size, output_size: features of the whole layer; ``output_size`` need not divide.
+        bias: ``[out/tp]``, or none.
+        gather_output: return the whole ``[..., out]``.
+        init_method: what fills the whole weight, ``init_method(weight)``; the bias is 0 then. None: as ``nn.Linear``.
+        stride: parts side by side that are sharded each by itself (``q | k | v``: 3, ``gate | up``: 2).
+        unit: features that stay together on one rank (the width of a head).
+        keep_master_weight_for_test: keep the whole weight as ``master_weight``.
+        skip_bias_add: return ``(output, bias)`` with the bias not added, for who fuses it with what follows. Otherwise
+            the output alone, as every ``nn.Module`` of a ``Sequential`` does.
+        group: a process group or an MPU.
+        device, dtype: as for ``nn.Linear``.
+
+    Raises:
+        ConfigError: no group, or more ranks than units.
+        ConsistencyError: the ranks would draw different weights.
+    """
 
     weight = own_rows
     _multiply = staticmethod(_linear)
 
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        init_method: InitMethod | None = None,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        unit: int = 1,
+        group: Group | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        axis = shared_axis(group, name)
+        layout = layout_of(name, "output_size", output_size, 0, axis, stride, unit)
+        layouts = {"weight": layout, **({"bias": layout} if bias else {})}
+        whole = whole_linear(input_size, output_size, bias, init_method, device, dtype)
+        nn.Module.__init__(self)
+        self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
+        self.in_features, self.out_features = input_size, layout.local_size(axis.rank)
+        self.output_size_per_partition, self.gather_output = self.out_features, gather_output
+        make_layer(
+            self, axis, ModulePlan("", "column", "", layout, layouts, gather_output=gather_output), whole, stride
+        )
+        self.master_weight = whole["weight"] if keep_master_weight_for_test else None
+
 
 class RowParallelLinear(_Row, nn.Linear):
-    """``nn.Linear`` with its input features shared out."""
+    """``nn.Linear`` with its input features sharded: ``[..., in/tp] -> [..., out]``, the sum over the ranks.
+
+    ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
+    ``weight`` is ``[out, in/tp]``, cut out of the whole that every rank draws. The bias is whole and added once.
+
+    Args:
+        input_is_parallel: the input is ``[..., in/tp]`` already, as a ``ColumnParallelLinear`` made it; else it is
+            ``[..., in]`` and is cut here.
+
+    The other arguments are those of :class:`ColumnParallelLinear`; ``stride`` and ``unit`` are those of the column
+    layer that makes the input.
+
+    Raises:
+        ConfigError: no group, or more ranks than units.
+        ConsistencyError: the ranks would draw different weights.
+    """
 
     _multiply = staticmethod(_linear)
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod | None = None,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
+        *,
+        unit: int = 1,
+        group: Group | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        axis = shared_axis(group, name)
+        layout = layout_of(name, "input_size", input_size, 1, axis, stride, unit)
+        whole = whole_linear(input_size, output_size, bias, init_method, device, dtype)
+        nn.Module.__init__(self)
+        self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
+        self.in_features, self.out_features = layout.local_size(axis.rank), output_size
+        self.input_size_per_partition, self.input_is_parallel = self.in_features, input_is_parallel
+        plan = ModulePlan("", "row", "", layout, {"weight": layout}, split_input=not input_is_parallel)
+        make_layer(self, axis, plan, whole, stride)
+        self.master_weight = whole["weight"] if keep_master_weight_for_test else None
 
 
 class ColumnParallelConv1D(_Column, Conv1D):
@@ -159,48 +241,6 @@ class RowParallelConv(_Row):
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor = self.bias
         return y + bias.to(y.dtype).view(-1, *[1] * (y.ndim - 2 if y.ndim == self.weight.ndim else y.ndim - 1))
-
-
-class VocabParallelEmbedding(_Parallel, nn.Embedding):
-    """An embedding with its rows shared out: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
-
-    Raises:
-        IndexError: an id outside the whole table, on every rank (on CUDA a device-side assertion, as in torch).
-    """
-
-    weight = own_rows
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        layout = self.autopar_layouts["weight"]
-        (start, stop) = next(iter(layout.ranges(self.tp.rank)), (0, 0))
-        _check_ids(input, layout.size)
-        if start == stop:  # no rows here: zeros that still belong to the graph
-            y: torch.Tensor = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
-            return self.region.close(reduce_(y, self.tp))
-        local = input - start
-        outside = (local < 0) | (local >= stop - start)
-        padding = self.padding_idx
-        if padding is not None:
-            padding = padding - start if start <= padding < stop else None
-        y = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
-        return self.region.close(reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp))
-
-
-class HiddenParallelEmbedding(_Parallel, nn.Embedding):
-    """An embedding with its columns shared out: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = F.embedding(input, self.weight, self.padding_idx)
-        return self.region.close(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., hidden]
-
-
-def _check_ids(ids: torch.Tensor, size: int) -> None:
-    if ids.is_cuda:
-        torch._assert_async(((ids >= 0) & (ids < size)).all())
-    elif ids.numel() and not ids.is_meta:
-        low, high = (int(bound) for bound in torch.aminmax(ids))
-        if low < 0 or high >= size:
-            raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
 
 
 _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
@@ -237,7 +277,7 @@ def _conv_class(plain: type[nn.Module], parallel: type[Any]) -> type[nn.Module]:
 def _layer_class(plain: type[nn.Module], parallel: type[nn.Module]) -> type[nn.Module]:
     """A subclass calls ``super().forward``, which finds the parallel forward: it stands between the subclass and
     torch's class in the method resolution order."""
-    torch_class = parallel.__mro__[parallel.__mro__.index(_Parallel) + 1]
+    torch_class = parallel.__mro__[parallel.__mro__.index(ParallelLayer) + 1]
     if plain is torch_class:
         return parallel
     if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
@@ -269,6 +309,6 @@ def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Inverse of :func:`parallel_class` for a module that is a parallel layer."""
     for candidate in type(module).__mro__:
-        if issubclass(candidate, nn.Module) and not issubclass(candidate, _Parallel | Boundary):
+        if issubclass(candidate, nn.Module) and not issubclass(candidate, ParallelLayer | Boundary):
             return candidate
     raise TypeError(f"{type(module).__name__} is no parallel layer")

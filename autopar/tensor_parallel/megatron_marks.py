@@ -11,6 +11,9 @@ large by the repeated heads. ``autopar.clip_grad_norm_`` is exact there, too.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from autopar.layout import Layout
@@ -18,7 +21,7 @@ from autopar.mesh import MPU
 from autopar.policy.plan import Plan, TensorPlan
 from autopar.policy.stages import StagePlan
 
-__all__ = ["mark", "unmark"]
+__all__ = ["mark", "mark_shard", "unmark"]
 
 _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
 
@@ -31,11 +34,24 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             continue
         layout = due[name].layout
         if plan.tp > 1:
-            parameter.tensor_model_parallel = layout is not None and _counts(layout, mpu.tp.rank)  # type: ignore[attr-defined]
-            parameter.partition_dim = -1 if layout is None else layout.dim  # type: ignore[attr-defined]
-            parameter.partition_stride = 1 if layout is None else len(layout.blocks)  # type: ignore[attr-defined]
+            counts = layout is not None and _counts(layout, mpu.tp.rank)
+            mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:
+    """Set the attributes of one parameter.
+
+    Args:
+        dim: along which it is sharded; -1 if it is replicated.
+        stride: parts that lie side by side.
+        counts: in norms, on this rank whichever it is; otherwise on the first one only.
+    """
+    marked: Any = parameter
+    marked.tensor_model_parallel = counts
+    marked.partition_dim = dim
+    marked.partition_stride = stride
 
 
 def _counts(layout: Layout, rank: int) -> bool:

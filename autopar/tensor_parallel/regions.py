@@ -14,15 +14,24 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar.collectives import Axis, copy
 
 __all__ = ["Region"]
+
+_DRAWS = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    *("bernoulli", "bernoulli_", "rand", "rand_like", "randn", "randn_like"),
+}
 
 _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
 
@@ -69,6 +78,8 @@ class Region:
             config = getattr(module, "config", None)
             if hasattr(config, "__dict__"):  # Idefics has a layer whose "config" is a number
                 configs[id(config)] = config
+        if not isinstance(model, PreTrainedModel):
+            self._sources += [source for module in model.modules() for source in _of_own(module)]
         for config in configs.values():
             for name, value in vars(config).items():
                 if type(value) in (float, int) and "drop" in name and ("att" in name or name == "dropout"):
@@ -84,7 +95,7 @@ class Region:
         if self.running == 0:
             self.depth = 0
         self.running += 1
-        on = [owner for owner, name in self._sources if float(vars(owner).get(name) or 0) > 0]
+        on = [owner for owner, name in self._sources if float(_held(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
 
@@ -156,3 +167,21 @@ class Region:
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda)
+
+
+def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where a module that a user wrote keeps probabilities: in a config of any name, or nowhere but in its forward."""
+    if type(module).__module__.partition(".")[0] in ("torch", "transformers"):
+        return
+    for value in vars(module).values():
+        if isinstance(value, Mapping | SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__")):
+            yield from (
+                (value, key) for key, p in _held(value).items() if type(p) in (float, int) and "drop" in str(key)
+            )
+    names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    if any(name in _DRAWS and not hasattr(module, name) for name in names):
+        yield module, "training"  # in training mode it draws
+
+
+def _held(owner: Any) -> Mapping[str, Any]:
+    return owner if isinstance(owner, Mapping) else vars(owner)

@@ -14,8 +14,8 @@ is not rehearsed; then only the checks of the plan hold.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -33,23 +33,24 @@ from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sample_inputs import sample_inputs
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "rehearse_with"]
 
 
-def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
+def rehearse(model: nn.Module, prefix: str, plan: Plan) -> bool:
     """Run the shares of the first and the last tp rank on the meta device; False if the model cannot be rehearsed.
 
     A task model that looks at values (the end of each sequence) is rehearsed without its head. Models inside the model
     are rehearsed by themselves too: text alone does not wake an image encoder.
 
     Args:
-        model: the Hugging Face model, still whole; only read.
+        model: the Hugging Face model, still whole; only read. What a plain module takes is not known before its first
+            forward (:mod:`autopar.tensor_parallel.first_call`).
         prefix: its path in the plan's names.
 
     Raises:
         PolicyError: the share fails where the whole model does not, or mixes whole and shared-out activations.
     """
-    if plan.tp == 1:
+    if plan.tp == 1 or not isinstance(model, PreTrainedModel):
         return False
     with kept():  # some models draw from numpy
         done = _rehearse(model, prefix, plan)
@@ -65,10 +66,24 @@ def rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 def _rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     plan = _below(plan, prefix)
     try:
-        whole = meta_copy(model)
         inputs = sample_inputs(model)
+    except ValueError:
+        return False
+    return rehearse_with(model, plan, (), inputs)
+
+
+def rehearse_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run the shares of the first and the last tp rank with these arguments, on the meta device.
+
+    Returns:
+        whether the whole model runs there.
+
+    Raises:
+        PolicyError: as :func:`rehearse`.
+    """
+    try:
         with Follow():
-            expected = _shapes(_run(whole, inputs))
+            expected = _shapes(_run(meta_copy(model), args, kwargs))
     except Exception:  # the plain model does not run on the meta device, which says nothing about the policy
         return False
     for rank in sorted({0, plan.tp - 1}):
@@ -76,12 +91,17 @@ def _rehearse(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
         axis = Axis("tp", None, range(plan.tp), rank)
         region = Region(axis)
         apply(share, plan, axis, region)
-        _rehearse_share(share, plan, region, inputs, expected)
+        _rehearse_share(share, plan, region, args, kwargs, expected)
     return True
 
 
 def _rehearse_share(
-    share: nn.Module, plan: Plan, region: Region, inputs: dict[str, Any], expected: list[tuple[int, ...]]
+    share: nn.Module,
+    plan: Plan,
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    expected: list[tuple[int, ...]],
 ) -> None:
     stack: list[str] = []
 
@@ -98,12 +118,12 @@ def _rehearse_share(
             follow.parameter(name, parameter)
         else:
             follow.mark(parameter, True)
-    follow.inputs(inputs)
+    follow.inputs((args, kwargs))
     region.follow = follow
     hooks = list(_watch(share, plan, follow, stack))
     try:
         with follow:
-            out = _run(share, inputs)
+            out = _run(share, args, kwargs)
     except PolicyError:
         raise
     except Exception as error:
@@ -118,7 +138,7 @@ def _rehearse_share(
             hook.remove()
     _check_sums(plan, follow)
     last = _where(plan, "")
-    for output, value in out.items() if isinstance(out, dict) else enumerate(tree_leaves(out)):
+    for output, value in _entries(out):
         if isinstance(value, torch.Tensor) and follow.shared(value):
             raise PolicyError(f"output '{output}' is still shared out: some row or gather_output is missing", last)
     if _shapes(out) != expected:
@@ -205,16 +225,26 @@ def _where(plan: Plan, path: str) -> str:
         path = path.rpartition(".")[0]
 
 
-def _run(model: Any, inputs: dict[str, Any]) -> Any:
+def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.config.use_cache = False
-        return model(**inputs)
+        if isinstance(model, PreTrainedModel):
+            model.config.use_cache = False
+            return model(*args, **kwargs)
+        with torch.device("meta"):  # what its forward makes without a word about the device
+            return model(*args, **kwargs)
+
+
+def _entries(out: Any) -> list[tuple[Any, Any]]:
+    """What a model returns, by name or by number."""
+    if is_dataclass(out) and not isinstance(out, Mapping | type):
+        return [(field.name, getattr(out, field.name)) for field in fields(out)]
+    return list(out.items()) if isinstance(out, Mapping) else list(enumerate(tree_leaves(out)))
 
 
 def _shapes(out: Any) -> list[tuple[int, ...]]:
     """But for attention maps, which some models always return: a hook of the real model makes them whole."""
-    kept = {name: value for name, value in dict(out).items() if "attentions" not in name}
+    kept = {name: value for name, value in _entries(out) if "attentions" not in str(name)}
     return [tuple(leaf.shape) for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)]
 
 

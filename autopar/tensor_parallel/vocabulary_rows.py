@@ -35,10 +35,13 @@ def _delete(self: Any) -> None:
 
 
 def _tell(module: nn.Module) -> None:
-    """Say once to code that is no library's that ``weight[id]`` is another token on each rank."""
+    """Say once to code that is no library's that ``weight[id]`` is another token on each rank.
+
+    Not of a layer that was constructed sharded (its plan has no path): who did that knows.
+    """
     plan: Any = vars(module).get("autopar")
     layout = vars(module).get("autopar_layouts", {}).get("weight")
-    if plan is None or layout is None or not (plan.rule == "embedding" or plan.gather_output):
+    if plan is None or not plan.path or layout is None or not (plan.rule == "embedding" or plan.gather_output):
         return
     vars(module)[TOLD] = True
     axis: Any = vars(module)["tp"]

@@ -98,7 +98,7 @@ def test_a_wrong_policy_says_what_and_in_which_line(old: str, new: str, line: in
     assert info.value.where == f"policy text:{line}"
 
 
-@pytest.mark.parametrize("section", ["match", "units", "blocks"])
+@pytest.mark.parametrize("section", ["units", "blocks"])
 def test_a_section_that_must_be_there(section: str) -> None:
     kept = {"match": {"model_type": "x"}, "units": {}, "blocks": {"path": "h", "modules": {}}}
     del kept[section]

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
@@ -120,7 +122,7 @@ def run_the_python(folder: Path) -> None:
     prepare(folder)
     namespace = {"dataset": Sequences()}
     found = blocks("python")
-    assert len(found) == 5
+    assert len(found) == 7
     for code in found:
         exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), "README.md", "exec"), namespace)
     # What was attached; and that the blocks did what their comments say.
@@ -130,11 +132,14 @@ def run_the_python(folder: Path) -> None:
     merged = AutoModelForCausalLM.from_pretrained("merged")
     for name, weight in merged.state_dict().items():
         assert torch.equal(plain.state_dict()[name], weight), name
+    own = nn.Sequential(nn.Linear(20, 37), nn.ReLU(), nn.Linear(37, 20))
+    own.load_state_dict(namespace["whole"])
+    namespace["Mine"]().load_state_dict(load_file("mine/model.safetensors"))
+    assert namespace["logits"].shape == (1, 8, 131)
     assert not torch.equal(merged.lm_head.weight, gpt2().lm_head.weight)  # it was trained
 
 
 def test_the_python_runs_and_autopar_merge_gives_the_same(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
     from typer.testing import CliRunner
 
     from autopar.cli import app
