@@ -18,6 +18,7 @@ from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.plain_data import decode
 from autopar.checkpoint.replica_shares import read
+from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
@@ -98,6 +99,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wa
         together(mpu, read_all)
         together(mpu, fill, lambda: "The model is partly loaded.")
         assert loading is not None
+        state.went_on_from.clear()
+        state.went_on_from.update(place_in_series(loading.shards.folder, loading.shards.manifest.order))
         _warn_of_casts(loading)
     finally:
         if loading is not None:
