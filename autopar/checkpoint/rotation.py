@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import time
 import warnings
@@ -24,7 +25,7 @@ from autopar.errors import CheckpointError
 __all__ = ["check_keep_last", "is_checkpoint", "next_order", "place_in_series", "rotate", "series", "series_of"]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_DROPPED = re.compile(r"\.(.+)\.old-[0-9a-f]{16}", re.DOTALL)
+_DROPPED = re.compile(r"\.(.+)\.(old|removed)-[0-9a-f]{16}", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 _ABANDONED = 24 * 3600  # seconds after which a temporary folder of the series is nobody's any more
@@ -108,8 +109,8 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
 
     Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
     everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
-    point to. A checkpoint that is deleted stops being one at once: its manifest is renamed before the rest goes. What
-    a call that was killed left of one is deleted by the next.
+    point to. A checkpoint that is deleted disappears at once, or stops being one: its folder is renamed, or with files
+    of others in it its manifest. What a call that was killed left of one is deleted by the next.
 
     A checkpoint that cannot be deleted is no error, as the new one is written: it ends in a warning.
 
@@ -127,7 +128,11 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     target = Path(os.path.realpath(target))
     stem, _ = series(target)
     for path in _half_deleted(target.parent, stem):
-        shutil.rmtree(path, ignore_errors=True)
+        found = _DROPPED.fullmatch(path.name)
+        if found is not None and found[2] == "removed":
+            _go_on(path, found[1])
+        elif not is_checkpoint(path):  # a whole one may be what an interrupted save was about to replace
+            shutil.rmtree(path, ignore_errors=True)
     for path in _folders(target.parent, stem):
         if (path / REMOVED).is_file() and not is_checkpoint(path):
             _try_to_remove(path)
@@ -177,7 +182,7 @@ def _members(parent: Path, stem: str) -> list[_Member]:
 
 
 def _half_deleted(parent: Path, stem: str) -> list[Path]:
-    """Hidden folders of the series that are no checkpoint any more, or that a killed save left long ago."""
+    """Hidden folders of the series that a rotation or a save which was killed has left, the latter long ago."""
     found = []
     for entry in os.scandir(parent):
         hidden = _DROPPED.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
@@ -186,8 +191,7 @@ def _half_deleted(parent: Path, stem: str) -> list[Path]:
             continue
         if _TEMPORARY.fullmatch(entry.name) and time.time() - entry.stat().st_mtime < _ABANDONED:
             continue
-        if not is_checkpoint(Path(entry.path)):  # a whole one may be what an interrupted save was about to replace
-            found.append(Path(entry.path))
+        found.append(Path(entry.path))
     return sorted(found)
 
 
@@ -218,15 +222,51 @@ def _remove(path: Path) -> list[str]:
     Raises:
         CheckpointError: the manifest cannot be read, so it is not known what the save has written.
     """
-    begun = not (path / MANIFEST).exists()
-    manifest = Manifest.read(path, REMOVED if begun else MANIFEST)
-    if not begun:
+    note = MANIFEST if (path / MANIFEST).exists() else REMOVED
+    try:
+        manifest = Manifest.read(path, note)
+    except CheckpointError:
+        os.stat(path / note)  # somebody else deletes the checkpoint, or it is not whole
+        raise
+    ours = {*manifest.along, *manifest.files, MANIFEST, REMOVED}
+    others = _others(path, ours)
+    if not others and _removed_whole(path, ours):
+        return []
+    if note == MANIFEST:
         os.rename(path / MANIFEST, path / REMOVED)
         fsync(path)
-    for name in (*manifest.along, *manifest.files, REMOVED):
-        if not (path / name).is_dir() or (path / name).is_symlink():
-            (path / name).unlink(missing_ok=True)
-    others = sorted(os.listdir(path))
-    if not others:
-        path.rmdir()
-    return others
+    for name in (*sorted(ours - {REMOVED, *others}), REMOVED):
+        (path / name).unlink(missing_ok=True)
+    return sorted(os.listdir(path))
+
+
+def _removed_whole(path: Path, ours: set[str]) -> bool:
+    """Delete a folder, which disappears at once; False if a file of others has come into it meanwhile."""
+    hidden = path.parent / f".{path.name}.removed-{secrets.token_hex(8)}"
+    os.rename(path, hidden)
+    fsync(path.parent)
+    if _others(hidden, ours):
+        os.rename(hidden, path)
+        return False
+    shutil.rmtree(hidden)
+    return True
+
+
+def _others(path: Path, ours: set[str]) -> list[str]:
+    """What lies in a folder and is no file with one of these names."""
+    return sorted(
+        entry.name for entry in os.scandir(path) if entry.name not in ours or entry.is_dir(follow_symlinks=False)
+    )
+
+
+def _go_on(hidden: Path, name: str) -> None:
+    """Delete a folder that :func:`_removed_whole` has hidden, or give it its name back if it holds files of others."""
+    try:
+        manifest = Manifest.read(hidden)
+    except CheckpointError:  # a part of it is gone already, so it held none
+        shutil.rmtree(hidden, ignore_errors=True)
+        return
+    if not _others(hidden, {*manifest.along, *manifest.files, MANIFEST, REMOVED}):
+        shutil.rmtree(hidden, ignore_errors=True)
+    elif not os.path.lexists(hidden.parent / name):
+        os.rename(hidden, hidden.parent / name)
