@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,8 @@ class Wanted:
         }
 
 
-def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wanted: Wanted, verify: bool) -> None:
-    """See :func:`autopar.checkpoint.attach.from_parallelized`."""
+def load(model: nn.Module, directory: Callable[[], object], timeout: float, wanted: Wanted, verify: bool) -> None:
+    """See :func:`autopar.checkpoint.attach.from_parallelized`. ``directory`` raises for a wrong call."""
     state = state_of(model)
     mpu = state.mpu
     meet(mpu, "from_parallelized", patience(timeout))
@@ -76,7 +75,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wa
         if torch.is_inference_mode_enabled():
             raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
         wanted.check()
-        loading = _Loading(model, Path(absolute(directory)), wanted)
+        loading = _Loading(model, Path(absolute(directory())), wanted)
         return {
             "function": "from_parallelized",
             "directory": str(loading.shards.folder),

@@ -71,7 +71,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 # One that joins q, k and v, one with other permutations, one with experts; the rest with the tests of every policy.
 @pytest.mark.parametrize("model_type", JOINED)
-@pooled(world_size=4)
+@pooled(world_size=4, timeout=600)
 def test_on_every_mesh(tmp_path: Path, model_type: str) -> None:
     for tp, pp in ((2, 1), (1, 2), (2, 2)):
         plain = build(cases(model_type)[0], 6, 3)
