@@ -21,6 +21,7 @@ import platform
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,19 @@ class Manifest:
         """Elements of the Hugging Face model's parameters, tied ones once."""
         mine = (t for name, t in self.tensors.items() if name in self.parameters and name.startswith(self.hf_prefix))
         return sum(math.prod(tensor.shape) for tensor in mine)
+
+    def pieces_with(self, name: str) -> list[str]:
+        """The tensors of a merged checkpoint that one of the model's is a part of, or that are parts of it."""
+        return [*self._pieces.get(name, ())]
+
+    @cached_property
+    def _pieces(self) -> dict[str, dict[str, None]]:
+        found: dict[str, dict[str, None]] = {}
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                for source in (name, *piece.sources()):
+                    found.setdefault(source, {})[piece.name] = None
+        return found
 
     def _joined(self) -> Iterator[Piece]:
         return (piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.joined)

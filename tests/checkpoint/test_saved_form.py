@@ -6,7 +6,9 @@ projections that the hub has fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.lazy import InMemory
 from autopar.checkpoint.merge import merge_checkpoint
 from autopar.checkpoint.pieces import open_piece
 from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.errors import CheckpointError
+from autopar.policy import saved_form
 from autopar.policy.match import supported_model_types
 from autopar.policy.tensors import plan_tensors
 from autopar.split import split_checkpoint
+from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 
 WHOLE = sorted(name for name in supported_model_types() if not of_type(name).inside)  # the others are inside these
@@ -80,3 +86,100 @@ def check_folders(case: Case, folder: Path, size: str = "5GB") -> None:
 def test_every_head_is_saved_as_by_the_plain_model(model_type: str) -> None:
     for case in cases(model_type):
         check_plan(case)
+
+
+# Split builds the class that config.json names, which has to be one that transformers exports.
+NOT_SPLIT = {
+    "bridgetower_text_model": "the class is not exported",
+    "idefics2_vision": "the class is not exported",
+    "qwen2_vl_vision": "the class is not exported",
+    "shieldgemma2": "transformers itself reads nothing of what Gemma3ForConditionalGeneration saves with this config",
+}
+
+
+@pytest.mark.parametrize("model_type", [name for name in WHOLE if name not in NOT_SPLIT])
+@pytest.mark.every
+def test_split_resharded_and_merged_is_the_original(tmp_path: Path, model_type: str) -> None:
+    check_folders(cases(model_type)[0], tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["nomic_bert", "hrm_text", "inkling2_text"])
+def test_several_tensors_of_the_model_in_one_of_the_file(tmp_path: Path, model_type: str) -> None:
+    case = cases(model_type)[0]
+    check_plan(case)
+    check_folders(case, tmp_path / "one")
+    check_folders(case, tmp_path / "several", size="30KB")
+    tensors = Manifest.read(tmp_path / "one" / "split").tensors.values()
+    assert any(piece.joined for tensor in tensors for piece in tensor.pieces)
+
+
+@pytest.mark.parametrize("model_type", WHOLE)
+@pytest.mark.every
+def test_which_types_join_tensors(model_type: str) -> None:
+    """So that the types which other tests take from the list are all there are."""
+    tensors = [
+        t for case in cases(model_type) for m in [build(case, 6, 3)] for t in plan_tensors(m, "", m, {}).values()
+    ]
+    assert any(piece.joined for tensor in tensors for piece in tensor.pieces) == (model_type in JOINED)
+
+
+def test_what_cannot_be_followed_keeps_its_names_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(Case("gpt2", "GPT2LMHeadModel"), 6, 3)
+
+    def halved(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"half.{name}": tensor / 2 for name, tensor in state.items()}
+
+    monkeypatch.setattr(saved_form, "revert_weight_conversion", halved)
+    message = r"how save_pretrained converts GPT2LMHeadModel cannot be followed \(half\.\S+ is computed\): merged"
+    with pytest.warns(UserWarning, match=message):
+        plan = plan_tensors(model, "", model, {})
+    assert all(tensor.saved_as == name for name, tensor in plan.items())
+
+
+def test_tensors_of_other_dtypes_are_joined_as_torch_joins_them() -> None:
+    model = build(cases("nomic_bert")[0], 6, 3)
+    model.nomic_bert.layers[0].self_attn.k_proj.bfloat16()
+    mine, theirs = saved_by_its_plan(model), saved_by_the_plain_model(model)
+    assert {name: tensor.dtype for name, tensor in mine.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda piece: piece[4][1][1].__setitem__(0, "gone"), "is joined from gone, which is no tensor of the model"),
+        (lambda piece: piece[4].__setitem__(0, 2), r"parts of shape \[48, 48\] are joined along dim 2"),
+        (lambda piece: piece[4][1].clear(), "is joined from nothing"),
+        (lambda piece: piece[4][1][1].__setitem__(1, [48, 47]), "parts with other sizes are joined along dim 0"),
+    ],
+)
+def test_manifests_that_join_what_does_not_fit(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
+    build(cases("nomic_bert")[0], 6, 3).save_pretrained(tmp_path / "plain")
+    split_checkpoint(tmp_path / "plain", tmp_path / "split", tp=2)
+
+    def edit(data: Any) -> Any:
+        assert data["format_version"] == 3
+        change(
+            next(t["pieces"][0] for n, t in data["parts"]["model"]["tensors"].items() if n.endswith("q_proj.weight"))
+        )
+        return data
+
+    rewrite_manifest(tmp_path / "split", edit)
+    with pytest.raises(CheckpointError, match=message):
+        merge_checkpoint(tmp_path / "split", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_manifest_of_before(tmp_path: Path) -> None:
+    """It has no order, and pieces of one tensor only: it is merged as it was."""
+    build(Case("mixtral", "MixtralForCausalLM"), 6, 3).save_pretrained(tmp_path / "plain")
+    split_checkpoint(tmp_path / "plain", tmp_path / "split", tp=2)
+
+    def older(data: Any) -> Any:
+        assert data["format_version"] == 2
+        del data["order"], data["follows"]
+        return data
+
+    rewrite_manifest(tmp_path / "split", older)
+    merge_checkpoint(tmp_path / "split", tmp_path / "merged")
+    assert files(tmp_path / "merged") == files(tmp_path / "plain")
