@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.errors import UnsupportedModelError
-from tests.checkpoint.test_saved_form import JOINED, files
+from tests.checkpoint.test_saved_form import JOINED, assert_same_tensors, files
 from tests.pool import pooled
 from tests.random_models import build, cases
 
@@ -44,8 +44,7 @@ def check(folder: Path, plain: PreTrainedModel, tp: int, pp: int) -> None:
         assert offline.exit_code == 0, offline.output
         for name in ("merged", "offline"):
             assert_same_files(folder / name, folder / "plain")
-        assert_same_files(folder / "merged several", folder / "several")
-        assert len(list((folder / "several").glob("*.safetensors"))) > 1
+        assert_same_tensors(folder / "merged several", folder / "several")
         same(type(plain).from_pretrained(folder / "merged several", dtype=plain.dtype), plain)
     dist.barrier()
     kind: Any = type(plain)
