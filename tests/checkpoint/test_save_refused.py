@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -63,7 +62,7 @@ def test_arguments_of_other_savers(tmp_path):
         ({"directory": x, **({"optimiser": 3} if mpu.rank == 1 else {})}, "'optimiser'. Did you mean 'optimizer'?"),
     ]  # fmt: skip
     for arguments, message in cases:
-        with raises_everywhere(CheckpointError, re.escape(message)):
+        with raises_everywhere(CheckpointError, message):
             model.save_parallelized(**arguments)
     assert os.listdir(tmp_path) == []
     model.save_parallelized(
@@ -83,7 +82,7 @@ def test_arguments_of_other_savers(tmp_path):
         ),
         ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
     ]:
-        with raises_everywhere(CheckpointError, re.escape(message)):
+        with raises_everywhere(CheckpointError, message):
             model.from_parallelized(**arguments)
 
 
