@@ -371,6 +371,8 @@ def test_buffers_without_values_are_refused():
     with pytest.raises(ConfigError, match=message), autopar.lazy_init(), torch.device("meta"):
         model = LlamaForCausalLM(config)
     del model
+    with autopar.lazy_init(), torch.device("meta"):
+        torch.nn.BatchNorm1d(3)  # as a constructor that replaces what another one made
 
 
 @pytest.mark.parametrize("inside", [False, True])

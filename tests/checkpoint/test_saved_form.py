@@ -6,6 +6,7 @@ projections that the hub has fused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from typer.testing import CliRunner
 
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.lazy import InMemory
 from autopar.checkpoint.merge import merge_checkpoint
 from autopar.checkpoint.pieces import open_piece
 from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.cli import app
 from autopar.errors import CheckpointError
 from autopar.policy import saved_form
 from autopar.policy.match import supported_model_types
@@ -199,3 +202,15 @@ def test_a_manifest_of_before(tmp_path: Path) -> None:
     rewrite_manifest(tmp_path / "split", older)
     merge_checkpoint(tmp_path / "split", tmp_path / "merged")
     assert files(tmp_path / "merged") == files(tmp_path / "plain")
+
+
+def test_inspect_names_the_tensor_that_others_are_joined_into(tmp_path: Path) -> None:
+    build(cases("nomic_bert")[0], 6, 3).save_pretrained(tmp_path / "plain")
+    split_checkpoint(tmp_path / "plain", tmp_path / "split", tp=2)
+    shown = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "split"), "--json"]).stdout)
+    pieces = {tensor["name"]: tensor["pieces"] for tensor in shown["tensors"]}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        joined = pieces[f"nomic_bert.layers.0.self_attn.{name}.weight"]
+        assert joined == ["nomic_bert.encoder.layers.0.attn.Wqkv.weight"]
+    text = CliRunner().invoke(app, ["inspect", str(tmp_path / "split")]).stdout
+    assert "in nomic_bert.encoder" in text
