@@ -209,7 +209,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
                 "dtype": tensor.dtype,
                 "shared_out": in_words(tensor.layout),
                 "saved_as": tensor.saved_as,
-                "pieces": [piece.name for piece in tensor.pieces],
+                "pieces": manifest.pieces_with(name) if part.name == "model" else [],
                 "aliases": list(tensor.aliases),
                 "held_by": [
                     {"file": file, "tp": rank, "shape": list(tensor.local_shape(rank))}
@@ -257,8 +257,8 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     holders = manifest.parts["model"].holders
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
-        if tensor.pieces and tensor.saved_as is None:
-            merged = f"{len(tensor.pieces)} parts, {tensor.pieces[0].name} ..."
+        if tensor.saved_as is None and (pieces := manifest.pieces_with(name)):
+            merged = f"in {pieces[0]}" if len(pieces) == 1 else f"{len(pieces)} parts, {pieces[0]} ..."
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         files_of = list(holders[name].values())
         where = (

@@ -59,7 +59,7 @@ def lazy_init() -> Iterator[None]:
         CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
     """
     patches = _Patches()
-    made: dict[int, nn.Module] = {}
+    made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are thrown away again
     models = _Models()
     empty = _EmptyOnMeta(models)
 

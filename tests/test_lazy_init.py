@@ -369,7 +369,10 @@ def test_buffers_without_values_are_refused():
     config = llama().config
     message = r"the buffer \w*inv_freq of a LlamaRotaryEmbedding was made on the meta device"
     with pytest.raises(ConfigError, match=message), autopar.lazy_init(), torch.device("meta"):
-        LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+    del model
+    with autopar.lazy_init(), torch.device("meta"):
+        torch.nn.BatchNorm1d(3)  # as a constructor that replaces what another one made
 
 
 @pytest.mark.parametrize("inside", [False, True])

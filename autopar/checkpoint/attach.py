@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.checkpoint.habits import place
 from autopar.checkpoint.load import Wanted, load
 from autopar.checkpoint.load_state_dict import TakeShare
 from autopar.checkpoint.partial_state_dict import MarkPart
@@ -28,7 +29,7 @@ _METHODS = ("save_parallelized", "wait_for_save", "from_parallelized")
 
 def save_parallelized(
     self: nn.Module,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | None = None,
     merge_checkpoints: bool = False,
     max_shard_size: int | str = "5GB",
     format: str = "safetensors",
@@ -39,6 +40,7 @@ def save_parallelized(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     async_save: bool = False,
+    **others: Any,
 ) -> None:
     """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
 
@@ -47,7 +49,7 @@ def save_parallelized(
     model); other files there (a tokenizer) are kept.
 
     Args:
-        directory: folder to make, on a file system that all nodes share.
+        directory: folder to make, on a file system that all nodes share. Also called ``save_directory``.
         merge_checkpoints: write what ``save_pretrained`` of the plain model would write, instead of one shard a rank.
         max_shard_size: with ``merge_checkpoints``, split the weights into files of at most this size.
         format: with ``merge_checkpoints``, ``safetensors`` or ``bin``.
@@ -56,17 +58,20 @@ def save_parallelized(
             half precision, and the random state of every rank.
         lr_scheduler: save its ``state_dict()`` too.
         extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
-        keep_last: afterwards remove the oldest checkpoints of the same series (``step-100``, ``step-200``), so that
-            this many remain.
+        keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
+            remain, the ones that were saved last whatever their numbers: first those that the run left behind when it
+            went back to an earlier one with ``from_parallelized``, then the oldest. Files in their folders that no
+            save has written stay there.
         async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
+        others: arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
 
     Raises:
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
     arguments = {
-        "directory": directory,
+        "directory": lambda: place(save_parallelized, directory, others),
         "merge_checkpoints": merge_checkpoints,
         "max_shard_size": max_shard_size,
         "format": format,
@@ -87,13 +92,14 @@ def wait_for_save(self: nn.Module) -> None:
 
 def from_parallelized(
     self: nn.Module,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | None = None,
     timeout: float = 20.0,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: Any = None,
     extra: MutableMapping[str, Any] | None = None,
     verify: bool = True,
+    **others: Any,
 ) -> nn.Module:
     """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
 
@@ -102,7 +108,7 @@ def from_parallelized(
     saved; with an optimizer, training goes on from the saved fp32 weights wherever there are any.
 
     Args:
-        directory: folder of the checkpoint.
+        directory: folder of the checkpoint. Also called ``save_directory`` or ``path``.
         timeout: seconds to wait for the other ranks to call.
         optimizer: fill its state and its param groups too; it has the same parameters as the one that was saved. The
             random state of every rank is restored as well.
@@ -115,7 +121,13 @@ def from_parallelized(
             damaged, mixed or of another model, or a rank did not call or died.
     """
     state_of(self).background.wait()
-    load(self, directory, timeout, Wanted(optimizer, lr_scheduler, extra), verify)
+    load(
+        self,
+        lambda: place(from_parallelized, directory, others),
+        timeout,
+        Wanted(optimizer, lr_scheduler, extra),
+        verify,
+    )
     return self
 
 

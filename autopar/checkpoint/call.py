@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Request:
     @classmethod
     def of(
         cls,
-        directory: object,
+        directory: Callable[[], object],
         merge_checkpoints: object,
         max_shard_size: int | str,
         format: str,
@@ -37,13 +38,13 @@ class Request:
         async_save: object,
     ) -> Request:
         """Raises CheckpointError for arguments that make no sense."""
+        path = absolute(directory())
         for name, value in (("merge_checkpoints", merge_checkpoints), ("async_save", async_save)):
             if type(value) is not bool:
                 raise CheckpointError(f"{name}={value!r} must be True or False")
         check_format(format)
         if format != "safetensors" and not merge_checkpoints:
             raise CheckpointError(f"format={format!r} needs merge_checkpoints=True; shards are always safetensors")
-        path = absolute(directory)
         if keep_last is not None and merge_checkpoints:
             raise CheckpointError(
                 "keep_last= needs merge_checkpoints=False: a merged folder looks like any model's, and only "

@@ -16,11 +16,13 @@ from pathlib import Path
 from autopar.checkpoint.safetensors_stream import SafetensorsReader
 from autopar.errors import CheckpointError
 
-__all__ = ["MERGED", "Staging", "fsync", "fsync_files", "leftovers"]
+__all__ = ["MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "leftovers"]
 
+MANIFEST = "autopar.json"
+REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
 # What a checkpoint consists of, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
 _OURS = re.compile(
-    r"autopar\.json|config\.json|generation_config\.json"
+    r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
     r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
     r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
@@ -121,7 +123,7 @@ def _check_replaceable(target: Path, replace: bool) -> None:
     if not names:
         return
     lost = [name for name in names if _OURS.fullmatch(name)]
-    if lost and not {"autopar.json", "config.json"} & set(names) and not _merged(target / lost[0]):
+    if lost and not {MANIFEST, REMOVED, "config.json"} & set(names) and not _merged(target / lost[0]):
         raise CheckpointError(
             f"{target} holds {lost[0]} but neither autopar.json nor config.json: it is not overwritten\n"
             f"  It holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Choose another folder."

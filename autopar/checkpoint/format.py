@@ -19,23 +19,24 @@ import json
 import math
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.checksum import NAME, checksum
-from autopar.checkpoint.folder import leftovers
+from autopar.checkpoint.folder import MANIFEST, leftovers
 from autopar.checkpoint.part import FileRecord, Part
 from autopar.errors import CheckpointError, nearest
 from autopar.mesh import MeshSizes
-from autopar.policy.plan import TensorPlan
+from autopar.policy.plan import Piece, TensorPlan
 
 __all__ = ["MANIFEST", "PARTS", "Manifest", "parse_size", "sizes_text", "versions"]
 
 FORMAT_VERSION = 2
-MANIFEST = "autopar.json"
+WITH_JOINED = 3  # of manifests with tensors that are merged into one, which a reader of version 2 would misread
 PARTS = ("model", "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -85,6 +86,8 @@ class Manifest:
         along: small files of the save (``config.json``) -> their checksum.
         training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
         versions: what wrote it.
+        order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
+        follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
     """
 
     save_id: str
@@ -97,6 +100,8 @@ class Manifest:
     along: Mapping[str, str] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    order: int = 0
+    follows: int = 0
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
@@ -113,12 +118,30 @@ class Manifest:
         mine = (t for name, t in self.tensors.items() if name in self.parameters and name.startswith(self.hf_prefix))
         return sum(math.prod(tensor.shape) for tensor in mine)
 
+    def pieces_with(self, name: str) -> list[str]:
+        """The tensors of a merged checkpoint that one of the model's is a part of, or that are parts of it."""
+        return [*self._pieces.get(name, ())]
+
+    @cached_property
+    def _pieces(self) -> dict[str, dict[str, None]]:
+        found: dict[str, dict[str, None]] = {}
+        for name, tensor in self.tensors.items():
+            for piece in tensor.pieces:
+                for source in (name, *piece.sources()):
+                    found.setdefault(source, {})[piece.name] = None
+        return found
+
+    def _joined(self) -> Iterator[Piece]:
+        return (piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.joined)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         tp, pp, dp = self.sizes
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": WITH_JOINED if any(self._joined()) else FORMAT_VERSION,
             "save_id": self.save_id,
+            "order": self.order,
+            "follows": self.follows,
             "mesh": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp},
             "model_type": self.model_type,
             "policy": self.policy,
@@ -155,6 +178,8 @@ class Manifest:
             along={str(name): str(value) for name, value in data["along"].items()},
             training=dict(data["training"]),
             versions={str(key): str(value) for key, value in data["versions"].items()},
+            order=int(data.get("order", 0)),
+            follows=int(data.get("follows", 0)),
         )
         manifest.check()
         return manifest
@@ -171,6 +196,10 @@ class Manifest:
                 raise ValueError(f"it names the file {name!r}, which is not inside the folder")
         for part in self.parts.values():
             part.check(self.sizes)
+        for piece in self._joined():
+            unknown = [name for name in piece.sources() if name not in self.tensors]
+            if unknown:
+                raise ValueError(f"{piece.name} is joined from {unknown[0]}, which is no tensor of the model")
         saved_as: set[str] = set()
         for tensor in self.tensors.values():
             for saved in tensor.saved_names():
@@ -179,13 +208,13 @@ class Manifest:
                 saved_as.add(saved)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Read ``autopar.json``.
+    def read(cls, folder: Path, file: str = MANIFEST) -> Manifest:
+        """Read ``autopar.json``, or another file of that kind.
 
         Raises:
             CheckpointError: if the folder or the file is missing, is not ours, damaged, or from a newer version.
         """
-        path = folder / MANIFEST
+        path = folder / file
         try:
             text = path.read_bytes()
         except FileNotFoundError:
@@ -197,16 +226,17 @@ class Manifest:
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no manifest of a checkpoint: {_say(error)}") from error
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, WITH_JOINED):
             raise CheckpointError(
-                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION}"
+                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} and "
+                f"{WITH_JOINED}"
             )
         end = list(_END.finditer(text))
         if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():
             raise CheckpointError(f"{path} was changed after it was written: its own checksum at its end differs")
         try:
             return cls.from_json(data)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {_say(error)}") from error
 
 

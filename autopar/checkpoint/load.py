@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.plain_data import decode
 from autopar.checkpoint.replica_shares import read
+from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
@@ -62,8 +62,8 @@ class Wanted:
         }
 
 
-def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wanted: Wanted, verify: bool) -> None:
-    """See :func:`autopar.checkpoint.attach.from_parallelized`."""
+def load(model: nn.Module, directory: Callable[[], object], timeout: float, wanted: Wanted, verify: bool) -> None:
+    """See :func:`autopar.checkpoint.attach.from_parallelized`. ``directory`` raises for a wrong call."""
     state = state_of(model)
     mpu = state.mpu
     meet(mpu, "from_parallelized", patience(timeout))
@@ -75,7 +75,7 @@ def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wa
         if torch.is_inference_mode_enabled():
             raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
         wanted.check()
-        loading = _Loading(model, Path(absolute(directory)), wanted)
+        loading = _Loading(model, Path(absolute(directory())), wanted)
         return {
             "function": "from_parallelized",
             "directory": str(loading.shards.folder),
@@ -98,6 +98,8 @@ def load(model: nn.Module, directory: str | os.PathLike[str], timeout: float, wa
         together(mpu, read_all)
         together(mpu, fill, lambda: "The model is partly loaded.")
         assert loading is not None
+        state.went_on_from.clear()
+        state.went_on_from.update(place_in_series(loading.shards.folder, loading.shards.manifest.order))
         _warn_of_casts(loading)
     finally:
         if loading is not None:

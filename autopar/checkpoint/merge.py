@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,8 +20,8 @@ from tqdm import tqdm
 
 from autopar.checkpoint.folder import MERGED, Staging, fsync_files
 from autopar.checkpoint.format import parse_size
-from autopar.checkpoint.lazy import InMemory, LazyTensor
-from autopar.checkpoint.pieces import lazy_piece
+from autopar.checkpoint.lazy import LazyTensor
+from autopar.checkpoint.pieces import open_piece
 from autopar.checkpoint.safetensors_stream import SafetensorsWriter, dtype_of, nbytes
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
@@ -239,32 +240,27 @@ class _Source:
         self._places: dict[str, tuple[str, Piece | None]] = {}
         self.specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.outside: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, tensor in shards.manifest.tensors.items():
-            stored = dtype_of(tensor.dtype)
-            out = stored if dtype is None or not stored.is_floating_point else dtype
+        tensors = shards.manifest.tensors
+
+        def written(*names: str) -> torch.dtype:
+            stored = functools.reduce(torch.promote_types, (dtype_of(tensors[name].dtype) for name in names))
+            return stored if dtype is None or not stored.is_floating_point else dtype
+
+        for name, tensor in tensors.items():
             for piece in tensor.pieces if tensor.saved_as is None else ():
                 self._places[piece.name] = (name, piece)
-                self.specs[piece.name] = (out, piece.shape)
+                self.specs[piece.name] = (written(*(list(piece.sources()) or [name])), piece.shape)
             if tensor.saved_as is not None:
                 self._places[tensor.saved_as] = (name, None)
-                self.specs[tensor.saved_as] = (out, tensor.shape)
+                self.specs[tensor.saved_as] = (written(name), tensor.shape)
             if tensor.outside:
                 self._places[name] = (name, None)
-                self.outside[name] = (out, tensor.shape)
+                self.outside[name] = (written(name), tensor.shape)
 
     def lazy(self, saved_as: str) -> LazyTensor:
         """One tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
         name, piece = self._places[saved_as]
-        whole = self._shards.lazy(name)
-        if piece is None:
-            return whole
-        part = lazy_piece(whole, piece)
-        if part is not None:
-            return part
-        try:
-            return InMemory(piece.of(whole.read()).clone())
-        except RuntimeError as error:
-            raise CheckpointError(f"the manifest describes {piece.name} wrongly: {error}") from error
+        return self._shards.lazy(name) if piece is None else open_piece(piece, name, self._shards.lazy)
 
     def write(
         self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], progress: Callable[[int], Any]

@@ -1,13 +1,44 @@
-"""A part that ``save_pretrained`` writes of a stored tensor (one of stacked experts), read by itself. Pure."""
+"""What ``save_pretrained`` writes in place of stored tensors (one of stacked experts, a fused projection). Pure."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
-from autopar.checkpoint.lazy import LazyTensor, Narrowed, Permuted, Squeezed
+import torch
+
+from autopar.checkpoint.conversion import Converted
+from autopar.checkpoint.lazy import InMemory, Joined, LazyTensor, Narrowed, Permuted, Squeezed
+from autopar.errors import CheckpointError
 from autopar.policy.plan import Piece
 
-__all__ = ["lazy_piece"]
+__all__ = ["lazy_piece", "open_piece"]
+
+
+def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> LazyTensor:
+    """The piece, to be read by the part; what is no box of its tensors is read here and now.
+
+    Args:
+        of: the stored tensor that it is a view of, unless it is joined.
+        stored: opens a stored tensor.
+
+    Raises:
+        CheckpointError: the piece does not lie inside what it is a view of.
+    """
+    if piece.joined is None:
+        whole = stored(of)
+    else:
+        parts = [open_piece(part, part.name, stored) for part in piece.joined.parts]
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        whole = Joined([part if part.dtype == dtype else Converted(part, dtype) for part in parts], piece.joined.dim)
+    part = lazy_piece(whole, piece)
+    if part is not None:
+        return part
+    try:
+        return InMemory(piece.of(whole.read()).clone())
+    except RuntimeError as error:
+        raise CheckpointError(f"the manifest describes {piece.name} wrongly: {error}") from error
 
 
 def lazy_piece(whole: LazyTensor, piece: Piece) -> LazyTensor | None:

@@ -1,6 +1,8 @@
 """Keep the last n checkpoints of a series: folders side by side whose names differ only in the number at their end.
 
-What is newest is told by the numbers alone: times change when folders are copied, and differ on network file systems.
+What is newest is told by the order of the saves, which each manifest counts: times change when folders are copied and
+differ between nodes, and the numbers in the names begin again at a lower one when a run goes back. A manifest also
+says which save it goes on from. What was saved between those two was left behind when the run went back.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ import secrets
 import shutil
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from autopar.checkpoint.folder import fsync
+from autopar.checkpoint.folder import MANIFEST, REMOVED, fsync
+from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.state import listed
 from autopar.errors import CheckpointError
 
-__all__ = ["check_keep_last", "is_checkpoint", "rotate", "series"]
+__all__ = ["check_keep_last", "is_checkpoint", "next_order", "place_in_series", "rotate", "series", "series_of"]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_DROPPED = re.compile(r"\.(.+)\.old-[0-9a-f]{16}", re.DOTALL)
-_MARK = "autopar.json"  # what makes a folder a checkpoint of ours: deleted before the rest
+_DROPPED = re.compile(r"\.(.+)\.(old|removed)-[0-9a-f]{16}", re.DOTALL)
+_HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 _ABANDONED = 24 * 3600  # seconds after which a temporary folder of the series is nobody's any more
 
@@ -37,7 +43,7 @@ def series(path: str | os.PathLike[str]) -> tuple[str, int]:
         raise CheckpointError(
             f"{name!r} does not end in a number, so it is not known which checkpoints are older\n"
             "  With keep_last= a folder is called like step-100, checkpoint-7 or epoch3; those that differ only in\n"
-            "  the number are one series, and the highest numbers are kept."
+            "  the number are one series, and those that were saved last are kept."
         )
     return found[1], int(found[2])
 
@@ -61,17 +67,50 @@ def is_checkpoint(folder: Path) -> bool:
 
     A merged folder looks like any model's, a user's base model included, and is never deleted.
     """
-    return not folder.is_symlink() and (folder / _MARK).is_file()
+    return not folder.is_symlink() and (folder / MANIFEST).is_file()
+
+
+class _Member(NamedTuple):
+    """One checkpoint of a series."""
+
+    path: Path
+    number: int
+    order: int
+    follows: int
+
+
+def series_of(target: str | os.PathLike[str]) -> str | None:
+    """What the checkpoints of a series have in common; None if the name does not end in a number."""
+    path = Path(os.path.realpath(target))
+    found = _NUMBERED.fullmatch(path.name)
+    return None if found is None else str(path.parent / found[1]) if found[1] else f"{path.parent}{os.sep}"
+
+
+def place_in_series(target: str | os.PathLike[str], order: int) -> Mapping[str, int]:
+    """The series of a checkpoint -> its order; nothing if either is unknown."""
+    found = series_of(target)
+    return {found: order} if found is not None and order else {}
+
+
+def next_order(target: Path) -> int:
+    """The order of a checkpoint that is about to be saved as ``target``; 0 if its name does not end in a number."""
+    found = _NUMBERED.fullmatch(target.name)
+    if found is None:
+        return 0
+    return 1 + max((member.order for member in _members(target.parent, found[1])), default=0)
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
-    """Delete the checkpoints of the target's series with the lowest numbers, so that ``keep_last`` remain.
+    """Delete checkpoints of the target's series, so that ``keep_last`` remain: what was saved last.
 
-    Call it when ``target`` is whole. It counts and always stays, even if its number is the lowest. Everything else in
-    the parent folder is left alone: other series, folders that hold no checkpoint, symbolic links and what they point
-    to. A checkpoint that is deleted disappears at once: it is renamed to the hidden ``.name.old-<id>`` and loses what
-    makes it a checkpoint before the rest. What an earlier call left of such a folder when it was killed goes too,
-    unless it is still whole (killed right after the renaming).
+    First go those that the run left behind when it went back (``from_parallelized`` of step-200 after step-400 was
+    saved: step-300 and step-400), then those that were saved first. Checkpoints from before saves were counted are
+    the oldest, by their numbers. Call it when ``target`` is whole: it counts and always stays.
+
+    Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
+    everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
+    point to. A checkpoint that is deleted disappears at once, or stops being one: its folder is renamed, or with files
+    of others in it its manifest. What a call that was killed left of one is deleted by the next.
 
     A checkpoint that cannot be deleted is no error, as the new one is written: it ends in a warning.
 
@@ -80,7 +119,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
         keep_last: how many remain, ``target`` included.
 
     Returns:
-        The folders that were deleted, lowest number first.
+        The checkpoints that were deleted, in this order.
 
     Raises:
         CheckpointError: as :func:`check_keep_last`.
@@ -89,33 +128,61 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     target = Path(os.path.realpath(target))
     stem, _ = series(target)
     for path in _half_deleted(target.parent, stem):
-        shutil.rmtree(path, ignore_errors=True)
-    others = [path for path in _members(target.parent, stem) if path != target and is_checkpoint(path)]
-    removed = []
-    for path in others[: max(0, len(others) + 1 - keep_last)]:
-        try:
-            _remove(path)
-        except FileNotFoundError:
-            continue  # somebody else deletes it
-        except OSError as error:
-            warnings.warn(f"{path} could not be deleted: {error.strerror or error}", stacklevel=2)
-            continue
-        removed.append(path)
-    return removed
+        found = _DROPPED.fullmatch(path.name)
+        if found is not None and found[2] == "removed":
+            _go_on(path, found[1])
+        elif not is_checkpoint(path):  # a whole one may be what an interrupted save was about to replace
+            shutil.rmtree(path, ignore_errors=True)
+    for path in _folders(target.parent, stem):
+        if (path / REMOVED).is_file() and not is_checkpoint(path):
+            _try_to_remove(path)
+    members = _members(target.parent, stem)
+    left = _left_behind(members, target)
+    others = sorted(
+        (member for member in members if member.path != target),
+        key=lambda member: (member not in left, member.order, member.number, member.path.name),
+    )
+    doomed = [member.path for member in others[: max(0, len(others) + 1 - keep_last)]]
+    return [path for path in doomed if _try_to_remove(path)]
 
 
-def _members(parent: Path, stem: str) -> list[Path]:
-    """The folders of a series, lowest number first."""
+def _left_behind(members: list[_Member], target: Path) -> set[_Member]:
+    """What was saved after a checkpoint that the target's run went back to, and before it went on from there."""
+    by_order = {member.order: member for member in members}
+    here = next((member for member in members if member.path == target), None)
+    left: set[_Member] = set()
+    while here is not None and here.follows:
+        left |= {member for member in members if here.follows < member.order < here.order}
+        here = by_order.get(here.follows)
+    return left
+
+
+def _folders(parent: Path, stem: str) -> list[Path]:
+    """The folders of a series, lowest number first; no symbolic links."""
     found = []
     for entry in os.scandir(parent):
         numbered = _NUMBERED.fullmatch(entry.name)
-        if numbered is not None and numbered[1] == stem:
+        if numbered is not None and numbered[1] == stem and entry.is_dir(follow_symlinks=False):
             found.append((int(numbered[2]), entry.name))
     return [parent / name for _, name in sorted(found)]
 
 
+def _members(parent: Path, stem: str) -> list[_Member]:
+    """The checkpoints of a series, lowest number first."""
+    found = []
+    for path in _folders(parent, stem) if parent.is_dir() else ():
+        try:
+            with open(path / MANIFEST, "rb") as file:
+                head = _HEAD.search(file.read(512))
+        except OSError:
+            continue  # no checkpoint, or somebody else deletes it
+        order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
+        found.append(_Member(path, series(path)[1], order, follows if follows < order else 0))
+    return found
+
+
 def _half_deleted(parent: Path, stem: str) -> list[Path]:
-    """Hidden folders of the series that are no checkpoint any more, or that a killed save left long ago."""
+    """Hidden folders of the series that a rotation or a save which was killed has left, the latter long ago."""
     found = []
     for entry in os.scandir(parent):
         hidden = _DROPPED.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
@@ -124,16 +191,82 @@ def _half_deleted(parent: Path, stem: str) -> list[Path]:
             continue
         if _TEMPORARY.fullmatch(entry.name) and time.time() - entry.stat().st_mtime < _ABANDONED:
             continue
-        if not is_checkpoint(Path(entry.path)):  # a whole one may be what an interrupted save was about to replace
-            found.append(Path(entry.path))
+        found.append(Path(entry.path))
     return sorted(found)
 
 
-def _remove(path: Path) -> None:
-    """Delete a checkpoint. Whoever is killed at whatever moment leaves it whole or nothing that looks whole."""
-    hidden = path.parent / f".{path.name}.old-{secrets.token_hex(8)}"
+def _try_to_remove(path: Path) -> bool:
+    """Delete a checkpoint; False, with a warning, if that cannot be done."""
+    try:
+        others = _remove(path)
+    except FileNotFoundError:
+        return False  # somebody else deletes it
+    except (OSError, CheckpointError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        warnings.warn(f"{path} could not be deleted: {reason}", stacklevel=3)
+        return False
+    if others:
+        warnings.warn(
+            f"{path} is no checkpoint any more, but the folder stays: {listed(others)} in it "
+            f"{'was' if len(others) == 1 else 'were'} not written by the save",
+            stacklevel=3,
+        )
+    return True
+
+
+def _remove(path: Path) -> list[str]:
+    """Delete the files of a checkpoint, and its folder unless it holds others; their names.
+
+    Whoever is killed at whatever moment leaves it whole, or nothing that looks whole and a note of what is to go.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, so it is not known what the save has written.
+    """
+    note = MANIFEST if (path / MANIFEST).exists() else REMOVED
+    try:
+        manifest = Manifest.read(path, note)
+    except CheckpointError:
+        os.stat(path / note)  # somebody else deletes the checkpoint, or it is not whole
+        raise
+    ours = {*manifest.along, *manifest.files, MANIFEST, REMOVED}
+    others = _others(path, ours)
+    if not others and _removed_whole(path, ours):
+        return []
+    if note == MANIFEST:
+        os.rename(path / MANIFEST, path / REMOVED)
+        fsync(path)
+    for name in (*sorted(ours - {REMOVED, *others}), REMOVED):
+        (path / name).unlink(missing_ok=True)
+    return sorted(os.listdir(path))
+
+
+def _removed_whole(path: Path, ours: set[str]) -> bool:
+    """Delete a folder, which disappears at once; False if a file of others has come into it meanwhile."""
+    hidden = path.parent / f".{path.name}.removed-{secrets.token_hex(8)}"
     os.rename(path, hidden)
     fsync(path.parent)
-    (hidden / _MARK).unlink(missing_ok=True)
-    fsync(hidden)
+    if _others(hidden, ours):
+        os.rename(hidden, path)
+        return False
     shutil.rmtree(hidden)
+    return True
+
+
+def _others(path: Path, ours: set[str]) -> list[str]:
+    """What lies in a folder and is no file with one of these names."""
+    return sorted(
+        entry.name for entry in os.scandir(path) if entry.name not in ours or entry.is_dir(follow_symlinks=False)
+    )
+
+
+def _go_on(hidden: Path, name: str) -> None:
+    """Delete a folder that :func:`_removed_whole` has hidden, or give it its name back if it holds files of others."""
+    try:
+        manifest = Manifest.read(hidden)
+    except CheckpointError:  # a part of it is gone already, so it held none
+        shutil.rmtree(hidden, ignore_errors=True)
+        return
+    if not _others(hidden, {*manifest.along, *manifest.files, MANIFEST, REMOVED}):
+        shutil.rmtree(hidden, ignore_errors=True)
+    elif not os.path.lexists(hidden.parent / name):
+        os.rename(hidden, hidden.parent / name)

@@ -22,7 +22,7 @@ from autopar.checkpoint.merge import write_merged
 from autopar.checkpoint.optimizer_facts import Facts
 from autopar.checkpoint.optimizer_facts import merge as merge_facts
 from autopar.checkpoint.part import FileRecord, Part, shard_name
-from autopar.checkpoint.rotation import rotate
+from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
 from autopar.checkpoint.safetensors_stream import SafetensorsWriter
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, snapshot
@@ -145,13 +145,18 @@ class _Writing:
         known = {path.name for path in temp.iterdir()}
         self.write_config(temp)
         along = {path.name: file_checksum(path) for path in temp.iterdir() if path.name not in known}
-        _manifest(self.state, save_id, reports, along).write(folder)
+        order = next_order(self.staging.target)
+        came_from = self.state.went_on_from.get(series_of(self.staging.target) or "", 0)
+        manifest = _manifest(self.state, save_id, reports, along)
+        replace(manifest, order=order, follows=came_from if came_from < order else 0).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
                 write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()
+        if not self.request.merge:
+            self.state.went_on_from.update(place_in_series(self.staging.target, order))
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
 

@@ -41,6 +41,7 @@ class State:
         hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: tensor name -> the stages that hold it; empty without a pipeline.
         background: the save that is being written while training goes on.
+        went_on_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class State:
     hf_path: str
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
+    went_on_from: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def hf_prefix(self) -> str:

@@ -6,8 +6,8 @@ every rank has, so every rank raises the same error and the model is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,20 +16,43 @@ import torch
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
-__all__ = ["AttributePlan", "InputPlan", "ModulePlan", "Piece", "Plan", "TensorPlan"]
+__all__ = ["AttributePlan", "InputPlan", "Joined", "ModulePlan", "Piece", "Plan", "TensorPlan"]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A contiguous tensor made of views side by side along ``dim``, as by ``torch.cat``; of one view, its copy."""
+
+    dim: int
+    parts: tuple[Piece, ...]
+
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole. Raises ``ValueError`` if the parts do not fit together."""
+        first = self.parts[0].shape
+        if not 0 <= self.dim < len(first):
+            raise ValueError(f"parts of shape {list(first)} are joined along dim {self.dim}")
+        around = {(part.shape[: self.dim], part.shape[self.dim + 1 :]) for part in self.parts}
+        if len(around) != 1:
+            raise ValueError(f"parts with other sizes are joined along dim {self.dim}")
+        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that ``save_pretrained`` writes and that is a view of a stored one (one expert of a stacked parameter).
+    """A tensor that ``save_pretrained`` writes and that is a view of a stored one, or of several that it joins.
 
     ``shape``, ``stride`` and ``offset`` are those of the view, in elements of the whole contiguous tensor.
+
+    Attributes:
+        name: in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of.
+        joined: what it is a view of, if that is not one stored tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    joined: Joined | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The piece, as a view of the whole tensor. Raises ``RuntimeError`` if it does not lie inside."""
@@ -37,6 +60,44 @@ class Piece:
         if not 0 <= self.offset <= last < whole.numel():
             raise RuntimeError(f"{self.name} does not lie inside a tensor of {whole.numel()} elements")
         return whole.contiguous().as_strided(self.shape, self.stride, self.offset)
+
+    def sources(self) -> Iterator[str]:
+        """The stored tensors that it is joined from; none for a view of one."""
+        for part in self.joined.parts if self.joined else ():
+            if part.joined is None:
+                yield part.name
+            else:
+                yield from part.sources()
+
+    def renamed(self, start: str) -> Piece:
+        """The same with ``start`` before the names of stored tensors."""
+        if self.joined is None:
+            return self
+        parts = [
+            part.renamed(start) if part.joined else replace(part, name=start + part.name) for part in self.joined.parts
+        ]
+        return replace(self, joined=replace(self.joined, parts=tuple(parts)))
+
+    def to_json(self) -> list[Any]:
+        """Plain data."""
+        view = [self.name, list(self.shape), list(self.stride), self.offset]
+        return view if self.joined is None else [*view, [self.joined.dim, [p.to_json() for p in self.joined.parts]]]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Piece:
+        """Inverse of :meth:`to_json`. Raises ``TypeError`` or ``ValueError`` on malformed data."""
+        saved, sizes, steps, offset, *rest = data
+        joined = None
+        if rest:
+            [[dim, parts]] = rest
+            joined = Joined(int(dim), tuple(map(cls.from_json, parts)))
+            if not joined.parts:
+                raise ValueError(f"the piece {saved} is joined from nothing")
+            joined.shape()
+        piece = cls(str(saved), tuple(map(int, sizes)), tuple(map(int, steps)), int(offset), joined)
+        if len(piece.shape) != len(piece.stride) or min((*piece.shape, *piece.stride, piece.offset), default=0) < 0:
+            raise ValueError(f"the piece {piece.name} has an impossible shape")
+        return piece
 
 
 @dataclass(frozen=True)
@@ -50,7 +111,8 @@ class TensorPlan:
         layout: how it is shared out over tp; None if every rank holds all of it.
         aliases: other state-dict names of the same tensor.
         saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
-        pieces: what it writes instead, if that is several parts of this tensor.
+        pieces: what it writes instead, if that is several parts of this tensor, or several tensors joined, of which
+            this one is the first.
         outside: belongs to the user's own modules around the Hugging Face model.
     """
 
@@ -80,7 +142,7 @@ class TensorPlan:
             "aliases": list(self.aliases),
             "saved_as": self.saved_as,
             "outside": self.outside,
-            "pieces": [[p.name, list(p.shape), list(p.stride), p.offset] for p in self.pieces],
+            "pieces": [piece.to_json() for piece in self.pieces],
         }
 
     @classmethod
@@ -92,13 +154,7 @@ class TensorPlan:
             raise ValueError(f"the layout of {name} does not describe its shape {list(shape)}")
         aliases = tuple(str(alias) for alias in data["aliases"])
         saved_as = None if data["saved_as"] is None else str(data["saved_as"])
-        pieces = tuple(
-            Piece(str(saved), tuple(map(int, sizes)), tuple(map(int, steps)), int(offset))
-            for saved, sizes, steps, offset in data.get("pieces", ())
-        )
-        for piece in pieces:
-            if len(piece.shape) != len(piece.stride) or min((*piece.shape, *piece.stride, piece.offset), default=0) < 0:
-                raise ValueError(f"the piece {piece.name} of {name} has an impossible shape")
+        pieces = tuple(Piece.from_json(piece) for piece in data.get("pieces", ()))
         return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as, bool(data.get("outside", False)), pieces)
 
 

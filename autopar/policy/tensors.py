@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from autopar.errors import UnsupportedModelError
 from autopar.layout import Layout
 from autopar.policy.plan import Piece, TensorPlan
+from autopar.policy.saved_form import saved_form
 
 __all__ = ["plan_tensors"]
 
@@ -42,9 +39,10 @@ def plan_tensors(
     start = f"{prefix}." if prefix else ""
     if not isinstance(model, PreTrainedModel):
         return {plan.name: plan for key in tensors for plan in [_of_plain(tensors[key], names[key], layouts.get(key))]}
-    renamed, pieces = _saved_names(model)
+    kept = [name.removeprefix(start) for name in canonical.values() if name.startswith(start)]
+    renamed, pieces = saved_form(model, kept)
     saved = {start + name: new for name, new in renamed.items()}
-    parts = {start + name: new for name, new in pieces.items()}
+    parts = {start + name: tuple(piece.renamed(start) for piece in new) for name, new in pieces.items()}
     plans = {}
     for key, tensor in tensors.items():
         name = canonical[key]
@@ -81,59 +79,3 @@ def _canonical(listed: list[str], prefix: str, model: nn.Module) -> str:
         if len(left) > 1 and any(re.search(pattern, name) for pattern in tied):
             left.remove(name)
     return left[0]
-
-
-def _saved_names(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
-    """State-dict name -> the name in the file that ``save_pretrained`` writes, or the pieces that it writes.
-
-    transformers renames some modules between memory and file, and writes stacked experts one by one. That conversion is
-    run on meta tensors, in a mode that keeps views: what comes out tells which part of which tensor it is. What is no
-    view (several tensors joined into one) keeps the names in memory, which ``from_pretrained`` reads as well.
-    """
-    ignored = {str(key) for key in model._keys_to_ignore_on_save or ()}
-    state = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in model.state_dict().items()
-        if name not in ignored
-    }
-    original = {id(tensor): name for name, tensor in state.items()}
-    renamed: dict[str, str] = {}
-    pieces: dict[str, list[Piece]] = {}
-    unknown = 0
-    try:
-        with torch.no_grad(), _KeepViews():
-            converted = dict(revert_weight_conversion(model, dict(state)))
-    except RuntimeError:  # it needs the copies
-        converted = dict(revert_weight_conversion(model, dict(state)))
-    for saved, tensor in converted.items():
-        base = tensor if tensor._base is None else tensor._base
-        name = original.get(id(base))
-        if name is None:
-            unknown += 1
-        elif tensor is base:
-            renamed[name] = saved
-        else:
-            piece = Piece(saved, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-            pieces.setdefault(name, []).append(piece)
-    whole = {
-        name: tuple(parts)
-        for name, parts in pieces.items()
-        if name not in renamed and sum(math.prod(part.shape) for part in parts) == state[name].numel()
-    }
-    if unknown or len(renamed) + len(whole) != len(state):
-        return {name: renamed.get(name, name) for name in state}, {}
-    return renamed, whole
-
-
-class _KeepViews(TorchDispatchMode):
-    """Copies are not made: ``chunk.contiguous()`` stays the view that it was; what needs a copy makes no view."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.clone.default:
-            return args[0]
-        if func is torch.ops.aten._unsafe_view.default:
-            try:
-                return func(*args)
-            except RuntimeError:  # of what would have been a copy
-                return args[0].new_empty(args[1])
-        return func(*args, **(kwargs or {}))

@@ -9,15 +9,33 @@ from pathlib import Path
 import pytest
 
 from autopar.checkpoint import rotation
-from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, rotate, series
+from autopar.checkpoint.folder import Staging
+from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.part import FileRecord, Part
+from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
 from autopar.errors import CheckpointError
+from autopar.mesh import MeshSizes
+from autopar.policy.plan import TensorPlan
+
+OURS = ["autopar.json", "config.json", "model-tp0-pp0.safetensors"]
 
 
-def sharded(folder: Path) -> Path:
+def sharded(folder: Path, order: int = 0, follows: int = 0) -> Path:
     folder.mkdir(parents=True)
-    for name in ("autopar.json", "config.json", "model-tp0-pp0.safetensors"):
+    for name in OURS[1:]:
         (folder / name).write_text(name)
+    record = FileRecord(0, 0, None, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
+    part = Part("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
+    Manifest("0" * 16, MeshSizes(1, 1, 1), "gpt2", "gpt2.yaml", "", {"model": part}, frozenset(["weight"]),
+             {"config.json": "0" * 16}, order=order, follows=follows).write(folder)  # fmt: skip
     return folder
+
+
+def saved(folder: Path, follows: Path | None = None) -> Path:
+    """As ``save_parallelized`` does it: counted, and after what the run went on from; replaces what is there."""
+    order, before = next_order(folder), 0 if follows is None else Manifest.read(follows).order
+    shutil.rmtree(folder, ignore_errors=True)
+    return sharded(folder, order, before)
 
 
 def merged(folder: Path, weights: str = "model.safetensors") -> Path:
@@ -53,7 +71,7 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path):
     assert os.listdir(tmp_path) == ["latest"]
 
 
-def test_the_lowest_numbers_go(tmp_path):
+def test_of_those_that_were_not_counted_the_lowest_numbers_go(tmp_path):
     for number in (100, 20, 3):
         sharded(tmp_path / f"step-{number}")
     sharded(tmp_path / "step-0050")
@@ -62,14 +80,68 @@ def test_the_lowest_numbers_go(tmp_path):
     assert rotate(tmp_path / "step-100", 2) == []
     assert rotate(tmp_path / "step-100", 1) == [tmp_path / "step-0050"]
     assert rotate(tmp_path / "step-100", 1) == rotate(tmp_path / "step-100", 9) == []
-    assert sorted(os.listdir(tmp_path / "step-100")) == ["autopar.json", "config.json", "model-tp0-pp0.safetensors"]
+    assert sorted(os.listdir(tmp_path / "step-100")) == OURS
 
 
 def test_one_save_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in range(8, 13):
-        rotate(sharded(Path(f"epoch{number}")), 3)
+        rotate(saved(Path(f"epoch{number}")), 3)
     assert sorted(os.listdir(tmp_path)) == ["epoch10", "epoch11", "epoch12"]
+
+
+def run_that_goes_back(folder: Path) -> Path:
+    """Saves step-100 to step-400, of which 300 and 400 are then left behind; returns step-200."""
+    for number in (100, 200, 300, 400):
+        saved(folder / f"step-{number}", follows=folder / f"step-{number - 100}" if number > 100 else None)
+    return folder / "step-200"
+
+
+def test_after_going_back_what_was_left_behind_goes_first(tmp_path):
+    new = saved(tmp_path / "step-300", follows=run_that_goes_back(tmp_path))
+    assert rotate(new, 3) == [tmp_path / "step-400"]
+    assert rotate(new, 2) == [tmp_path / "step-100"]
+    last = saved(tmp_path / "step-250", follows=new)  # a lower number than what was saved before
+    assert rotate(last, 2) == [tmp_path / "step-200"]
+    assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
+    assert rotate(last, 1) == [new]
+
+
+def test_going_back_is_remembered_by_a_later_run(tmp_path):
+    new = saved(tmp_path / "step-250", follows=run_that_goes_back(tmp_path))
+    last = saved(tmp_path / "step-350", follows=new)
+    assert rotate(last, 5) == [tmp_path / "step-300"]
+    assert rotate(last, 3) == [tmp_path / "step-400", tmp_path / "step-100"]
+    assert sorted(os.listdir(tmp_path)) == ["step-200", "step-250", "step-350"]
+
+
+def test_going_back_twice(tmp_path):
+    first = saved(tmp_path / "step-300", follows=run_that_goes_back(tmp_path))
+    second = saved(tmp_path / "step-150", follows=tmp_path / "step-100")
+    assert rotate(second, 2) == [tmp_path / "step-200", tmp_path / "step-400", first]
+    assert sorted(os.listdir(tmp_path)) == ["step-100", "step-150"]
+
+
+def test_a_run_that_loaded_nothing_goes_by_the_order_of_saves(tmp_path):
+    run_that_goes_back(tmp_path)
+    for number in (300, 250):
+        last = saved(tmp_path / f"step-{number}")
+        rotate(last, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
+
+
+def test_counted_ones_are_newer_than_those_that_were_not(tmp_path):
+    for number in (700, 800):
+        sharded(tmp_path / f"step-{number}")
+    assert rotate(saved(tmp_path / "step-100"), 2) == [tmp_path / "step-700"]
+    assert rotate(saved(tmp_path / "step-200"), 2) == [tmp_path / "step-800"]
+
+
+def test_equal_orders_go_by_their_numbers(tmp_path):
+    """Two runs that save into one series at once."""
+    for number in (30, 10, 20):
+        sharded(tmp_path / f"step-{number}", order=7)
+    assert rotate(sharded(tmp_path / "step-5", order=7), 2) == [tmp_path / "step-10", tmp_path / "step-20"]
 
 
 def test_the_target_stays_even_with_the_lowest_number(tmp_path):
@@ -105,15 +177,41 @@ def test_everything_else_is_left_alone(tmp_path):
     assert before == sorted(str(path) for path in tmp_path.rglob("*"))
 
 
-def test_links_inside_a_checkpoint_are_not_followed(tmp_path):
-    sharded(tmp_path / "run" / "step-2")
-    old = sharded(tmp_path / "run" / "step-1")
+def test_files_of_others_stay(tmp_path):
+    """Links are not followed, folders are not entered, and what has a name of ours but is a folder is not ours."""
+    saved(tmp_path / "run" / "step-1")
+    old = saved(tmp_path / "run" / "step-2")
+    last = saved(tmp_path / "run" / "step-3")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").write_text("mine")
     os.symlink(tmp_path / "data", old / "data")
     os.symlink(tmp_path / "data" / "precious", old / "tokenizer.json")
-    assert rotate(tmp_path / "run" / "step-2", 1) == [old]
-    assert (tmp_path / "data" / "precious").read_text() == "mine"
+    (old / "notes.md").write_text("mine")
+    (old / "model-tp7-pp0.safetensors").write_text("not of this save")
+    (old / "config.json").unlink()
+    os.symlink(tmp_path / "data" / "precious", old / "config.json")
+    (old / "model-tp0-pp0.safetensors").unlink()
+    (old / "model-tp0-pp0.safetensors").mkdir()
+    message = (
+        f"{old} is no checkpoint any more, but the folder stays: data, model-tp0-pp0.safetensors, "
+        "model-tp7-pp0.safetensors, notes.md, tokenizer.json in it were not written by the save"
+    )
+    with pytest.warns(UserWarning) as caught:
+        assert rotate(last, 1) == [tmp_path / "run" / "step-1", old]
+    assert [str(warning.message) for warning in caught] == [message]
+    left = ["data", "model-tp0-pp0.safetensors", "model-tp7-pp0.safetensors", "notes.md", "tokenizer.json"]
+    assert sorted(os.listdir(old)) == left
+    assert (tmp_path / "data" / "precious").read_text() == (old / "notes.md").read_text() == "mine"
+    assert rotate(last, 1) == [] and sorted(os.listdir(old)) == left  # and it is not spoken of again
+
+
+def test_what_cannot_be_read_is_left_alone(tmp_path):
+    old, older = saved(tmp_path / "step-2"), saved(tmp_path / "step-1")
+    (old / "autopar.json").write_bytes((old / "autopar.json").read_bytes().replace(b"gpt2", b"gpt3"))
+    target = saved(tmp_path / "step-3")
+    with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after it was written"):
+        assert rotate(target, 1) == [older]
+    assert sorted(os.listdir(old)) == OURS
 
 
 def test_a_target_that_is_a_link_stands_for_what_it_points_to(tmp_path):
@@ -124,9 +222,10 @@ def test_a_target_that_is_a_link_stands_for_what_it_points_to(tmp_path):
     assert (tmp_path / "latest" / "autopar.json").is_file()
 
 
-@pytest.mark.parametrize("make", [sharded])
-def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, make):
-    """Every system call of the deletion is once the last one; then the next rotation cleans up."""
+@pytest.mark.parametrize("others", [[], ["notes.md"]])
+@pytest.mark.filterwarnings("ignore:.*is no checkpoint any more")
+def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, others):
+    """Every system call of the deletion is once the last one; then the next rotation goes on, in another order too."""
 
     class Killed(BaseException):
         pass
@@ -134,7 +233,9 @@ def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, ma
     for moment in range(100):
         folder = tmp_path / str(moment)
         folder.mkdir()
-        old, target = make(folder / "step-1"), make(folder / "step-2")
+        old, target = saved(folder / "step-1"), saved(folder / "step-2")
+        for name in others:
+            (old / name).write_text(name)
         whole, left = sorted(os.listdir(old)), moment
         with monkeypatch.context() as patched:
             for name in ("rename", "unlink", "rmdir", "fsync"):
@@ -155,15 +256,34 @@ def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, ma
                 done = False
         for entry in folder.iterdir():
             if is_checkpoint(entry) or (entry / "autopar.json").exists():
-                assert sorted(os.listdir(entry)) == whole, (moment, entry)
+                assert sorted(os.listdir(entry)) in (whole, OURS), (moment, entry)
         if done:
             break
-        rotate(target, 1)
-        left_over = [entry for entry in folder.iterdir() if entry != target]
-        # Killed between the renaming and the first deletion: still whole, so it might be somebody's only copy.
-        assert all(sorted(os.listdir(entry)) == whole for entry in left_over), moment
-        assert len(left_over) <= 1 and is_checkpoint(target)
-    assert done and moment > 5 and os.listdir(folder) == ["step-2"]
+        rotate(target, 2 if (old / ".autopar.json.removed").exists() else 1)
+        assert not old.exists() or os.listdir(old) == others, moment
+        assert sorted(os.listdir(target)) == OURS
+    assert done and moment >= 5 and (sorted(os.listdir(folder)) == ["step-1", "step-2"] if others else not old.exists())
+
+
+def test_what_a_killed_rotation_has_hidden_goes_unless_it_holds_files_of_others(tmp_path):
+    target = saved(tmp_path / "step-9")
+    whole, half, others = (saved(tmp_path / f".step-{n}.removed-{'0' * 16}") for n in (1, 2, 3))
+    (half / "autopar.json").unlink()
+    (others / "notes.md").write_text("mine")
+    assert rotate(target, 3) == []
+    assert sorted(os.listdir(tmp_path)) == ["step-3", "step-9"] and not whole.exists()
+    assert sorted(os.listdir(tmp_path / "step-3")) == [*OURS, "notes.md"]
+
+
+def test_a_half_deleted_checkpoint_can_be_saved_again(tmp_path):
+    old = saved(tmp_path / "step-1")
+    os.rename(old / "autopar.json", old / ".autopar.json.removed")
+    (old / "config.json").unlink()
+    (old / "notes.md").write_text("mine")
+    staging = Staging(old)
+    (staging.temp / "autopar.json").write_text("new")
+    staging.commit()
+    assert sorted(os.listdir(old)) == ["autopar.json", "notes.md"]
 
 
 def test_what_a_killed_rotation_left_goes_and_a_replaced_checkpoint_does_not(tmp_path):

@@ -42,6 +42,51 @@ def test_called_on_one_rank_only_then_properly(tmp_path):
 
 
 @distributed(world_size=2)
+def test_arguments_of_other_savers(tmp_path):
+    """As a script for OSLO or transformers calls it; the error is the same where only one rank does."""
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    x = str(tmp_path / "x")
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"save_directory": x, "directory": x}, f"save_parallelized got directory='{x}' and save_directory='{x}', which"
+                                                " are the same argument: pass one"),
+        ({}, "directory=None must be a path"),
+        ({"save_directory": x, "save_function": torch.save}, "does not take save_function=<function>: files are "
+                                                             "safetensors; merge_checkpoints=True, format='bin'"),
+        ({"save_directory": x, "state_dict": model.state_dict()}, "take state_dict=<OrderedDict>: the tensors"),
+        ({"directory": x, "is_main_process": mpu.rank == 0}, "is_main_process=True: leave it out: every rank calls it"),
+        ({"directory": x, "push_to_hub": True}, "push_to_hub=True: save with merge_checkpoints=True, then upload"),
+        ({"directory": x, "safe_serialization": False}, "use merge_checkpoints=True, format='bin'"),
+        ({"directory": x, "scheduler": 3}, "does not take scheduler=3: its name here is lr_scheduler"),
+        ({"directory": x, "max_shard_sise": 3}, "has no argument 'max_shard_sise'. Did you mean 'max_shard_size'?"),
+        ({"directory": x, **({"optimiser": 3} if mpu.rank == 1 else {})}, "'optimiser'. Did you mean 'optimizer'?"),
+    ]  # fmt: skip
+    for arguments, message in cases:
+        with raises_everywhere(CheckpointError, message):
+            model.save_parallelized(**arguments)
+    assert os.listdir(tmp_path) == []
+    model.save_parallelized(
+        save_directory=x, save_config=True, state_dict=None, mapping=None, push_to_hub=False, safe_serialization=True
+    )
+    before = local(model)
+    for arguments in ({"save_directory": x}, {"path": x}, {"directory": x, "strict": True}):
+        with torch.no_grad():
+            model.norm.weight.zero_()
+        assert model.from_parallelized(**arguments) is model
+        assert same(local(model), before)
+    for arguments, message in [
+        ({"directory": x, "path": x}, "got directory="),
+        (
+            {"path": x, "device_map": "auto"},
+            "from_parallelized does not take device_map='auto': it fills this model in",
+        ),
+        ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
+    ]:
+        with raises_everywhere(CheckpointError, message):
+            model.from_parallelized(**arguments)
+
+
+@distributed(world_size=2)
 def test_wrong_arguments(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
