@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors"],
+    ["errors", "yaml_tree"],
     ["pipeline_config"],
     ["layout", "config"],
     ["collectives"],

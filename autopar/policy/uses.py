@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from autopar.errors import PolicyError, UnsupportedModelError, nearest
 from autopar.policy.kernels import check_kernels
 from autopar.policy.match import find_policy
-from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower, Where
+from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower
 from autopar.policy.units import UnitTable
+from autopar.yaml_tree import Where
 
 __all__ = ["Scope", "Use", "all_scopes", "check_overlap", "hugging_face_model", "join", "uses_of", "walk"]
 
