@@ -160,14 +160,15 @@ def _is_rule(node: Node) -> bool:
     return isinstance(node.value, dict) and bool({*KINDS, "count"} & set(node.value))
 
 
+@functools.cache
 def _comes_with_autopar(path: Path) -> bool:
     return path.resolve().is_relative_to(policy_folder().resolve())
 
 
 def _read_file(path: Path) -> Node:
     own = _comes_with_autopar(path)
-    shown = Path("policies") / path.resolve().relative_to(policy_folder().resolve()) if own else path
-    return _compose(read_text(path, _fail(str(shown))), str(shown))
+    shown = str(Path("policies") / path.resolve().relative_to(policy_folder().resolve()) if own else path)
+    return _compose(read_text(path, _fail(shown)), shown)
 
 
 def _compose(text: str, file: str) -> Node:
