@@ -83,6 +83,8 @@ class Rule:
     split_input: bool = False
     enter_output: bool = False
     inside: bool = False
+    opens: bool = False
+    closes: bool = False
     by_expert: str | None = None
     within: str | None = None
     repeat: str | None = None

@@ -28,7 +28,7 @@ REFUSED = {
     # Images shrink from one list of blocks to the next; only one list is cut, and here it has one block.
     **dict.fromkeys(("funnel", "glpn", "hiera", "pvt", "pvt_v2", "segformer"), _TOO_FEW),
     # The last half of the layers uses keys and values of earlier ones; and with four layers no other cut is left.
-    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified"), _LAYERS),
+    **dict.fromkeys(("gemma3n_text", "gemma4", "gemma4_text", "gemma4_text_inside", "gemma4_unified"), _LAYERS),
     # The head reads several layers; of XLM's four lists of layers the largest is the chain.
     **dict.fromkeys(("bridgetower", "dpt", "flava", "xlm"), _LAYERS),
     # One block for all layers; two lists in turns, many times; blocks whose forward is called without the block.
