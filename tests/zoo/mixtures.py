@@ -55,7 +55,7 @@ _FLAT: dict[str, Kind] = {
         variants={**_ROUTER_LOSS, **GROUPED, "batched": {"experts_implementation": "batched_mm"}},
     ),
     "jetmoe": Kind(
-        settings={**EXPERTS, "kv_channels": 8},
+        settings={**EXPERTS, "kv_channels": 8, "num_key_value_heads": HEADS},
         inputs=_router_loss,
         variants={"router-loss": {"aux_loss_coef": 0.5}, "three-of-four": {"num_experts_per_tok": 3}},
     ),

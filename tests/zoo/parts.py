@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.zoo.form import Kind
 
 _INSIDE = {
-    "gemma4_audio": "gemma4",
     "gemma4_vision": "gemma4",
     "muse_glimmer_text": "muse_glimmer",
     "pix2struct_text_model": "pix2struct",
