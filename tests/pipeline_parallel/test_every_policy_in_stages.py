@@ -5,6 +5,8 @@ Models that cannot be cut are listed with what ``initialize`` says of them.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import transformers
 
@@ -100,5 +102,5 @@ def test_some_in_every_run(name: str) -> None:
 @pytest.mark.parametrize("name", LATER)
 @distributed(world_size=2)
 def test_what_only_the_first_pass_can_see(name: str) -> None:
-    with raises_everywhere(AutoparError, LATER[name]):
+    with pytest.raises(AutoparError, match=re.escape(LATER[name])):
         _run(name)
