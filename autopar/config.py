@@ -6,16 +6,16 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autopar.errors import ConfigError, clip, nearest
 from autopar.foreign_keys import explain
 from autopar.pipeline_config import PipelineConfig
+from autopar.yaml_tree import plain, read_text, yaml_tree
 
 __all__ = ["ParallelConfig"]
 
@@ -339,14 +339,32 @@ def _as_section(section: str, content: object) -> str:
 def _read(path: Path) -> object:
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"config file '{path}' must end in .json, .yaml or .yml")
+
+    def fail(problem: str, line: int | str | None) -> ConfigError:
+        return ConfigError(f"config file '{path}'{f', line {line}:' if line else ''} {problem}")
+
+    text = read_text(path, fail)
+    if path.suffix != ".json":
+        return plain(yaml_tree(text, str(path), fail))
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file '{path}' cannot be read: {error}") from error
-    try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file '{path}' cannot be parsed: {error}") from error
+        return json.loads(text, object_pairs_hook=_each_key_once)
+    except ValueError as error:
+        problem, line = getattr(error, "msg", error), getattr(error, "lineno", 1)
+        raise fail(f"cannot be parsed as JSON: {problem}", line) from error
+    except (KeyError, RecursionError) as error:
+        problem = (
+            f"has the key '{error.args[0]}' twice in one section"
+            if isinstance(error, KeyError)
+            else "is nested too deeply"
+        )
+        raise fail(problem, None) from error
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise KeyError(key)
+    return dict(pairs)
 
 
 def _name(kind: type) -> str:

@@ -81,7 +81,7 @@ def clip(text: str, width: int = 120) -> str:
     return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``" Did you mean 'x'?"`` for the candidate closest to ``name``, else an empty string."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f" Did you mean '{found[0]}'?" if found else ""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import yaml
@@ -74,12 +75,40 @@ def test_each_mistake_has_its_message(source, message):
 
 
 def test_files_that_are_no_config(tmp_path):
-    (tmp_path / "c.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match=r"c.yaml' cannot be parsed"):
-        ParallelConfig.parse(tmp_path / "c.yaml")
-    (tmp_path / "evil.yaml").write_text("!!python/object/apply:os.system ['true']")
-    with pytest.raises(ConfigError, match="cannot be parsed"):
-        ParallelConfig.parse(tmp_path / "evil.yaml")
+    for name, text, message in (
+        ("c.yaml", "a:\n- b: [", "c.yaml', line 2: cannot be parsed as YAML: "),
+        ("evil.yaml", "!!python/object/apply:os.system ['true']", "evil.yaml', line 1: has a value that plain YAML"),
+        ("c.json", '{"a": 1,\n"b" 2}', "c.json', line 2: cannot be parsed as JSON: Expecting ':' delimiter"),
+        ("twice.json", '{"zero": {"stage": 1, "stage": 3}}', "twice.json' has the key 'stage' twice in one section"),
+        ("deep.json", "[" * 100_000, "deep.json' is nested too deeply"),
+        ("long.json", "9" * 5000, "long.json', line 1: cannot be parsed as JSON: Exceeds the limit"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            ParallelConfig.parse(tmp_path / name)
+    (tmp_path / "latin.json").write_bytes(b'{\n"\xe9": 1}')
+    with pytest.raises(ConfigError, match=r"latin\.json', line 2: cannot be read: byte 0xe9 is not UTF-8"):
+        ParallelConfig.parse(tmp_path / "latin.json")
+
+
+def test_what_people_write_in_config_files(tmp_path):
+    text = (
+        "precision: {dtype: fp16, initial_scale: 1e3}\nactivation_checkpointing: {enable: yes}\nzero: {enable: off}\n"
+    )
+    for content in (text.encode(), text.encode("utf-8-sig"), text.replace("\n", "\r\n").encode()):
+        (tmp_path / "c.yaml").write_bytes(content)
+        config = ParallelConfig.parse(tmp_path / "c.yaml")
+        assert (config.initial_scale, config.activation_checkpointing, config.zero_stage) == (1000.0, True, 0)
+    (tmp_path / "c.json").write_bytes(b'\xef\xbb\xbf{"zero": {"stage": 1}}')
+    assert ParallelConfig.parse(tmp_path / "c.json").zero_stage == 1
+    for line, message in (
+        ("model_parallelism: {tensor_parallel_size: 010}", r"must be an integer, not '010' \(str\)"),
+        ("1: {}", r"unknown section '1'"),
+        ("zero: {true: 1}", r"unknown key 'true' in section 'zero'"),
+    ):
+        (tmp_path / "c.yaml").write_text(line)
+        with pytest.raises(ConfigError, match=message):
+            ParallelConfig.parse(tmp_path / "c.yaml")
 
 
 def test_the_data_parallel_size_is_what_remains_of_the_world():

@@ -43,6 +43,7 @@ NOT_REHEARSED = {
         "dots3_note_vision_encoder",
         "funnel",
         "idefics",
+        "jetmoe",
         "instructblip",
         "instructblipvideo",
         "kosmos-2",

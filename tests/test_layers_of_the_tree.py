@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors"],
+    ["errors", "yaml_tree"],
     ["callers"],
     ["pipeline_config", "foreign_keys"],
     ["layout", "config", "digest"],

@@ -38,7 +38,8 @@ def cuts_of(use: Use) -> Iterator[Cut]:
     elif use.rule.kind in ("column", "row", "embedding"):
         yield _layer(use)
     elif use.rule.kind == "region":
-        yield Cut(ModulePlan(use.path, "region", str(use.rule.where)))
+        where, opens, closes = str(use.rule.where), use.rule.opens, use.rule.closes
+        yield Cut(ModulePlan(use.path, "region", where, opens=opens, closes=closes))
     elif use.rule.kind == "experts":
         table, count = use.scope.table, use.scope.table.count(use.rule.units[0], use.scope.block)
         assert count is not None

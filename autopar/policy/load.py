@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autopar.errors import PolicyError, nearest
 from autopar.policy.parse import parse_policy
-from autopar.policy.schema import KINDS, Node, Policy, Where
+from autopar.policy.schema import KINDS, Policy
+from autopar.yaml_tree import Fail, Node, Where, plain, plain_tree, read_text, yaml_tree
 
 __all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy"]
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # safe either way; the C one is ten times faster
+
+_LONGEST_CHAIN = 50
 
 
 @functools.cache
@@ -36,14 +36,20 @@ def policy_files(folder: Path | None = None) -> tuple[Path, ...]:
     return tuple(sorted((folder or policy_folder()).glob("*.yaml")))
 
 
-@functools.lru_cache(maxsize=512)
 def load_policy(path: Path) -> Policy:
-    """Read one policy file.
+    """Read one policy file; those that come with autopar once in a process.
 
     Raises:
         PolicyError: with file and line.
     """
-    return parse_policy(path.stem, _extend(_read_file(path), path.parent, (path,)))
+    return _load_own(path) if _comes_with_autopar(path) else _load(path)
+
+
+def _load(path: Path) -> Policy:
+    return parse_policy(path.stem, _extend(_read_file(path), path.parent, (path,), {}))
+
+
+_load_own = functools.cache(_load)
 
 
 def read_user_policy(source: str | Path | Mapping[str, Any] | Policy) -> Policy:
@@ -54,18 +60,30 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy) -> Policy:
     if isinstance(source, Policy):
         return source
     if isinstance(source, Mapping):
-        node = _from_plain(source, "policy dict", ())
-        return parse_policy("user", _extend(node, policy_folder(), ()))
+        node = plain_tree(source, "policy dict", _fail("policy dict"))
+        return parse_policy("user", _extend(node, policy_folder(), (), {}))
     text = str(source)
     if isinstance(source, Path) or "\n" not in text:
         path = Path(source)
         if not path.is_file():
             raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text")
         return load_policy(path.resolve())
-    return parse_policy("user", _extend(_compose(text, "policy text"), policy_folder(), ()))
+    return parse_policy("user", _extend(_compose(text, "policy text"), policy_folder(), (), {}))
 
 
-def _extend(node: Node, folder: Path, seen: tuple[Path, ...]) -> Node:
+_OWN_EXTENDED: dict[Path, Node] = {}
+
+
+def _extended(path: Path, seen: tuple[Path, ...], done: dict[Path, Node]) -> Node:
+    """The file with all that it extends, made once however many files name it."""
+    known = _OWN_EXTENDED if _comes_with_autopar(path) else done
+    if path not in known:
+        folder = path.parent if path.parent.name != "fragments" else path.parent.parent
+        known[path] = _extend(_read_file(path), folder, (*seen, path), done)
+    return known[path]
+
+
+def _extend(node: Node, folder: Path, seen: tuple[Path, ...], done: dict[Path, Node]) -> Node:
     if not isinstance(node.value, dict):
         raise PolicyError("a policy must hold keys", node.where)
     own = dict(node.value)
@@ -73,7 +91,9 @@ def _extend(node: Node, folder: Path, seen: tuple[Path, ...]) -> Node:
     towers = own.get("towers")
     if towers is not None and isinstance(towers.value, dict):  # a tower extends by itself
         inner = {
-            name: _extend(tower, folder, seen) if isinstance(tower.value, dict) and "extends" in tower.value else tower
+            name: _extend(tower, folder, seen, done)
+            if isinstance(tower.value, dict) and "extends" in tower.value
+            else tower
             for name, tower in towers.value.items()
         }
         own["towers"] = Node(inner, towers.where)
@@ -85,9 +105,9 @@ def _extend(node: Node, folder: Path, seen: tuple[Path, ...]) -> Node:
         path = _find(str(name.value), folder, name.where)
         if path in seen:
             raise PolicyError(f"'{name.value}' extends itself", name.where)
-        layer = _extend(
-            _read_file(path), path.parent if path.parent.name != "fragments" else path.parent.parent, (*seen, path)
-        )
+        if len(seen) > _LONGEST_CHAIN:
+            raise PolicyError(f"'{name.value}' is extended through more than {_LONGEST_CHAIN} files", name.where)
+        layer = _extended(path, seen, done)
         base = layer if base is None else _merge(base, layer, Node(own, node.where), ())
     if base is None:
         raise PolicyError("'extends' names no file", extends.where)
@@ -106,7 +126,7 @@ def _find(name: str, folder: Path, where: Where) -> Path:
 def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...]) -> Node:
     """Union of two trees that must not contradict each other, unless ``decider`` has a word on the same key."""
     if not (isinstance(left.value, dict) and isinstance(right.value, dict)) or _is_rule(left) or _is_rule(right):
-        if decider is None and _shape(left) != _shape(right):
+        if decider is None and plain(left) != plain(right):
             raise PolicyError(f"'{'.'.join(path)}' contradicts {right.where}; say here which holds", left.where)
         return left
     merged = dict(left.value)
@@ -140,60 +160,26 @@ def _is_rule(node: Node) -> bool:
     return isinstance(node.value, dict) and bool({*KINDS, "count"} & set(node.value))
 
 
-def _shape(node: Node) -> Any:
-    if isinstance(node.value, dict):
-        return {key: _shape(entry) for key, entry in node.value.items()}
-    return [_shape(entry) for entry in node.value] if isinstance(node.value, list) else node.value
+@functools.cache
+def _comes_with_autopar(path: Path) -> bool:
+    return path.resolve().is_relative_to(policy_folder().resolve())
 
 
-@functools.lru_cache(maxsize=512)
 def _read_file(path: Path) -> Node:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"policy file '{path}' cannot be read: {error}") from error
-    root = policy_folder().resolve()
-    resolved = path.resolve()
-    shown = Path("policies") / resolved.relative_to(root) if resolved.is_relative_to(root) else path
-    return _compose(text, str(shown))
+    own = _comes_with_autopar(path)
+    shown = str(Path("policies") / path.resolve().relative_to(policy_folder().resolve()) if own else path)
+    return _compose(read_text(path, _fail(shown)), shown)
 
 
 def _compose(text: str, file: str) -> Node:
-    try:
-        tree = yaml.compose(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark is not None else 1
-        raise PolicyError(f"cannot be parsed as YAML: {getattr(error, 'problem', error)}", Where(file, line)) from error
-    if tree is None:
-        raise PolicyError("is empty", Where(file, 1))
-    return _from_yaml(tree, file)
+    tree = yaml_tree(text, file, _fail(file))
+    if tree.value is None:
+        raise PolicyError("is empty", tree.where)
+    return tree
 
 
-def _from_yaml(tree: yaml.Node, file: str) -> Node:
-    where = Where(file, tree.start_mark.line + 1)
-    if isinstance(tree, yaml.MappingNode):
-        content: dict[str, Node] = {}
-        for key_node, value_node in tree.value:
-            key, place = str(key_node.value), Where(file, key_node.start_mark.line + 1)
-            if key in content:
-                raise PolicyError(f"key '{key}' stands here and in line {content[key].where.line}", place)
-            value = _from_yaml(value_node, file)
-            content[key] = Node(value.value, place)
-        return Node(content, where)
-    if isinstance(tree, yaml.SequenceNode):
-        return Node([_from_yaml(item, file) for item in tree.value], where)
-    loader = yaml.SafeLoader("")
-    try:
-        return Node(loader.construct_object(tree, deep=True), where)
-    except yaml.YAMLError as error:
-        raise PolicyError(f"has a value that plain YAML does not know: {tree.value!r}", where) from error
+def _fail(file: str) -> Fail:
+    def fail(problem: str, line: int | str | None) -> PolicyError:
+        return PolicyError(problem, Where(file, line)) if line else PolicyError(f"policy file '{file}' {problem}")
 
-
-def _from_plain(data: Any, file: str, path: tuple[str, ...]) -> Node:
-    where = Where(file, ".".join(path) or "top")
-    if isinstance(data, Mapping):
-        return Node({str(k): _from_plain(v, file, (*path, str(k))) for k, v in data.items()}, where)
-    if isinstance(data, (list, tuple)):
-        return Node([_from_plain(item, file, path) for item in data], where)
-    return Node(data, where)
+    return fail

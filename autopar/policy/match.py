@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from autopar.errors import PolicyError, UnsupportedModelError, nearest
+from autopar.errors import PolicyError, UnsupportedModelError
+from autopar.policy.advice import advice
 from autopar.policy.inside import config_of, hugging_face_model
 from autopar.policy.load import load_policy, policy_files, read_user_policy
 from autopar.policy.schema import Policy
@@ -29,7 +31,7 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
     """The policy of ``model``: the user's if given (path, dict or YAML text), else the one file that matches.
 
     Raises:
-        UnsupportedModelError: no file lists the model type (names the closest that one does).
+        UnsupportedModelError: no file lists the model type; says which policy is nearest and how to use it.
         PolicyError: two files match, or the user's policy is for another model type.
     """
     if policy is not None:
@@ -46,8 +48,7 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
         return chosen
     _, model = hugging_face_model(model)
     config = model.config
-    listed = [load_policy(path) for path in policy_files()]
-    listed = [candidate for candidate in listed if config.model_type in candidate.model_types]
+    listed = _listing(config.model_type)
     found = [candidate for candidate in listed if _fits(candidate, model)]
     if len(found) > 1:
         raise PolicyError(
@@ -64,45 +65,31 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
                 for p in listed
             )
             reason = f"no policy fits this config of model_type '{config.model_type}': {conditions}."
-        kinds = supported_model_types()
-        hint = nearest(config.model_type, kinds)
-        raise UnsupportedModelError(
-            f"{reason}{hint}\n{_closest(model)}"
-            "  A policy of your own fits in too: autopar.initialize(model, config, policy='my.yaml'); "
-            "its form is in policies/README.md.\n"
-            f"  Listed: {', '.join(sorted(kinds))}."
-        )
+        raise UnsupportedModelError(reason + advice(model, supported_model_types()))
     _check_version(found[0], config)
     return found[0]
 
 
-def _closest(model: PreTrainedModel) -> str:
-    """The policy whose module names are most like the model's, and how to try it; empty if none is like it."""
-    base = f"{model.base_model_prefix}."
-    own = {_end(path.removeprefix(base)) for path, module in model.named_modules() if path and module._parameters}
-    scores: list[tuple[int, float, int, str]] = []
-    for file in policy_files():
-        policy = load_policy(file)
-        sections = [policy.head, *(s for tower in policy.towers for s in (tower.prefix, tower.blocks, tower.suffix))]
-        named = {_end(path): path for section in sections for path in section}
-        same = len(own & set(named))
-        missing = sum(name not in own and "?" not in path for name, path in named.items())
-        alike = difflib.SequenceMatcher(None, policy.name, str(model.config.model_type)).ratio()
-        scores.append((same - missing, alike, same, policy.name))
-    _, _, same, name = max(scores)
-    if 2 * same < len(own):
-        return ""
-    return (
-        f"  Closest in structure is {name} ({same} of {len(own)} kinds of modules). If the model is stored like that: "
-        f"policy={{'extends': '{name}', 'match': {{'model_type': '{model.config.model_type}'}}}}\n"
-    )
+def _listing(model_type: str) -> list[Policy]:
+    """The policies that list the type. Only files that hold the word are parsed: a few of some hundreds."""
+    word = re.compile(rf"(?<![\w-]){re.escape(model_type)}(?![\w-])")
+    listed = (load_policy(path) for path in policy_files() if _may_list(path, model_type, word))
+    return [policy for policy in listed if model_type in policy.model_types]
 
 
-def _end(path: str) -> str:
-    """The last two names of a path behind its last number, without marks."""
-    names = [name.removesuffix("?") for name in path.split(".")]
-    behind = max((place + 1 for place, name in enumerate(names) if name.isdigit() or name == "*"), default=0)
-    return ".".join(names[behind:][-2:])
+def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
+    text = _text(path)
+    if "model_type" not in text:  # it cannot be read, or takes them from what it extends
+        return True
+    return model_type in text and word.search(text) is not None
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""  # whoever parses it says why
 
 
 def _fits(policy: Policy, model: PreTrainedModel) -> bool:

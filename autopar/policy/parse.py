@@ -11,15 +11,14 @@ from autopar.policy.schema import (
     KINDS,
     LISTED,
     Input,
-    Node,
     Part,
     Policy,
     Ratio,
     Rule,
     Tower,
     UnitSpec,
-    Where,
 )
+from autopar.yaml_tree import Node, Where, plain
 
 __all__ = ["parse_policy"]
 
@@ -29,7 +28,7 @@ _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
 _UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
 _BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
-_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row"}
+_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row", "opens": "region", "closes": "region"}
 
 
 def parse_policy(name: str, root: Node) -> Policy:
@@ -56,7 +55,7 @@ def parse_policy(name: str, root: Node) -> Policy:
         where=root.where,
         model_types=_parse_names(match, "model_type", top["match"].where) if "match" in top else (),
         transformers=_text(match["transformers"], "transformers") if "transformers" in match else "",
-        config={key: _plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
+        config={key: plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
         if "config" in match
         else {},
         classes=_parse_names(match, "class", top["match"].where) if "class" in match else (),
@@ -182,6 +181,8 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     for flag in flags:
         if _FLAGS[flag] != kind:
             raise PolicyError(f"'{flag}' belongs to '{_FLAGS[flag]}', not to '{kind}' ({path})", content[flag].where)
+    if len({"opens", "closes", "by_expert"} & set(content)) > 1:
+        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' one goes with a region ({path})", node.where)
     if kind == "row" and "enter_output" in content:
         flags["enter_output"] = _flag(content["enter_output"], "enter_output")
     if "dim" in content:
@@ -217,7 +218,7 @@ def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[
 def _parse_unit(node: Node, what: str, units: Mapping[str, UnitSpec]) -> str:
     parts = _parse_parts(node, what, units)
     if len(parts) != 1 or parts[0].width is not None:
-        raise PolicyError(f"'{what}' takes the name of one unit, not {_plain(node)!r}", node.where)
+        raise PolicyError(f"'{what}' takes the name of one unit, not {plain(node)!r}", node.where)
     return parts[0].unit
 
 
@@ -255,7 +256,7 @@ def _undefined(unit: str, units: Mapping[str, UnitSpec]) -> str:
 
 def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, Node]:
     if not isinstance(node.value, dict):
-        raise PolicyError(f"{what} must hold keys, not {_plain(node)!r}", node.where)
+        raise PolicyError(f"{what} must hold keys, not {plain(node)!r}", node.where)
     for key, entry in node.value.items():
         if known is not None and key not in known:
             raise PolicyError(
@@ -266,25 +267,17 @@ def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, 
 
 def _text(node: Node, what: str) -> str:
     if not isinstance(node.value, str):
-        raise PolicyError(f"'{what}' must be text, not {_plain(node)!r}", node.where)
+        raise PolicyError(f"'{what}' must be text, not {plain(node)!r}", node.where)
     return node.value
 
 
 def _flag(node: Node, what: str) -> bool:
     if not isinstance(node.value, bool):
-        raise PolicyError(f"'{what}' must be true or false, not {_plain(node)!r}", node.where)
+        raise PolicyError(f"'{what}' must be true or false, not {plain(node)!r}", node.where)
     return node.value
 
 
 def _number(node: Node, what: str) -> int:
     if type(node.value) is not int:
-        raise PolicyError(f"'{what}' must be an integer, not {_plain(node)!r}", node.where)
-    return node.value
-
-
-def _plain(node: Node) -> Any:
-    if isinstance(node.value, dict):
-        return {key: _plain(entry) for key, entry in node.value.items()}
-    if isinstance(node.value, list):
-        return [_plain(entry) for entry in node.value]
+        raise PolicyError(f"'{what}' must be an integer, not {plain(node)!r}", node.where)
     return node.value

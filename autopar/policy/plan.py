@@ -183,6 +183,7 @@ class ModulePlan:
         summed: whole parameters whose incoming gradient is summed over tp (they work on shared-out activations).
         once: of those the ones that only the first rank adds (the bias behind a partial sum).
         gather_output, split_input, enter_output, inside: as in the policy.
+        opens, closes: of a region that only enters, and of one that only sums.
         by_hidden: an embedding cut along its columns instead of its rows.
         inputs: arguments of forward that are cut.
         groups: of a norm, the units whose features are normalised by themselves.
@@ -199,6 +200,8 @@ class ModulePlan:
     split_input: bool = False
     enter_output: bool = False
     inside: bool = False
+    opens: bool = False
+    closes: bool = False
     by_hidden: bool = False
     inputs: tuple[InputPlan, ...] = ()
     groups: Layout | None = None
@@ -207,7 +210,7 @@ class ModulePlan:
         """Plain data that two ranks can compare."""
         return [
             *(self.path, self.rule, self.gather_output, self.split_input, self.enter_output, self.inside),
-            *(self.by_hidden, sorted(self.summed), sorted(self.once)),
+            *(self.opens, self.closes, self.by_hidden, sorted(self.summed), sorted(self.once)),
             [[name, layout.to_json()] for name, layout in self.layouts.items()],
             [[cut.name, cut.layout.to_json()] for cut in self.inputs],
         ]

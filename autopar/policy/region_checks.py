@@ -26,7 +26,12 @@ def check_regions(uses: list[Use], modules: Mapping[str, ModulePlan]) -> None:
         table = inside[0].scope.table
         opened = {table.family(u): use for use in inside for u in use.rule.units if _opens(use.rule)}
         closed = {table.family(u): use for use in inside for u in use.rule.units if _closes(use.rule)}
-        entered = {table.family(u) for use in inside for u in use.rule.units if use.rule.kind in _ENTERS}
+        entered = {
+            table.family(u)
+            for use in inside
+            for u in use.rule.units
+            if use.rule.kind in _ENTERS and not use.rule.closes
+        }
         for family, use in opened.items():
             if family not in closed:
                 raise PolicyError(
@@ -79,8 +84,8 @@ def _check_counts(inside: list[Use], modules: Mapping[str, ModulePlan]) -> None:
 
 
 def _opens(rule: Rule) -> bool:
-    return rule.kind == "column" and not rule.gather_output
+    return rule.opens or (rule.kind == "column" and not rule.gather_output)
 
 
 def _closes(rule: Rule) -> bool:
-    return rule.kind == "row" and not rule.split_input
+    return rule.closes or (rule.kind == "row" and not rule.split_input)

@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from autopar.yaml_tree import Where
+
 __all__ = [
     "HIDDEN",
     "INFERRED",
     "KINDS",
     "LISTED",
     "Input",
-    "Node",
     "Part",
     "Policy",
     "Ratio",
     "Rule",
     "Tower",
     "UnitSpec",
-    "Where",
 ]
 
 INFERRED = "inferred"
@@ -31,24 +31,6 @@ HIDDEN = "hidden"
 LISTED = ("column", "row", "cut", "norm_over")
 """Kinds of rules that take a list of parts."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
-
-
-class Where(NamedTuple):
-    """Place of an entry: file (or ``policy dict``) and line (or key path)."""
-
-    file: str
-    line: int | str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-@dataclass(frozen=True)
-class Node:
-    """One YAML value with its place: a scalar, a list of nodes, or a dict of nodes."""
-
-    value: Any
-    where: Where
 
 
 @dataclass(frozen=True)
@@ -101,6 +83,8 @@ class Rule:
     split_input: bool = False
     enter_output: bool = False
     inside: bool = False
+    opens: bool = False
+    closes: bool = False
     by_expert: str | None = None
     within: str | None = None
     repeat: str | None = None

@@ -11,7 +11,8 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError, nearest
 from autopar.layout import Block, Layout, Shares, follow, share_out, share_out_replicated
-from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec, Where
+from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
+from autopar.yaml_tree import Where
 
 __all__ = ["UnitTable"]
 

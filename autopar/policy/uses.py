@@ -14,8 +14,9 @@ from autopar.errors import PolicyError, nearest
 from autopar.policy.inside import base_of, config_of
 from autopar.policy.kernels import check_kernels
 from autopar.policy.match import find_policy
-from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower, Where
+from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower
 from autopar.policy.units import UnitTable
+from autopar.yaml_tree import Where
 
 __all__ = ["Scope", "Use", "all_scopes", "check_overlap", "join", "uses_of", "walk"]
 

@@ -3,10 +3,11 @@
 A module becomes one by a change of class, like the layers. Around its own forward:
 
 * ``inputs``: an argument is cut to this rank's units (ALiBi, a bias per head),
-* ``region``: every floating-point argument enters the region, every output is summed (experts as bare parameters),
+* ``region``: every floating-point argument enters the region, every output is summed (experts as bare parameters);
+  with ``opens`` only the first, with ``closes`` only the second,
 * ``enter_output``: the output enters the region (the part of a key that all heads share),
 * ``once``: its output, the same on all ranks inside a region, counts on the first one only,
-* ``gathered``: its first argument is gathered, its output is cut again (what works on all heads at once).
+* ``gathered``: its first argument is gathered, its outputs are cut again (what works on all heads at once).
 
 While one of them runs, parameters that work on shared-out activations are read with their incoming gradient summed, by
 whoever reads them (a mixer reads the weight of its convolution); otherwise they are the Parameters themselves.
@@ -42,8 +43,9 @@ class Boundary:
         plan = self.autopar
         if plan.inputs:
             args, kwargs = self._cut_inputs(args, kwargs)
-        if plan.rule == "region":
-            args, kwargs = tree_map(self._enter, (args, kwargs))
+        opens, closes = plan.rule == "region" and not plan.closes, plan.rule == "region" and not plan.opens
+        if opens:
+            args, kwargs = tree_map(self._enter_once if plan.opens else self._enter, (args, kwargs))
             self.region.draw_apart(self.training)  # type: ignore[attr-defined]
         elif plan.rule == "gathered":
             x, dim = args[0], self._dim
@@ -54,12 +56,12 @@ class Boundary:
             y = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.region.depth -= 1
-            if plan.rule == "region":  # checkpointing ends a recomputation by an exception from inside
+            if closes:  # checkpointing ends a recomputation by an exception from inside
                 self.region.leave()
-        if plan.rule == "region":
+        if closes:
             return tree_map(self._sum, y)
         if plan.rule == "gathered":
-            return self.region.open(scatter(y, self.tp, self._features(y.shape[self._dim], whole=True), self._dim))
+            return tree_map(self._cut_again, y)
         if plan.rule == "once":
             return tree_map(self._first_only, y)
         return tree_map(self._enter, y) if plan.enter_output else y
@@ -69,11 +71,20 @@ class Boundary:
             return self.region.alias(copy(x, self.tp))
         return x
 
+    def _enter_once(self, x: Any) -> Any:
+        """As layers do: those that read the same tensor get the same copy."""
+        return self.region.enter(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
     def _sum(self, y: Any) -> Any:
         return self.region.close(reduce(y, self.tp)) if isinstance(y, torch.Tensor) and y.is_floating_point() else y
 
     def _first_only(self, y: Any) -> Any:
         return y * float(self.tp.rank == 0) if isinstance(y, torch.Tensor) and y.is_floating_point() else y
+
+    def _cut_again(self, y: Any) -> Any:
+        if not isinstance(y, torch.Tensor) or y.ndim <= self._dim:
+            return y
+        return self.region.open(scatter(y, self.tp, self._features(y.shape[self._dim], whole=True), self._dim))
 
     @property
     def _dim(self) -> int:

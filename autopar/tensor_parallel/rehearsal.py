@@ -200,7 +200,10 @@ def _check_input(rule: ModulePlan, leaves: list[Any], follow: Follow) -> None:
     path, kind = rule.path, rule.rule
     if kind == "row" and not rule.split_input and not shared:
         raise PolicyError(f"{path} is a row, but what it reads is whole: no column feeds it", rule.where)
-    if kind == "column" and rule.inside:
+    if rule.closes:
+        if not shared:
+            raise PolicyError(f"{path} closes a region, but what it reads is whole", rule.where)
+    elif kind == "column" and rule.inside:
         if not shared:
             raise PolicyError(f"{path} is a column inside a region, but what it reads is whole", rule.where)
     elif shared and (kind in ("column", "embedding", "region", "experts") or rule.split_input):

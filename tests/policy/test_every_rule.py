@@ -41,6 +41,17 @@ UNTESTED: dict[str, tuple[tuple[str, ...], str]] = {
     "canine": (("char_embeddings.HashBucketCodepointEmbedder_",), "more hash functions than the small model has"),
     "evolla": (("adapter",), "kinds of sequences that the adapter may lack"),
     "flava": (("mlm_head", "mmm_text_head", "mim_head", "mmm_image_head", "itm_head"), "pretraining is refused"),
+    "ibert": (
+        (
+            "attention.self.query_",
+            "attention.self.key_",
+            "attention.self.value_",
+            "attention.self.output_",
+            "intermediate.output_activation",
+            "pre_output_act",
+        ),
+        "they keep the range that a model of integers uses, and change no number before that",
+    ),
     "idefics": (("0.", "self_attn."), "norms of queries and keys, which break transformers' own"),
     "imagegpt": (("crossattention",), "transformers' own cannot be called with it"),
     "longt5": (("layer.*.EncDecAttention?.relative_attention_bias",), "no model of the family has one there"),

@@ -8,7 +8,8 @@ import pytest
 
 from autopar.errors import PolicyError
 from autopar.policy.load import load_policy, read_user_policy
-from autopar.policy.schema import Input, Part, Ratio, Where
+from autopar.policy.schema import Input, Part, Ratio
+from autopar.yaml_tree import Where
 
 RIGHT = """\
 match: {model_type: mixed, class: [One, Two]}
@@ -124,6 +125,13 @@ WRONG = [
     ("region: ffn, by_expert", "cut: ffn, by_expert", 19, "'by_expert' belongs to 'region', not to 'cut' (experts)"),
     ("by_expert: inner", "by_expert: outer", 19, "unit 'outer' is not defined under 'units'."),
     ("by_expert: inner", "by_experts: inner", 19, "unknown key 'by_experts' in the rule of experts. Did you mean 'by_"),
+    ("{cut: heads}", "{row: heads, opens: true}", 15, "'opens' belongs to 'region', not to 'row' (sinks)"),
+    (
+        "region: ffn, by_expert",
+        "region: ffn, closes: true, by_expert",
+        19,
+        "of 'opens', 'closes' and 'by_expert' one goes with a region (experts)",
+    ),
     ("{cut: heads}", "{row: heads, repeat: 2}", 15, "'repeat' belongs to 'cut', not to 'row' (sinks)"),
     ("{once: ffn}", "{once: [ffn, ffn]}", 20, "'once' of experts.bias takes one unit, not 2"),
     ("[heads * 4, groups]", "[heads * 4, group]", 22, "unit 'group' is not defined under 'units'."),

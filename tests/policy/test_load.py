@@ -137,7 +137,7 @@ WRONG = [
     ),
     (MATCH + "units: {ffn: inferred}\nblocks:\n  path:\n", 4, "'path' has no value; '~' deletes a key, but"),
     (MATCH + "units: {}\nunits: {}\n", 3, "key 'units' stands here and in line 2"),
-    (MATCH + "units: {a: b\n", 3, "cannot be parsed as YAML: "),
+    (MATCH + "units: {a: b\n", 2, "cannot be parsed as YAML: "),
     (MATCH + "units: {a: !!python/name:os.system x}\n", 2, "has a value that plain YAML does not know: 'x'"),
     ("- match\n- units\n", 1, "a policy must hold keys"),
     ("# nothing\n\n", 1, "is empty"),
@@ -160,8 +160,26 @@ def test_a_circle_and_a_missing_file(tmp_path: Path) -> None:
     ):
         read_user_policy("nowhere.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(PolicyError, match=r"binary\.yaml' cannot be read"):
+    with pytest.raises(PolicyError, match=r"binary\.yaml:1: cannot be read: byte 0xff is not UTF-8"):
         read_user_policy(tmp_path / "binary.yaml")
+
+
+def test_files_that_extend_each_other_many_times(tmp_path: Path) -> None:
+    names = [f"f{n}" for n in range(40)]
+    for name, following in zip(names, [*names[1:], "llama"], strict=True):  # twice each: 2 ** 40 ways
+        write(tmp_path, **{name: f"extends: [{following}, {following}]\n{MATCH}"})
+    policy = load_policy(tmp_path / "f0.yaml")
+    assert policy.model_types == ("mine",) and "mlp.down_proj" in policy.towers[0].blocks
+    for n in range(60):
+        write(tmp_path, **{f"long{n}": f"extends: long{n + 1}\n{MATCH}"})
+    with pytest.raises(PolicyError, match=r"long50\.yaml:1: 'long51' is extended through more than 50 files"):
+        load_policy(tmp_path / "long0.yaml")
+
+
+def test_a_file_of_the_users_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
+    for kind in ("one", "other"):
+        path = write(tmp_path, mine="extends: beside\n", beside=f"match: {{model_type: {kind}}}\n{BLOCKS}")
+        assert read_user_policy(path).model_types == (kind,)
 
 
 def test_every_policy_of_autopar_loads_and_every_fragment_is_used() -> None:

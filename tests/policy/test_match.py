@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy import match
 from autopar.policy.load import load_policy, policy_files
 from autopar.policy.match import find_policy, supported_model_types
+from autopar.policy.schema import Policy
 from tests.small import gpt2, llama
 
 TEXT = "match: {model_type: [gpt2, gpt3]%s}\nunits: {}\nblocks: {path: h, modules: {}}\n"
@@ -39,16 +41,93 @@ def test_no_model_type_is_listed_twice() -> None:
     assert len(set(listed)) == len(listed)
 
 
+def test_only_the_files_that_hold_the_word_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = [load_policy(path) for path in policy_files()]
+    for kind in supported_model_types():
+        assert match._listing(kind) == [policy for policy in policies if kind in policy.model_types]
+    parsed: list[str] = []
+
+    def load(path: Path) -> Policy:
+        parsed.append(path.stem)
+        return load_policy(path)
+
+    monkeypatch.setattr(match, "load_policy", load)
+    assert find_policy(gpt2()).name == "gpt2" and "gpt2" in parsed
+    assert len(parsed) < 10 and not {"bert", "llama", "t5"} & {*parsed}
+    (tmp_path / "base.yaml").write_text(TEXT % "")
+    (tmp_path / "inherits.yaml").write_text("extends: base\n")  # its own text does not hold the word
+    (tmp_path / "broken.yaml").write_text("match: {model_type: [gpt2")
+    paths = [tmp_path / f"{name}.yaml" for name in ("base", "inherits", "broken")]
+    monkeypatch.setattr(match, "policy_files", lambda: tuple(paths[:2]))
+    with pytest.raises(PolicyError, match=r"base\.yaml:1 and .*inherits\.yaml:1 both match model_type gpt2"):
+        find_policy(gpt2())
+    monkeypatch.setattr(match, "policy_files", lambda: (paths[0], paths[2]))
+    with pytest.raises(PolicyError, match=r"broken\.yaml:1: cannot be parsed as YAML"):
+        find_policy(gpt2())
+
+
 def test_a_model_type_that_no_file_lists() -> None:
     with pytest.raises(UnsupportedModelError) as info:
         find_policy(of_type("nobodys_model"))
-    lines = str(info.value).splitlines()
-    assert lines[0].startswith("no policy lists model_type 'nobodys_model' of GPT2LMHeadModel.")
-    listed = lines[-1].removesuffix(".")
-    assert listed.startswith("  Listed: ") and {"bert", "llama"} <= {*listed.removeprefix("  Listed: ").split(", ")}
-    assert "policies/README.md" in lines[2]
-    with pytest.raises(UnsupportedModelError, match=r"Did you mean 'mistral'\?"):
+    assert str(info.value) == (
+        "no policy lists model_type 'nobodys_model' of GPT2LMHeadModel.\n"
+        "  Closest in structure is gpt2 (10 of 10 kinds of modules).\n"
+        "  If it computes like that too, pass this policy (a dict, or the same as YAML) and compare the loss:\n"
+        "    policy={'extends': 'gpt2', 'match': {'model_type': 'nobodys_model'}}\n"
+        "  Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'); "
+        "its form is in policies/README.md.\n"
+        f"  The {len(supported_model_types())} model types that have one are in the table of README.md."
+    )
+    model = of_type("nobodys_model")
+    assert find_policy(model, {"extends": "gpt2", "match": {"model_type": "nobodys_model"}}).name == "user"
+    with pytest.raises(UnsupportedModelError, match=r"\n  Did you mean 'mistral'\?\n"):
         find_policy(of_type("mistrall"))
+
+
+# The class, the policy that must be named: that of the type or one that describes it equally well.
+PLAIN = {
+    "llama": (transformers.LlamaForCausalLM, "llama"),
+    "qwen2": (transformers.Qwen2Model, "llama"),
+    "qwen3": (transformers.Qwen3ForCausalLM, "qwen3"),
+    "mixtral": (transformers.MixtralForCausalLM, "mixtral"),
+    "gpt_oss": (transformers.GptOssForCausalLM, "gpt_oss"),
+    "bert": (transformers.BertForSequenceClassification, "bert"),
+    "roberta": (transformers.RobertaForMaskedLM, "roberta"),
+    "t5": (transformers.T5ForConditionalGeneration, "t5"),
+    "opt": (transformers.OPTForCausalLM, "opt"),
+    "whisper": (transformers.WhisperForConditionalGeneration, "whisper"),
+    "vit": (transformers.ViTForImageClassification, "vit"),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_model_under_an_unknown_type(kind: str) -> None:
+    model_class, name = PLAIN[kind]
+    config_class = transformers.AutoConfig.for_model(kind).__class__
+    with torch.device("meta"):
+        model = model_class(config_class(**({"num_hidden_layers": 1} if kind != "whisper" else {})))
+    model.config.model_type = "my_model"
+    with pytest.raises(UnsupportedModelError) as info:
+        find_policy(model)
+    assert f"\n  Closest in structure is {name} (" in str(info.value)
+    assert len(str(info.value).splitlines()) <= 10 and len(str(info.value)) < 1000
+
+
+def test_what_the_nearest_policy_lacks_and_what_it_has_beside() -> None:
+    with torch.device("meta"):
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(num_hidden_layers=1))
+    layer = model.bert.encoder.layer[0]
+    layer.attention.gate = torch.nn.Linear(4, 4)
+    del layer.attention.output.LayerNorm
+    model.config.model_type = "my_model"
+    with pytest.raises(UnsupportedModelError) as info:
+        find_policy(model)
+    lines = str(info.value).splitlines()
+    assert lines[1] == "  Closest in structure is bert (12 of 13 kinds of modules)."
+    assert lines[4:6] == [
+        "    to which rules must be added for: attention.gate",
+        "    and from which rules must be deleted (NAME: ~): output.LayerNorm",
+    ]
 
 
 def test_a_config_that_the_policies_of_a_model_type_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from autopar.errors import PolicyError
 from autopar.policy.load import read_user_policy
-from autopar.policy.schema import KINDS, Part, Ratio, Where
+from autopar.policy.schema import KINDS, Part, Ratio
+from autopar.yaml_tree import Where
 
 RIGHT = """\
 match:

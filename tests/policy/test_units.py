@@ -10,8 +10,9 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
-from autopar.policy.schema import Part, UnitSpec, Where
+from autopar.policy.schema import Part, UnitSpec
 from autopar.policy.units import UnitTable
+from autopar.yaml_tree import Where
 
 NONE: frozenset[str] = frozenset()
 

@@ -77,6 +77,71 @@ def test_a_row_whose_output_is_used_inside_the_region() -> None:
     check(lambda: toy(Selective), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
 
 
+class OwnLinear(nn.Module):
+    """A linear layer with a forward of its own, and more than one output."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, size))
+        self.bias = nn.Parameter(torch.empty(out))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight) + self.bias, None
+
+
+class Range(nn.Module):
+    """Keeps the range of what it has seen, over all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.high = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        self.high = torch.maximum(self.high, x.detach().max())
+        return x / (1 + self.high), None
+
+
+class Ranged(nn.Module):
+    """Layers that are no ``nn.Linear``, and between them what looks at all features at once."""
+
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__()
+        self.up = OwnLinear(config.hidden_size, config.ffn)
+        self.gate = OwnLinear(config.hidden_size, config.ffn)
+        self.range = Range()
+        self.down = OwnLinear(config.ffn, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.range(self.up(x)[0] * self.gate(x)[0])[0])[0]
+
+
+RANGED_RULES: dict[str, Any] = {
+    "up": {"region": "ffn", "opens": True},
+    "up.weight": {"cut": "ffn", "dim": 0},
+    "up.bias": {"cut": "ffn", "dim": 0},
+    "gate": {"region": "ffn", "opens": True},
+    "gate.weight": {"cut": "ffn", "dim": 0},
+    "gate.bias": {"cut": "ffn", "dim": 0},
+    "range": {"gathered": "ffn", "dim": 2},
+    "down": {"region": "ffn", "closes": True},
+    "down.weight": {"cut": "ffn", "dim": 1},
+    "down.bias": {"once": "ffn"},
+}
+
+
+@distributed(world_size=2)
+def test_a_region_that_some_modules_open_and_another_closes() -> None:
+    check(lambda: toy(Ranged), batches(), 2, policy=toy_policy({"ffn": "ffn"}, RANGED_RULES))
+
+
+def test_regions_that_are_opened_and_never_closed() -> None:
+    units = {"ffn": "ffn"}
+    assert rehearsed(toy(Ranged), toy_policy(units, RANGED_RULES))
+    rules = {name: rule for name, rule in RANGED_RULES.items() if name != "down"}
+    with pytest.raises(PolicyError, match="gate opens a region shared out by 'ffn' that no row closes"):
+        rehearsed(toy(Ranged), toy_policy(units, rules))
+
+
 class Talking(nn.Module):
     """Heads that are mixed with each other, along dim 2."""
 

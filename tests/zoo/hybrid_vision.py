@@ -151,6 +151,10 @@ def _merged_positions(config: PretrainedConfig, draw: Draw) -> dict[str, Any]:
     return {"pixel_values": draw.normal(2, 4, 192), "image_position_ids": place}
 
 
+def _sound(head: str, config: PretrainedConfig, words: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    return {"input_features": draw.normal(2, 12, 8), "attention_mask": torch.ones(2, 12).bool()}
+
+
 def _audio(heads: int) -> dict[str, Any]:
     return {
         "d_model": 8 * heads,
@@ -265,12 +269,14 @@ KINDS: dict[str, Kind] = {
         inputs=with_images(8, grid(8)),
     ),
     "gemma4": Kind(
+        double=_ROUNDING,
         make=vlm(
             "gemma4",
             _GEMMA4,
             {"head_dim": 8, "num_key_value_heads": HEADS, "pooling_kernel_size": 2, "position_embedding_size": 16},
             rope={},
             experts_implementation="eager",
+            audio_config=None,  # it computes in float32, whatever the weights are
         ),
         inputs=with_images(4, _positions, "mm_token_type_ids"),
         without={"JevForDecision": "its config is that of another model type"},
@@ -279,6 +285,19 @@ KINDS: dict[str, Kind] = {
             "clipped": {"vision_config": {"use_clipped_linears": True, "standardize": True}},
             "biases": {"text_config": {"attention_bias": True}},
         },
+    ),
+    "gemma4_audio": Kind(
+        make=flat(
+            "gemma4_audio",
+            {
+                "output_proj_dims": 26,
+                "subsampling_conv_channels": [8, 4],
+                "attention_chunk_size": 2,
+                "attention_context_left": 3,
+            },
+        ),
+        inputs=_sound,
+        variants={"unclipped": {"use_clipped_linears": False}},
     ),
     "gemma4_unified": Kind(
         double=_ROUNDING,

@@ -28,7 +28,9 @@ LLAMA4 = {
 
 def _router_loss(head: str, config: PretrainedConfig, batch: dict[str, Any], draw: Draw) -> dict[str, Any]:
     """Asks for it with the batch: a config that asks for it cannot generate."""
-    return {**batch, "output_router_logits": True} if config.router_aux_loss_coef == 0.5 else batch
+    named = ("router_aux_loss_coef", "aux_loss_coef")
+    asked = any(getattr(config, name, None) == 0.5 for name in named)
+    return {**batch, "output_router_logits": True} if asked else batch
 
 
 def _dbrx(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
@@ -51,6 +53,11 @@ _FLAT: dict[str, Kind] = {
         settings={**EXPERTS, "sliding_window": 4},
         inputs=_router_loss,
         variants={**_ROUTER_LOSS, **GROUPED, "batched": {"experts_implementation": "batched_mm"}},
+    ),
+    "jetmoe": Kind(
+        settings={**EXPERTS, "kv_channels": 8, "num_key_value_heads": HEADS},
+        inputs=_router_loss,
+        variants={"router-loss": {"aux_loss_coef": 0.5}, "three-of-four": {"num_experts_per_tok": 3}},
     ),
     "qwen2_moe": Kind(
         settings={
@@ -117,7 +124,6 @@ _FLAT: dict[str, Kind] = {
     ),
     "hunyuan_v1_moe": Kind(settings=EXPERTS, variants=BIASES),
     "hy_v3": Kind(settings={**EXPERTS, **MIXED}, variants=BIASES),
-    "jetmoe": Kind(settings={**EXPERTS, "kv_channels": 8}),
     "kolibri1": Kind(settings={**EXPERTS, **SLIDING}),
     "laguna": Kind(
         settings={**EXPERTS, **MIXED, **SLIDING, "moe_router_logit_softcapping": 3.0},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.zoo.form import Kind
 
 _INSIDE = {
+    "gemma4_vision": "gemma4",
     "muse_glimmer_text": "muse_glimmer",
     "pix2struct_text_model": "pix2struct",
     "pix2struct_vision_model": "pix2struct",

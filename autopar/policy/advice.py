@@ -1,0 +1,111 @@
+"""What to do about a model that no policy lists: the policy whose modules are named most like the model's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from autopar.errors import nearest
+from autopar.policy.load import load_policy, policy_files
+from autopar.policy.schema import Policy
+
+__all__ = ["advice"]
+
+_MOST_NAMES = 6
+
+
+class _Likeness(NamedTuple):
+    """How like a model is to a policy. The greatest is the most alike, and of several the simplest."""
+
+    fitting: int  # kinds of modules that both have, less the modules and attributes that the model lacks
+    inherited: bool  # the model or its config derives from that of a listed type
+    spare: int  # less the kinds of modules that the model could have, heads apart
+    common: int  # types that the policy lists
+    name: str
+    without_rule: tuple[str, ...]
+    without_module: tuple[str, ...]
+
+
+def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
+    """The name that may have been meant, the nearest policy and how to use it: at most nine lines."""
+    model_type = str(model.config.model_type)
+    hint = nearest(model_type, kinds, cutoff=0.7).strip()
+    lines = [hint] if hint else []
+    own = _Structure(model)
+    best = max(_likeness(load_policy(file), own) for file in policy_files())
+    same = len(own.stored) - len(best.without_rule)
+    if 2 * same >= len(own.stored):
+        lines.append(f"Closest in structure is {best.name} ({same} of {len(own.stored)} kinds of modules).")
+        lines.append(
+            "If it computes like that too, pass this policy (a dict, or the same as YAML) and compare the loss:"
+        )
+        lines.append(f"  policy={{'extends': '{best.name}', 'match': {{'model_type': '{model_type}'}}}}")
+        if best.without_rule:
+            lines.append(f"  to which rules must be added for: {_listed(best.without_rule)}")
+        if best.without_module:
+            lines.append(f"  and from which rules must be deleted (NAME: ~): {_listed(best.without_module)}")
+    lines.append(
+        "Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'); its form is in "
+        "policies/README.md."
+    )
+    lines.append(f"The {len(kinds)} model types that have one are in the table of README.md.")
+    return "".join(f"\n  {line}" for line in lines)
+
+
+class _Structure:
+    """The names in a model, each for all modules that end in it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        base = f"{model.base_model_prefix}."
+        modules = [(path.removeprefix(base), module) for path, module in model.named_modules() if path]
+        self.modules = {_end(path): module for path, module in modules}
+        self.around = {_end(path): {_end(outer) for outer in _and_around(path)} for path, _ in modules}
+        self.stored = {_end(path) for path, module in modules if module._parameters}
+        self.parameters = {_end(path) for path, _ in model.named_parameters()}
+        configs = [type(model.config), *(getattr(kind, "config_class", None) for kind in type(model).mro())]
+        self.types = {getattr(kind, "model_type", "") for config in configs if config for kind in config.mro()}
+
+    def has_attribute(self, path: str) -> bool:
+        """Whether a module has the attribute at the end of a rule's path."""
+        parent, _, attribute = path.rpartition(".")
+        parent, config, _ = parent.partition(".config")
+        module = self.modules.get(_end(parent))
+        return hasattr(getattr(module, "config", None) if config else module, attribute)
+
+
+def _likeness(policy: Policy, own: _Structure) -> _Likeness:
+    body = [
+        path for tower in policy.towers for section in (tower.prefix, tower.blocks, tower.suffix) for path in section
+    ]
+    named = {_end(path): path for path in [*policy.head, *body]}
+    missing = named.keys() - own.modules.keys() - own.parameters
+    without_module = tuple(sorted(name for name in missing if "?" not in named[name]))
+    attributes = {path for tower in policy.towers for path in tower.block_attributes if "." in path and "?" not in path}
+    lacking = sum(not own.has_attribute(path) for path in attributes)
+    return _Likeness(
+        fitting=len(own.stored & named.keys()) - len(without_module) - lacking,
+        inherited=bool(own.types & set(policy.model_types)),
+        spare=-len(missing & {_end(path) for path in body}),
+        common=len(policy.model_types),
+        name=policy.name,
+        without_rule=tuple(sorted(name for name in own.stored if not own.around[name] & named.keys())),
+        without_module=without_module,
+    )
+
+
+def _and_around(path: str) -> list[str]:
+    names = path.split(".")
+    return [".".join(names[:length]) for length in range(1, len(names) + 1)]
+
+
+def _end(path: str) -> str:
+    """The last two names of a path behind its last number, without marks."""
+    names = [name.removesuffix("?") for name in path.split(".")]
+    behind = max((place + 1 for place, name in enumerate(names) if name.isdigit() or name == "*"), default=0)
+    return ".".join(names[behind:][-2:])
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
