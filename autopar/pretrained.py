@@ -136,8 +136,8 @@ def _checked(
     model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The keyword arguments for transformers."""
-    if not callable(getattr(model_class, "from_pretrained", None)):
-        name = getattr(model_class, "__name__", type(model_class).__name__)
+    if isinstance(model_class, type) and not callable(getattr(model_class, "from_pretrained", None)):
+        name = model_class.__name__
         raise ConfigError(
             f"from_pretrained: {name} is no class of transformers.\n"
             "  Build a module of your own, pass it to autopar.initialize(model, config, policy=...), and call\n"

@@ -19,19 +19,21 @@ __all__ = ["check_alike", "digests"]
 
 
 @torch.no_grad()
-def digests(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """Digest the parameters of this rank: canonical name -> number. No communication."""
+def digests(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
+    """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
     canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in (tensor.name, *tensor.aliases)}
-    found: dict[str, int] = {}
+    found: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters():
         if name in canonical and not parameter.is_meta:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            found[canonical[name]] = int(sum_of_bits(local))
+            found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
     return found
 
 
-def check_alike(everyone: Sequence[Mapping[str, int]], plan: Plan, sizes: MeshSizes, in_shares: bool) -> None:
-    """Compare the digests of all ranks, by what each of them holds.
+def check_alike(
+    everyone: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, sizes: MeshSizes, in_shares: bool
+) -> None:
+    """Compare the digests of all ranks, by what each of them holds. Dtypes that differ are another error's.
 
     Args:
         everyone: what :func:`digests` gave on each rank of the world, in order.
@@ -44,9 +46,9 @@ def check_alike(everyone: Sequence[Mapping[str, int]], plan: Plan, sizes: MeshSi
     different: dict[str, tuple[int, int]] = {}
     for rank, theirs in enumerate(everyone):
         tp, dp = rank % sizes.tp, rank // sizes.tp % sizes.dp
-        for name, digest in theirs.items():
+        for name, (dtype, digest) in theirs.items():
             layout = plan.tensors[name].layout
-            held = (name, None if layout is None else layout.ranges(tp), dp if in_shares else None)
+            held = (name, dtype, None if layout is None else layout.ranges(tp), dp if in_shares else None)
             other, expected = first.setdefault(held, (rank, digest))
             if digest != expected:
                 different.setdefault(name, (other, rank))

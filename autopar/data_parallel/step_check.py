@@ -35,9 +35,10 @@ _log = logging.getLogger(__name__)
 
 _WHOLE = 3  # first steps, of which all gradients and weights are compared
 _SAMPLE = 16384  # elements that later ones look at
-_PATIENCE = 5.0  # seconds that a later step waits for the other rank, if that was in time the last time
+_PATIENCE = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often that was late
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
+_OVERFLOW = -1  # the digest of a gradient that is not finite
 _BUSY = 16  # ranks from which on the store is asked less often
 
 Digests = dict[str, tuple[int, int]]
@@ -53,7 +54,7 @@ class _Followed:
         held: name and parameter of those of the model that it steps.
         sharded: those of which each tensor-parallel rank has another part.
         said: comparison -> what this rank said, as long as the other one's word is missing.
-        late: the other rank's last word did not come in time.
+        late: steps in a row in which another rank's word did not come in time.
     """
 
     number: int
@@ -64,7 +65,7 @@ class _Followed:
     compared: int = 0
     heard: int = 0
     said: dict[int, str] = field(default_factory=dict)
-    late: bool = False
+    late: int = 0
 
 
 class StepCheck:
@@ -150,7 +151,7 @@ class StepCheck:
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
         if self._compare:
-            self._compare_step(type(optimizer).__name__, followed, closure)
+            self._compare_step(optimizer, followed, closure)
         followed.steps += 1
         self.made += 1
         if self.mpu.tp.size > 1:
@@ -173,19 +174,20 @@ class StepCheck:
             followed.number, self._count = self._count, self._count + 1
         return followed
 
-    def _compare_step(self, optimizer: str, followed: _Followed, closure: bool) -> None:
+    def _compare_step(self, optimizer: Optimizer, followed: _Followed, closure: bool) -> None:
         step = followed.steps
         if step >= _WHOLE and step % self._interval:
             return
         held = [(name, p) for name, p in followed.held if not isinstance(p, DTensor) and not p.is_meta]
         turn, followed.compared = followed.compared, followed.compared + 1
-        digests = _digests(held, None if step < _WHOLE else turn, closure)
+        scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
+        digests = _digests(held, None if step < _WHOLE else turn, closure, scaled)
         word = repr((of_text(repr([name for name, _ in held])), step, digests))
         if step < _WHOLE:
             word = f"{word}|{self._fed}"
         self._store.set(self._key(followed, turn, self.mpu.rank), word)
         followed.said[turn] = word
-        self._compare_with_others(optimizer, followed, turn)
+        self._compare_with_others(type(optimizer).__name__, followed, turn)
         old = turn - _KEPT
         followed.said.pop(old, None)
         if old >= 0:
@@ -199,12 +201,12 @@ class StepCheck:
         for earlier in range(max(followed.heard, turn - _KEPT + 1), turn + 1):
             others = self._others if earlier < _WHOLE else [self._before]
             keys = {rank: self._key(followed, earlier, rank) for rank in others}
-            patience = self.roll.timeout if earlier == 0 else _PATIENCE
+            patience = self.roll.timeout if earlier == 0 else _PATIENCE[min(followed.late, len(_PATIENCE) - 1)]
             for rank, key in keys.items():
-                if not self._wait_for(rank, key, 0.0 if followed.late else patience):
-                    if earlier == 0 and not followed.late:
+                if not self._wait_for(rank, key, patience):
+                    if earlier == 0:
                         self._missing(optimizer, rank)
-                    followed.late = True
+                    followed.late += 1
                     return
             followed.heard = earlier + 1
             mine = followed.said.get(earlier)
@@ -218,7 +220,7 @@ class StepCheck:
                         self._refuse(optimizer, own, theirs, rank)
             if earlier < _WHOLE and len(fed) == 1:
                 self._same_inputs(fed.pop())
-        followed.late = False
+        followed.late = 0
 
     def _same_inputs(self, fed: str) -> None:
         """Warn once, if the replicas were given the same batches in all of the first steps, others in each."""
@@ -256,7 +258,10 @@ class StepCheck:
         if names != other_names:
             return  # each steps parameters of its own, as in ZeRO
         weights = [name for name in ours if name in others and ours[name][1] != others[name][1]]
-        different = weights or [name for name in ours if name in others and ours[name][0] != others[name][0]]
+        gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
+        different = weights or [name for name, one, two in gradients if one != two and _OVERFLOW not in (one, two)]
+        if not different:
+            return
         size, pair = self.mpu.dp.size, sorted([self.mpu.rank, rank])
         listed = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         text = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}: {listed}.\n"
@@ -306,18 +311,24 @@ def _shard_of(sharded: list[tuple[str, nn.Parameter]], turn: int) -> tuple[str, 
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse or isinstance(gradient, DTensor) or gradient.numel() < 2:
         return None
-    part = gradient.narrow(0, 0, max(1, 2048 * len(gradient) // gradient.numel()))
+    part = gradient[: max(1, 2048 * len(gradient) // gradient.numel())]
     return (name, int(sum_of_bits(part))) if (part != part.flatten()[0]).any() else None
 
 
 @torch.no_grad()
-def _digests(held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool) -> Digests:
-    """Digests of everything, or with ``turn`` of a sample that moves on with it."""
+def _digests(held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool, scaled: bool) -> Digests:
+    """Digests of everything, or with ``turn`` of a sample that moves on with it.
+
+    Args:
+        scaled: of a loss with a scale: gradients that are not finite make the step one to skip, and cannot be compared.
+    """
     names, sums = [], []
     for name, parameter, start, rows in _windows(held, turn):
         gradient = None if closure else parameter.grad
         names.append(name)
         sums.append(_sum(gradient, parameter.device, start, rows))
+        if scaled and gradient is not None and not torch.isfinite(gradient).all():
+            sums[-1] = torch.full_like(sums[-1], _OVERFLOW)
         sums.append(_sum(parameter, parameter.device, start, rows))
     numbers = torch.stack(sums).tolist() if sums else []
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}

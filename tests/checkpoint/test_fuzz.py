@@ -285,7 +285,7 @@ def test_the_edits_reach_every_depth_of_the_manifest(tmp_path):
     save_alone(tmp_path / "good", 2, pp=2, optimizer=True, **training(0))
     data = json.loads((tmp_path / "good" / "autopar.json").read_text())
     reached = set()
-    for number in range(100):
+    for number in range(200):
         copied = copy.deepcopy(data)
         reached.add(edit(random.Random(number), copied).partition(" ")[2].partition(".")[0])
         assert json.dumps(copied) != json.dumps(data)

@@ -53,7 +53,7 @@ def test_arguments_of_other_savers(tmp_path):
         ({}, "directory=None must be a path"),
         ({"save_directory": x, "save_function": torch.save}, "does not take save_function=<function>: files are "
                                                              "safetensors; merge_checkpoints=True, format='bin'"),
-        ({"save_directory": x, "state_dict": model.state_dict()}, "take state_dict=<OrderedDict>: the tensors"),
+        ({"save_directory": x, "state_dict": model.state_dict()}, "take state_dict=<PartialStateDict>: the tensors"),
         ({"directory": x, "is_main_process": mpu.rank == 0}, "is_main_process=True: leave it out: every rank calls it"),
         ({"directory": x, "push_to_hub": True}, "push_to_hub=True: save with merge_checkpoints=True, then upload"),
         ({"directory": x, "safe_serialization": False}, "use merge_checkpoints=True, format='bin'"),
