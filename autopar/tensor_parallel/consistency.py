@@ -37,7 +37,8 @@ __all__ = ["ForwardCheck", "Steps"]
 
 _SAMPLE = 16384  # elements of replicated weights that one comparison looks at
 _TENSORS = 8  # and of how many weights
-_WATCHED = 4  # forwards of a mode after which a model that drew nothing from a generator is taken not to draw from it
+_WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
+_WATCHED_AGAIN = 16  # and every so many later ones
 _LOCAL = ("past_key_values", "past_key_value", "cache_params")  # arguments that hold this rank's heads
 
 
@@ -99,7 +100,8 @@ class ForwardCheck:
         look["optimizer steps so far"] = str(self.steps.made)
         for name, value in arguments.items():
             _shapes(name, value, look)
-        self._before = Generators.now().digests() if full and number < _WATCHED else None
+        watched = number < _WATCHED or number % _WATCHED_AGAIN == 0
+        self._before = Generators.now().digests() if full and watched else None
         numbers = self._digests(model, arguments) if full else []
         verdict = self._extremes([of_text(repr(look)), *numbers])
         if self.steps.last_shard is not None and verdict.same_gradient:

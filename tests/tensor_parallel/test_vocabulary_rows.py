@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.errors import ConfigError
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
+from tests.worlds import raises_everywhere
 
 
 @pooled(world_size=2)
@@ -60,5 +62,6 @@ def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
     del head.weight
     assert not hasattr(head, "weight")
     head.weight = torch.ones(head.out_features, 24)  # as weight normalization leaves it
-    ids = torch.arange(6).view(1, 6)
-    assert model(ids).logits.shape == (1, 6, 131)
+    assert head.weight.shape == (head.out_features, 24)
+    with raises_everywhere(ConfigError, "lm_head of LlamaForCausalLM, a ColumnParallelLinear since"):
+        model(torch.arange(6).view(1, 6))
