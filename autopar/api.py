@@ -145,6 +145,7 @@ def initialize(
     roll = RollCall(mpu, parsed.pipeline.timeout)
     mpu.tp.explain = roll.in_collective
     tell_uncaught(roll)
+    wrappers = WrapperCheck(model, mpu)  # says first what it finds in a step
     comparing = parsed.consistency_check and parsed.zero_stage != 3
     steps = StepCheck(model, inner, mpu, roll, held_alike(model, plan, mpu), compare=comparing)
     pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check, steps=steps)
@@ -156,14 +157,17 @@ def initialize(
     if parsed.activation_checkpointing and parsed.cpu_checkpointing:
         keep_on_cpu(inner)
     region.watch(model)
-    attach(inner, plan, mpu, region, roll, _forward_check(parsed, mpu, roll, region, steps))
+    check = _forward_check(parsed, mpu, roll, region, steps)
+    if check is not None:
+        check.learn(inner)
+    attach(inner, plan, mpu, region, roll, check)
     if first_call is not None:
         first_call.attach(inner)
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed, prefix, steps)
-    model._autopar.wrappers = WrapperCheck(model, mpu)
+    model._autopar.wrappers = wrappers
     model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll, blocks)
     megatron_marks.mark(model, plan, stages, mpu)
     return model if optimizer is None else (model, optimizer)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import ConsistencyError
 from autopar.mesh import MPU
 from autopar.policy.plan import Plan
 from autopar.policy.stages import StagePlan
@@ -66,11 +67,13 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
             holders = stages.holders(name) if name in stages.tensors else ()
             by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
     runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
-    sum_gradients(runs, mpu.dp.group, 1 / mpu.dp.size)
+    sum_gradients(runs, mpu.dp.group, 1 / mpu.dp.size, {id(parameter): name for name, parameter in own.items()})
 
 
 @torch.no_grad()
-def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0) -> None:
+def sum_gradients(
+    runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0, names: Mapping[int, str] | None = None
+) -> None:
     """Scale gradients, then sum them over a group. Every rank gives the same parameters in the same order.
 
     A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all.
@@ -78,15 +81,31 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
     Args:
         runs: what may travel together in one buffer.
         scale: before the sum, which might be too large for fp16.
+        names: ``id(parameter)`` -> name, for the error.
+
+    Raises:
+        ConsistencyError: a parameter is frozen on some ranks and trained on others; on every rank.
     """
-    runs = [[parameter for parameter in run if parameter.requires_grad] for run in runs]
     parameters = [parameter for run in runs for parameter in run]
     if not parameters:
         return
     device = parameters[0].device
-    present = torch.tensor([_kind_of_gradient(parameter) for parameter in parameters], device=device)
+    trained = [int(parameter.requires_grad) for parameter in parameters]
+    present = torch.tensor(
+        [[_kind_of_gradient(parameter) for parameter in parameters], trained, [-flag for flag in trained]],
+        device=device,
+    )
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
-    kinds = {id(parameter): kind for parameter, kind in zip(parameters, present.tolist(), strict=True)}
+    found, most, least = present.tolist()
+    kinds = {id(parameter): kind for parameter, kind in zip(parameters, found, strict=True)}
+    mixed = [p for p, high, low in zip(parameters, most, least, strict=True) if high != -low]
+    if mixed:
+        name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
+        raise ConsistencyError(
+            f"{name} is frozen (requires_grad=False) on some of the ranks {dist.get_process_group_ranks(group)} and "
+            f"trained on others ({len(mixed)} such parameters).\n"
+            "  Freeze and unfreeze weights on all data-parallel replicas alike."
+        )
     for run in runs:
         gradients: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in run:
@@ -104,7 +123,7 @@ def sum_gradients(runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:
     """0: none; 1: in the parameter's dtype; 2: in fp32 instead."""
-    return 0 if parameter.grad is None else 1 + (parameter.grad.dtype != parameter.dtype)
+    return 0 if parameter.grad is None or not parameter.requires_grad else 1 + (parameter.grad.dtype != parameter.dtype)
 
 
 def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:

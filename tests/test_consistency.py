@@ -302,7 +302,7 @@ def test_gradients_that_were_summed_over_all_ranks_are_noticed_on_the_next_forwa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     even = [p for name, p in model.named_parameters() if "mlp" not in name]
     batches = language_batches(131, count=6)
-    with raises_everywhere(ConsistencyError, "stepped with the same gradient of", "autopar.average_gradients(model)"):
+    with raises_everywhere(ConsistencyError, "stepped with the same numbers for", "autopar.average_gradients(model)"):
         for batch in batches:
             model(**batch).loss.backward()
             for parameter in even:
@@ -316,7 +316,11 @@ def test_gradients_that_were_summed_over_all_ranks_are_noticed_on_the_next_forwa
 def test_a_rank_that_generates_while_the_other_trains():
     model = parallel(gpt2(), 2).train()
     ids = torch.arange(4)[None]
-    with raises_everywhere(ConsistencyError, "call: rank 0: generate, rank 1: forward of GPT2LMHeadModel"):
+    with raises_everywhere(
+        ConsistencyError,
+        "are in different calls:\n  call: rank 0: generate, rank 1: forward of GPT2LMHeadModel\n",
+        "evaluate and generate on all of them",
+    ):
         if dist.get_rank() == 0:
             model.generate(ids, max_new_tokens=2, pad_token_id=0)
         else:
@@ -331,3 +335,67 @@ def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard():
     with raises_everywhere(ConsistencyError, "hold the same shard of the weights", "Drawing weights anew"):
         for _ in range(40):
             model(torch.arange(4)[None])
+
+
+@pooled(world_size=2)
+def test_an_optimizer_state_of_rank_0_on_all_ranks_is_noticed_on_the_next_forward():
+    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
+    batches = language_batches(131, count=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    saved = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)  # what torch.load of rank 0's file gives
+    resumed = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with raises_everywhere(ConsistencyError, "stepped with the same numbers for", "from_parallelized(..., optimizer="):
+        for batch in batches:
+            resumed.load_state_dict(saved[0])
+            model(**batch).loss.backward()
+            resumed.step()
+            resumed.zero_grad()
+
+
+@pooled(world_size=2)
+def test_settings_and_frozen_weights_that_differ_between_ranks():
+    rank = dist.get_rank()
+    batches = language_batches(131, count=3)
+    model = parallel(gpt2(), 2).train()
+    model.transformer.requires_grad_(False)
+    model.transformer.wte.requires_grad_(True)  # sharded: nothing that ranks hold whole drifts apart
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    with raises_everywhere(ConsistencyError, "stepped with different settings of the optimizer", "'lr': 0.1"):
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+    model = parallel(gpt2(), 2).train()
+    model(**batches[0])
+    model.transformer.h[0].mlp.c_fc.weight.requires_grad_(rank == 1)
+    with raises_everywhere(
+        ConsistencyError,
+        "train different weights:",
+        "requires_grad of transformer.h.0.mlp.c_fc.weight: rank 0: False, rank 1: True",
+    ):
+        model(**batches[0])
+
+
+@pooled(world_size=2)
+def test_gradients_that_are_no_numbers_and_heads_that_are_copies_raise_no_false_alarm():
+    model = parallel(gpt2(), 2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in language_batches(131, count=6):
+        (model(**batch).loss * float("nan")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = llama(num_attention_heads=4, num_key_value_heads=4, hidden_size=32, intermediate_size=36, vocab_size=132)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:  # each half is the other one's copy
+                dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+                half = parameter.narrow(dim, 0, parameter.shape[dim] // 2)
+                parameter.copy_(torch.cat([half, half], dim))
+    model = parallel(model, 2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in language_batches(131, count=12):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

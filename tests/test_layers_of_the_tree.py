@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors", "yaml_tree"],
+    ["errors", "yaml_tree", "process_hooks"],
     ["callers"],
     ["pipeline_config", "foreign_keys"],
     ["layout", "config", "digest"],

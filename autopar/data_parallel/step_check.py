@@ -22,11 +22,12 @@ import torch
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from autopar.digest import of_text, of_values, sum_of_bits
+from autopar.digest import of_tensor, of_text, of_values, sum_of_bits
 from autopar.errors import ConsistencyError
 from autopar.mesh import MPU
+from autopar.process_hooks import forget, listen_to_steps
 from autopar.roll_call import RollCall
 
 __all__ = ["StepCheck"]
@@ -78,7 +79,9 @@ class StepCheck:
 
     Attributes:
         made: optimizer steps so far with parameters of the model.
-        last_shard: name and digest of part of a sharded gradient in the last step, another one each time.
+        settings: of the optimizer in the last step (learning rates and the like), as text.
+        last_shard: name of a sharded weight, and digests of part of its gradient and of its state in the last step;
+            of another one each time.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class StepCheck:
         compare: bool,
     ) -> None:
         self.mpu, self.roll, self.made = mpu, roll, 0
-        self.last_shard: tuple[str, int] | None = None
+        self.settings = ""
+        self.last_shard: tuple[str, int, int] | None = None
         self._fed: int | None = None  # digest of what the last training forward was given, in the first steps
         self._all_fed: list[int] = []  # of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
@@ -106,22 +110,14 @@ class StepCheck:
             self._before = mpu.dp.ranks[mpu.dp.rank - 1]
             self._others = [rank for rank in mpu.dp.ranks if rank != mpu.rank]
         self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
-        mine = weakref.ref(self)
-
-        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            check = mine()
-            if check is not None:
-                check.before(optimizer, kwargs.get("closure") is not None or len(args) > 1)
-
-        self._handle = register_optimizer_step_pre_hook(hook)
-        weakref.finalize(self, self._handle.remove)
+        listen_to_steps(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
         return self
 
     def remove(self) -> None:
         """Watch no longer."""
-        self._handle.remove()
+        forget(self)
         if self._compare:
             self._input_hook.remove()
 
@@ -131,16 +127,16 @@ class StepCheck:
 
     # -- at a step -------------------------------------------------------------------------------------------------
 
-    def before(self, optimizer: Optimizer, closure: bool) -> None:
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step of ``optimizer``, and compare it with that of the other replicas.
 
-        Args:
-            closure: gradients are computed inside of the step: only weights can be compared.
+        With a closure gradients are computed inside of the step, and only weights can be compared.
 
         Raises:
             ConsistencyError: gradients or weights differ between the replicas, or were left unaveraged by ``no_sync``.
             PipelineError: in the first step, if the other rank does not step within ``pipeline.timeout``.
         """
+        closure = kwargs.get("closure") is not None or len(args) > 1
         model = self._model()
         followed = None if model is None else self._follow(model, optimizer)
         if model is None or followed is None or _inside_another_step():
@@ -155,7 +151,13 @@ class StepCheck:
         followed.steps += 1
         self.made += 1
         if self.mpu.tp.size > 1:
-            self.last_shard = None if closure else _shard_of(followed.sharded, self.made)
+            self.settings = repr([_settings(group) for group in optimizer.param_groups])
+            apart = -1 - self.mpu.tp.rank
+            self.last_shard = None if closure else _shard_of(followed.sharded, self.made, optimizer, apart)
+
+    def watch(self, apart: set[int]) -> None:
+        """Take notice of the gradients of these parameters (``id``) only: their shards differ."""
+        self._sharded &= apart
 
     def _follow(self, model: nn.Module, optimizer: Optimizer) -> _Followed | None:
         """What is known of ``optimizer``; None if it steps nothing of the model."""
@@ -302,17 +304,32 @@ def _inside_another_step() -> bool:
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is plain data in a param group."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
+
+
 @torch.no_grad()
-def _shard_of(sharded: list[tuple[str, nn.Parameter]], turn: int) -> tuple[str, int] | None:
-    """Name and digest of some elements of a gradient; None if there is none, or they are all the same number."""
+def _shard_of(
+    sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer, apart: int
+) -> tuple[str, int, int] | None:
+    """Name of one of the weights, digests of some elements of its gradient and of its state; ``apart`` for none."""
     if not sharded:
         return None
     name, parameter = sharded[turn % len(sharded)]
-    gradient = parameter.grad
-    if gradient is None or gradient.is_sparse or isinstance(gradient, DTensor) or gradient.numel() < 2:
-        return None
-    part = gradient[: max(1, 2048 * len(gradient) // gradient.numel())]
-    return (name, int(sum_of_bits(part))) if (part != part.flatten()[0]).any() else None
+    state = optimizer.state.get(parameter, {})
+    moments = next((x for x in state.values() if isinstance(x, torch.Tensor) and x.shape == parameter.shape), None)
+    return name, _digest_of(parameter.grad, apart), _digest_of(moments, apart)
+
+
+def _digest_of(tensor: torch.Tensor | None, apart: int) -> int:
+    """Digest of some rows; ``apart`` if they are all the same number, or not numbers."""
+    if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
+        return apart
+    part = tensor[: max(1, 2048 * len(tensor) // tensor.numel())]
+    known = (part != part.flatten()[0]).any() and torch.isfinite(part).all()
+    return of_tensor(part) if known else apart
 
 
 @torch.no_grad()

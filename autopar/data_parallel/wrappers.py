@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import ConfigError
 from autopar.mesh import MPU
+from autopar.process_hooks import forget, listen_to_registrations, listen_to_steps
 
 __all__ = ["WrapperCheck"]
 
@@ -37,14 +36,13 @@ class WrapperCheck:
 
     def __init__(self, model: nn.Module, mpu: MPU) -> None:
         self.mpu = mpu
-        self._model = weakref.ref(model, lambda _: self.remove())
+        self._model = weakref.ref(model)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._handles: list[Any] = []
+        self._handle: Any = None
         if mpu.model.size > 1:
-            hook: Any = self._on_registration
-            self._handles = [register_module_module_registration_hook(hook)]
-            self._handles.append(register_optimizer_step_pre_hook(self._on_step))
-            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+            listen_to_registrations(self)
+            listen_to_steps(self)
+            self._handle = model.register_forward_pre_hook(self._on_forward)
         self._kind = type(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
@@ -52,17 +50,18 @@ class WrapperCheck:
 
     def remove(self) -> None:
         """Check nothing any more."""
-        while self._handles:
-            self._handles.pop().remove()
+        forget(self)
+        if self._handle is not None:
+            self._handle.remove()
 
-    def _on_registration(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    def before_registration(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             if submodule is not None and self._is_ours(submodule.modules()):
                 _check_group(type(module).__name__, module.process_group, self.mpu)
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()
         if model is None or optimizer in self._checked:
             return

@@ -1,10 +1,10 @@
 """What the tensor-parallel ranks of a replica must have alike when a forward begins, compared over the group.
 
-One small all-reduce at the start of the model's forward carries six numbers: a digest of what the call looks like
+One small all-reduce at the start of the model's forward carries seven numbers: a digest of what the call looks like
 (mode, shapes, optimizer steps made so far), of the inputs' contents, of the random generators that the model draws
-from, of a sample of the replicated weights; and of a sample of a sharded weight and of the gradient that a sharded one
-had in the last step, which must *differ*. The largest and the smallest of each tell every rank the same: alike, or not.
-Only then do ranks exchange what there is to name.
+from, of a sample of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's
+state that a sharded one had in the last step, which must *differ*. The largest and the smallest of each tell every rank
+the same: alike, or not. Only then do ranks exchange what there is to name.
 
 Before the first activation travels, so a batch of another length is an error here and not an aborted process.
 """
@@ -47,17 +47,22 @@ class Steps(Protocol):
 
     Attributes:
         made: how many.
-        last_shard: name and digest of part of a sharded gradient in the last one.
+        settings: of the optimizer in the last one, as text.
+        last_shard: name of a sharded weight, and digests of part of its gradient and of its state in the last one.
     """
 
     made: int
-    last_shard: tuple[str, int] | None
+    settings: str
+    last_shard: tuple[str, int, int] | None
+
+    def watch(self, apart: set[int]) -> None:
+        """Take notice of these parameters (``id``) only: their shards differ."""
 
 
 class _Verdict(NamedTuple):
     alike: bool
     same_shard: bool
-    same_gradient: bool
+    same_step: bool
 
 
 class ForwardCheck:
@@ -72,12 +77,27 @@ class ForwardCheck:
         self.mpu, self.roll, self.region, self.steps, self.every = mpu, roll, region, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
         self._replicated: list[tuple[str, nn.Parameter]] = []
+        self._apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
         self._of: weakref.ref[nn.Module] | None = None  # whose these are
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from then
         self._before: dict[str, str] | None = None
         self._cursor = 0
+
+    def learn(self, model: nn.Module) -> None:
+        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of tp."""
+        listed = list(_sharded_weights(model))
+        mine = [None if (part := _beginning(weight)) is None else of_tensor(part) for weight in listed]
+        everyone = [mine] * self.mpu.tp.size
+        dist.all_gather_object(everyone, mine, group=self.mpu.tp.group)
+        apart = [
+            weight
+            for weight, seen in zip(listed, zip(*everyone, strict=True), strict=True)
+            if None not in seen and len(set(seen)) > 1
+        ]
+        self._apart = {id(weight): weight for weight in apart}
+        self.steps.watch(set(self._apart))
 
     # -- around a forward ------------------------------------------------------------------------------------------
 
@@ -97,14 +117,15 @@ class ForwardCheck:
             return
         arguments = _named(model, args, kwargs)
         look = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
-        look["optimizer steps so far"] = str(self.steps.made)
+        look |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
+        look["weights that are trained"] = f"{of_text(_trained(model)):x}"[:8]
         for name, value in arguments.items():
             _shapes(name, value, look)
         watched = number < _WATCHED or number % _WATCHED_AGAIN == 0
         self._before = Generators.now().digests() if full and watched else None
         numbers = self._digests(model, arguments) if full else []
         verdict = self._extremes([of_text(repr(look)), *numbers])
-        if self.steps.last_shard is not None and verdict.same_gradient:
+        if self.steps.last_shard is not None and verdict.same_step:
             raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard[0]))
         if verdict.same_shard:
             raise ConsistencyError(same_shard(self.mpu.tp.ranks))
@@ -144,13 +165,14 @@ class ForwardCheck:
         weights = [int(sum_of_bits(part)) for part in self._sample(model)]
         shard = self._shard_sample()
         apart = -1 - self.mpu.tp.rank
-        gradient = self.steps.last_shard
+        gradient, state = (apart, apart) if self.steps.last_shard is None else self.steps.last_shard[1:]
         return [
             of_values(arguments),
             of_text(repr(states)),
             of_text(repr(weights)),
             apart if shard is None else of_tensor(shard),
-            apart if gradient is None else gradient[1],
+            gradient,
+            state,
         ]
 
     def _states(self, model: nn.Module) -> dict[str, str]:
@@ -168,22 +190,23 @@ class ForwardCheck:
         return self.mpu.device.type == "cuda"
 
     def _extremes(self, numbers: list[int]) -> _Verdict:
-        """Compare up to four digests that must be alike and two that must differ; those that are missing do."""
-        axis, missing = self.mpu.tp, 6 - len(numbers)
-        numbers = [*numbers, *[0] * max(0, missing - 2), *[-1 - axis.rank] * min(2, missing)]
+        """Compare up to four digests that must be alike and three that must differ; those that are missing do."""
+        axis, missing = self.mpu.tp, 7 - len(numbers)
+        numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
         cpu = not self._cuda or "gloo" in str(dist.get_backend_config(axis.group))
         pair = torch.tensor([numbers, [-number for number in numbers]], device="cpu" if cpu else self.mpu.device)
         with self.roll.naming("comparing what the forward begins with", axis.ranks):
             dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)
         largest, smallest = pair.tolist()
         same = [high == -low for high, low in zip(largest, smallest, strict=True)]
-        return _Verdict(all(same[:4]), same[4], same[5])
+        return _Verdict(all(same[:4]), same[4], same[5] or same[6])
 
     def _sample(self, model: nn.Module) -> list[torch.Tensor]:
         """Part of the elements of some replicated weights, of others each time."""
         if self._of is None or self._of() is not model:
             self._of = weakref.ref(model)
-            self._replicated, self._sharded = list(_replicated(model)), list(_sharded_weights(model))
+            self._replicated = list(_replicated(model))
+            self._sharded = [p for p in _sharded_weights(model) if id(p) in self._apart]
         left, sample = _SAMPLE, list[torch.Tensor]()
         for _ in range(min(_TENSORS, len(self._replicated))):
             turn, place = divmod(self._cursor, len(self._replicated))
@@ -199,9 +222,7 @@ class ForwardCheck:
         """Some elements of a sharded weight, of another one each time; None if they are all the same number."""
         if not self._sharded:
             return None
-        weight = self._sharded[sum(self._forwards.values()) % len(self._sharded)]
-        part = weight.detach()[: max(1, 2048 * len(weight) // weight.numel())]
-        return part if (part != part.flatten()[0]).any() else None
+        return _beginning(self._sharded[sum(self._forwards.values()) % len(self._sharded)])
 
     @contextlib.contextmanager
     def first_only(self) -> Iterator[None]:
@@ -224,6 +245,9 @@ class ForwardCheck:
         axis = self.mpu.tp
         ranks = list(axis.ranks)
         mine = dict(look)
+        if model is not None and "weights that are trained" in mine:
+            mine |= {f"requires_grad of {name}": str(p.requires_grad) for name, p in model.named_parameters()}
+            del mine["weights that are trained"]
         if full and model is not None:
             for name, value in arguments.items():
                 _fingerprint(name, value, mine)
@@ -299,6 +323,16 @@ def _fingerprint(name: str, value: Any, into: dict[str, str]) -> None:
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):
             _fingerprint(f"{name}[{index}]", entry, into)
+
+
+def _beginning(weight: torch.Tensor) -> torch.Tensor | None:
+    """Some rows of a shard; None if they are all the same number, or not numbers."""
+    part = weight.detach()[: max(1, 2048 * len(weight) // weight.numel())]
+    return part if (part != part.flatten()[0]).any() and torch.isfinite(part).all() else None
+
+
+def _trained(model: nn.Module) -> bytes:
+    return bytes(parameter.requires_grad for parameter in model.parameters())
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -19,7 +19,7 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
     different = [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
     weights = [name for name in different if name.startswith("weight ")]
     states = [name for name in different if name.startswith("random state")]
-    calls = [name for name in different if name not in weights and name not in states]
+    calls = [name for name in different if name not in weights and name not in states][:5]
     lines = []
     for name in [*calls, *states, *weights[:3]]:
         seen = ", ".join(f"rank {r}: {t.get(name, 'missing')}" for r, t in zip(ranks, everyone, strict=True))
@@ -27,7 +27,19 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
     if len(weights) > 3:
         lines.append(f"  and {len(weights) - 3} more weights")
     group = f"the ranks {list(ranks)} of one tensor-parallel group"
-    if weights or "optimizer steps so far" in different:
+    if "call" in different:
+        head, lines = f"{group} are in different calls:", lines[:1]
+        hint = (
+            "  Every rank of a group makes every forward and every generate: evaluate and generate on all of them,\n"
+            "  and print on one (mpu.is_master)."
+        )
+    elif any(name.startswith("requires_grad of") for name in different):
+        head = f"{group} train different weights:"
+        hint = "  Freeze and unfreeze weights on all ranks of a group alike."
+    elif "optimizer settings" in different and not weights:
+        head = f"{group} stepped with different settings of the optimizer:"
+        hint = "  Learning rates and the like must be the same on all ranks of a group. Go on from the last checkpoint."
+    elif weights or "optimizer steps so far" in different:
         head = f"{group} have drifted apart: weights that each of them holds whole differ ({len(weights)}):"
         if not weights:
             head = f"{group} have made different numbers of optimizer steps:"
@@ -61,10 +73,12 @@ def same_shard(ranks: Sequence[int]) -> str:
 
 
 def same_gradient(ranks: Sequence[int], name: str) -> str:
-    """Say that ranks stepped with the same gradient of a weight that is sharded."""
+    """Say that ranks stepped with the same gradient, or moments, of a weight that is sharded."""
     return (
-        f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same gradient of {name},\n"
-        "  of which each holds another part: gradients were summed over all ranks. Average them over the\n"
-        "  data-parallel replicas only: autopar.average_gradients(model), or\n"
-        "  all_reduce(..., group=model.mpu.get_data_parallel_group()). Go on from the last checkpoint."
+        f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same numbers for {name},\n"
+        "  of which each holds another part. Its gradient was summed over all ranks: average it over the\n"
+        "  data-parallel replicas only (autopar.average_gradients(model), or all_reduce(..., group=\n"
+        "  model.mpu.get_data_parallel_group())). Or all ranks loaded the optimizer state of one: each loads its own,\n"
+        "  or save and load it with save_parallelized and from_parallelized(..., optimizer=optimizer).\n"
+        "  Go on from the last checkpoint."
     )

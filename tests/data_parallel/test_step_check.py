@@ -198,3 +198,14 @@ def test_replicas_that_are_given_the_same_batches_are_warned_of():
         logging.getLogger("autopar.data_parallel.step_check").removeHandler(handler)
         assert bool(lines) == (told and dist.get_rank() == 0), lines
         assert all("all 2 data-parallel replicas were given the same batches in the first 3 steps" in x for x in lines)
+
+
+@pooled(world_size=2)
+def test_weights_that_only_one_replica_trains_are_named_when_they_are_averaged():
+    model = _model()
+    model.transformer.wpe.weight.requires_grad_(dist.get_rank() == 0)
+    model(**_batches(model, 1)[0]).loss.backward()
+    with raises_everywhere(
+        ConsistencyError, "transformer.wpe.weight is frozen (requires_grad=False) on some of the ranks [0, 1]"
+    ):
+        autopar.average_gradients(model)

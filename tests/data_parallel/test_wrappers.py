@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar import process_hooks
 from autopar.errors import ConfigError
 from tests.parity import language_batches
 from tests.pool import pooled
@@ -142,17 +142,21 @@ def test_batch_norms_over_all_ranks_are_refused() -> None:
     model.mpu.destroy()
 
 
+def _listening() -> int:
+    return sum(listener() is not None for listener in (*process_hooks._registrations, *process_hooks._steps))
+
+
 @pooled(world_size=2)
 def test_the_checks_go_with_the_model() -> None:
     gc.collect()
-    before = len(module_hooks._global_module_registration_hooks)
+    before = _listening()
     model = parallel(gpt2(), 2)
-    assert len(module_hooks._global_module_registration_hooks) == before + 1
+    assert _listening() == before + 3
     plain = autopar.deparallelize(model)
-    assert len(module_hooks._global_module_registration_hooks) == before
+    assert _listening() == before
     DistributedDataParallel(plain)
     model = parallel(gpt2(), 2)
     model.mpu.destroy()
     del model
     gc.collect()
-    assert len(module_hooks._global_module_registration_hooks) == before
+    assert _listening() == before

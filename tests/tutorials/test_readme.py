@@ -223,6 +223,7 @@ def test_what_it_says_about_training_raises() -> None:
     half, half_optimizer = training(gpt2(), precision={"dtype": "fp16"})
     replica(ids, labels=ids).loss.backward()
     half(ids, labels=ids).loss.backward()
+    autopar.average_gradients(half)
     for error, instead, call in [
         (autopar.ConfigError, r"model\.execute_pipeline\(batch, optimizer=optimizer\)", lambda: staged(ids)),
         (autopar.ConfigError, "Leave it out", lambda: staged.eval()(ids, output_hidden_states=True)),
