@@ -326,7 +326,9 @@ def _fingerprint(name: str, value: Any, into: dict[str, str]) -> None:
 
 
 def _beginning(weight: torch.Tensor) -> torch.Tensor | None:
-    """Some rows of a shard; None if they are all the same number, or not numbers."""
+    """Some rows of a shard; None if there are none, or all are the same number, or not numbers."""
+    if not weight.numel():
+        return None
     part = weight.detach()[: max(1, 2048 * len(weight) // weight.numel())]
     return part if (part != part.flatten()[0]).any() and torch.isfinite(part).all() else None
 
@@ -342,5 +344,4 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
         weight = module._parameters.get("weight")
         if weight is None or layout is None or layout.replicated or type(weight) is not nn.Parameter or weight.is_meta:
             continue
-        if weight.numel():
-            yield weight
+        yield weight
