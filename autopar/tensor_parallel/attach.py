@@ -91,13 +91,22 @@ class BeforeForward:
         if self.outermost:
             self.region.running = 0  # an interrupted forward (Ctrl-C) has not said that it ended
         if self.region.running == 0:
-            if self.tree is not None and self.tree.check(model):
+            if self._has_changed(model):
                 self.region.watch(model)  # for dropouts among what is new
                 if self.check is not None:
                     self.check.forget()
             if self.check is not None:
                 self.check.before(model, args, kwargs)
         self.region.start()
+
+    def _has_changed(self, model: nn.Module) -> bool:
+        """Whether the module tree has; where that is refused, ranks that see nothing wrong learn it, too."""
+        try:
+            return self.tree is not None and self.tree.check(model)
+        except ConfigError as error:
+            if self.check is not None:
+                self.check.tell(f"refused: {str(error).splitlines()[0]}")
+            raise
 
 
 class AfterForward:

@@ -158,6 +158,15 @@ class ForwardCheck:
         if not self._extremes([of_text(repr(look))]).alike:
             self._raise(None, {}, look, full=False)
 
+    def tell(self, call: str) -> None:
+        """Make the exchange that peers make when a forward begins, on a rank that does not begin it.
+
+        Peers that begin one raise and quote ``call``. A collective of the tp axis, like :meth:`before`.
+        """
+        if self._left != 0 and self.every and not self._extremes([of_text("refused")]).alike:
+            everyone = [{"call": call}] * self.mpu.tp.size
+            dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp.group)
+
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def _digests(self, model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:

@@ -25,7 +25,7 @@ __all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding"]
 
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
-    """An embedding with its rows shared out: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
+    """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole table, as for ``nn.Embedding``.
@@ -75,7 +75,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
-    """An embedding with its columns shared out: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
+    """An embedding with its columns sharded: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = F.embedding(input, self.weight, self.padding_idx)

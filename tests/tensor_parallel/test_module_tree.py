@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations, prune
 
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -160,3 +161,13 @@ def test_a_copy_watches_its_own_modules():
     model(IDS)
     with raises_everywhere(ConfigError, "lm_head.weight"):
         twin(IDS)
+
+
+@pooled(world_size=2)
+def test_a_module_that_only_one_rank_replaces_leaves_no_rank_waiting():
+    model = parallel(llama(), 2)
+    model(IDS)
+    if dist.get_rank() == 0:
+        _adapter(model)
+    with pytest.raises(ConfigError if dist.get_rank() == 0 else ConsistencyError, match="came after autopar"):
+        model(IDS)
