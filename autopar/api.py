@@ -15,39 +15,40 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar import checkpoint
+from autopar.activation_checkpoint import keep, keep_on_cpu, recompute
 from autopar.config import ParallelConfig
-from autopar.consensus import on_every_rank
-from autopar.data_parallel.activations import keep, keep_on_cpu, recompute
-from autopar.data_parallel.attach import attach as attach_optimizer
-from autopar.data_parallel.fully_shard import check_offload
+from autopar.data_parallel.apply import attach as attach_optimizer
+from autopar.data_parallel.fsdp import check_offload
+from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
-from autopar.data_parallel.step_check import StepCheck
-from autopar.data_parallel.wrappers import WrapperCheck
+from autopar.data_parallel.replica_check import StepCheck
+from autopar.data_parallel.wrapper_check import WrapperCheck
+from autopar.deferred_init.context import in_lazy_init
+from autopar.deferred_init.materialize import Materializer, lazy_facts
+from autopar.distributed.consensus import on_every_rank
+from autopar.distributed.excepthook import tell_uncaught
+from autopar.distributed.failures import RollCall
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import share
+from autopar.dry_run.block_reads import trace_reads
+from autopar.dry_run.first_call import FirstCall
+from autopar.dry_run.inputs import sample_inputs
+from autopar.dry_run.tensor_parallel import rehearse
 from autopar.errors import ConfigError
-from autopar.generators import share
-from autopar.gradient_sums import held_alike
-from autopar.lazy_model import in_lazy_init
-from autopar.materialize import Materializer, lazy_facts
-from autopar.mesh import MPU
 from autopar.pipeline_parallel.pipeline import Pipeline
-from autopar.pipeline_parallel.trace import trace_reads
-from autopar.policy.inside import model_inside
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.stages import Reads, StagePlan, elements_of, make_stages
+from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.plan import ModulePlan, Plan
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
-from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
-from autopar.roll_call import RollCall
-from autopar.tensor_parallel import megatron_marks, parallelize
-from autopar.tensor_parallel.attach import attach, detach
+from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.consistency import ForwardCheck
-from autopar.tensor_parallel.first_call import FirstCall
+from autopar.tensor_parallel.hooks import attach, detach
+from autopar.tensor_parallel.megatron import parameter_marks as megatron_marks
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.rehearsal import rehearse
-from autopar.tensor_parallel.sample_inputs import sample_inputs
-from autopar.uncaught import tell_uncaught
 
 __all__ = ["deparallelize", "initialize"]
 
@@ -108,7 +109,8 @@ def initialize(
 
     Returns:
         ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
-        ``model.mpu`` (:class:`~autopar.mesh.MPU`), ``model.save_parallelized`` and ``model.from_parallelized``.
+        ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
+        ``model.from_parallelized``.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.

@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
-    from autopar.checkpoint.part import FileRecord
+    from autopar.checkpoint.shard_index import FileRecord
     from autopar.layout import Layout
 
 __all__ = ["app"]
@@ -86,7 +86,7 @@ def merge(
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face checkpoint, one tensor at a time."""
     with _errors():
-        from autopar.checkpoint.merge import merge_checkpoint
+        from autopar.checkpoint.offline.merge import merge_checkpoint
 
         result = merge_checkpoint(
             source,
@@ -135,7 +135,7 @@ def reshard(
 ) -> None:
     """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
     with _errors():
-        from autopar.checkpoint.reshard import reshard_checkpoint
+        from autopar.checkpoint.offline.reshard import reshard_checkpoint
 
         result = reshard_checkpoint(
             source, destination, tp=tp, pp=pp, optimizer=not no_optimizer, force=force,
@@ -148,7 +148,7 @@ def reshard(
 def check(directory: _Source, as_json: _Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
     with _errors():
-        from autopar.checkpoint.check import check_checkpoint
+        from autopar.checkpoint.offline.check import check_checkpoint
 
         result = check_checkpoint(directory, progress=False if as_json else None)
     problems = result["problems"]

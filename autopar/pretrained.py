@@ -17,11 +17,11 @@ from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.verification import share_of_verification
 from autopar.config import ParallelConfig
-from autopar.consensus import on_every_rank
+from autopar.deferred_init.context import in_lazy_init, lazy_init
+from autopar.deferred_init.files import differs, explained, point_to
+from autopar.distributed.consensus import on_every_rank
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError
-from autopar.lazy_files import differs, explained, point_to
-from autopar.lazy_model import in_lazy_init, lazy_init
-from autopar.mesh import MeshSizes
 from autopar.policy.schema import Policy
 
 __all__ = ["from_pretrained"]

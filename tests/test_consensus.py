@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-from autopar.consensus import differences
+from autopar.distributed.consensus import differences
 from autopar.errors import ConsistencyError
 from tests.pool import pooled
 from tests.small import gpt2

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, UnsupportedModelError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from tests.parity import check, close, language_batches, whole
 from tests.small import gpt2, llama, parallel
 from tests.worlds import distributed

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
 from autopar.errors import ConfigError
-from autopar.mesh import MPU, MeshSizes, rank_groups
 from tests.worlds import distributed
 
 

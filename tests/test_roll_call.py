@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.failures import PATIENCE, Process, RollCall
+from autopar.distributed.mesh import MPU
 from autopar.errors import PipelineError
-from autopar.mesh import MPU
-from autopar.roll_call import PATIENCE, Process, RollCall
 from tests.worlds import distributed, spawn
 
 
@@ -59,8 +59,8 @@ def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
     def fail(path):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("autopar.roll_call._place", lambda: here.place)
-    monkeypatch.setattr("autopar.roll_call.Path.read_text", fail)
+    monkeypatch.setattr("autopar.distributed.failures._place", lambda: here.place)
+    monkeypatch.setattr("autopar.distributed.failures.Path.read_text", fail)
     assert here.is_there() is None
 
 

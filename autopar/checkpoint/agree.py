@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
 
 __all__ = ["Peers", "first", "meet", "together"]
 
@@ -31,7 +31,7 @@ _PREFIX = "autopar/checkpoint"
 
 
 class Peers(Protocol):
-    """The ranks of the world, and the connections over which verdicts travel; an :class:`~autopar.mesh.MPU` is one."""
+    """The ranks of the world and the groups over which verdicts travel: an MPU is one."""
 
     rank: int
     world_size: int

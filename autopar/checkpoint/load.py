@@ -12,18 +12,18 @@ from torch import nn
 
 from autopar.checkpoint import random_states
 from autopar.checkpoint.agree import meet, together
-from autopar.checkpoint.call import absolute, check_timeout, patience, same_call
+from autopar.checkpoint.arguments import absolute, check_timeout, patience, same_call
 from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
-from autopar.checkpoint.plain_data import decode
-from autopar.checkpoint.replica_shares import read
+from autopar.checkpoint.optimizer_weights import TrainingWeights, owns
 from autopar.checkpoint.rotation import place_in_series
-from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
-from autopar.checkpoint.training_weights import TrainingWeights, owns
 from autopar.checkpoint.verification import share_of_verification
 from autopar.errors import CheckpointError, nearest
+from autopar.storage.json_values import decode
+from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 __all__ = ["Wanted", "load"]
 
@@ -63,7 +63,7 @@ class Wanted:
 
 
 def load(model: nn.Module, directory: Callable[[], object], timeout: float, wanted: Wanted, verify: bool) -> None:
-    """See :func:`autopar.checkpoint.attach.from_parallelized`. ``directory`` raises for a wrong call."""
+    """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory`` raises for a wrong call."""
     state = state_of(model)
     mpu = state.mpu
     meet(mpu, "from_parallelized", patience(timeout))

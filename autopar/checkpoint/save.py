@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 from autopar.checkpoint.agree import Peers, first, meet, together
-from autopar.checkpoint.alike import check_alike, digests
-from autopar.checkpoint.call import Request, check_timeout, patience, same_call
-from autopar.checkpoint.checksum import file_checksum
-from autopar.checkpoint.folder import Staging, fsync_files
+from autopar.checkpoint.arguments import Request, check_timeout, patience, same_call
 from autopar.checkpoint.format import Manifest, versions
-from autopar.checkpoint.merge import write_merged
-from autopar.checkpoint.optimizer_facts import Facts
-from autopar.checkpoint.optimizer_facts import merge as merge_facts
-from autopar.checkpoint.part import FileRecord, Part, shard_name
+from autopar.checkpoint.offline.merge import write_merged
+from autopar.checkpoint.optimizer_metadata import Facts
+from autopar.checkpoint.optimizer_metadata import merge as merge_facts
+from autopar.checkpoint.optimizer_weights import states_only
+from autopar.checkpoint.replicated_weights import check_alike, digests
 from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, snapshot
+from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, listed, state_of
-from autopar.checkpoint.training_weights import states_only
 from autopar.errors import CheckpointError
-from autopar.policy.plan import TensorPlan
+from autopar.plan.plan import TensorPlan
+from autopar.storage.checksum import file_checksum
+from autopar.storage.safetensors_io import SafetensorsWriter
 
 __all__ = ["save", "write_shard"]
 
@@ -44,7 +44,7 @@ def save(
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """See :func:`autopar.checkpoint.attach.save_parallelized`. ``arguments`` are those of :meth:`Request.of`."""
+    """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :meth:`Request.of`."""
     state = state_of(model)
     mpu = state.mpu
     state.background.wait()

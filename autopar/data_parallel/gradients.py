@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.data_parallel.norm import counted_here, gradient_norm, local_part, own_axis, own_norm
+from autopar.data_parallel.grad_norm import counted_here, gradient_norm, local_part, own_axis, own_norm
+from autopar.data_parallel.grad_sync import average_over_replicas
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.gradient_sums import average_over_replicas
-from autopar.mesh import MPU
 
 __all__ = ["GradScaler", "average_gradients", "clip_grad_norm_"]
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from autopar.errors import PipelineError
-from autopar.pipeline_parallel.agreement import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
-from autopar.pipeline_parallel.course import Conductor, Course, Handed
-from autopar.pipeline_parallel.halves import Rest, backward_input, backward_weights
-from autopar.pipeline_parallel.messages import Post, map_tensors
-from autopar.pipeline_parallel.partial import complete
+from autopar.pipeline_parallel.backward import Rest, backward_input, backward_weights
+from autopar.pipeline_parallel.batch_checks import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
+from autopar.pipeline_parallel.outputs import complete
+from autopar.pipeline_parallel.p2p import Post, map_tensors
+from autopar.pipeline_parallel.rng import draws_of, seed_of_pass
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage import run_stage
-from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
-from autopar.policy.stages import StagePlan
+from autopar.pipeline_parallel.stage_forward import Conductor, Course, Handed
+from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
 

@@ -15,19 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.config.pipeline import PipelineConfig
+from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
+from autopar.distributed.failures import RollCall
+from autopar.distributed.mesh import MPU, rank_groups
+from autopar.distributed.rng import share
 from autopar.errors import ConfigError
-from autopar.generators import share
-from autopar.gradient_sums import average_over_replicas, held_alike
-from autopar.mesh import MPU, rank_groups
-from autopar.pipeline_config import PipelineConfig
-from autopar.pipeline_parallel.beginning import read_batch, telling
-from autopar.pipeline_parallel.course import Conductor
+from autopar.pipeline_parallel.batch_checks import weights_over_replicas
 from autopar.pipeline_parallel.engine import Engine, Step
-from autopar.pipeline_parallel.gradients import Shared
-from autopar.pipeline_parallel.holding import cut, drop, mend, restore
-from autopar.pipeline_parallel.inference import call_through_stages
-from autopar.pipeline_parallel.messages import Post, map_tensors
-from autopar.pipeline_parallel.microbatches import (
+from autopar.pipeline_parallel.generate import call_through_stages
+from autopar.pipeline_parallel.microbatch import (
     batch_size,
     default_reduction,
     label_count,
@@ -38,12 +35,15 @@ from autopar.pipeline_parallel.microbatches import (
     split,
     weights_of,
 )
-from autopar.pipeline_parallel.partial import partial
-from autopar.pipeline_parallel.replicas import weights_over_replicas
+from autopar.pipeline_parallel.outputs import partial
+from autopar.pipeline_parallel.p2p import Post, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
-from autopar.policy.collected import refuse_collected
-from autopar.policy.stages import StagePlan
-from autopar.roll_call import RollCall
+from autopar.pipeline_parallel.stage_forward import Conductor
+from autopar.pipeline_parallel.stage_weights import cut, drop, mend, restore
+from autopar.pipeline_parallel.step_start import read_batch, telling
+from autopar.pipeline_parallel.tied_weights import Shared
+from autopar.plan.model_outputs import refuse_collected
+from autopar.plan.stages import StagePlan
 
 __all__ = ["Pipeline", "PipelineOutput"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from autopar.errors import PolicyError, nearest
 from autopar.policy.parse import parse_policy
 from autopar.policy.schema import KINDS, Policy
-from autopar.yaml_tree import Fail, Node, Where, plain, plain_tree, read_text, yaml_tree
+from autopar.policy.yaml_reader import Fail, Node, Where, plain, plain_tree, read_text, yaml_tree
 
 __all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy"]
 

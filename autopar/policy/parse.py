@@ -18,7 +18,7 @@ from autopar.policy.schema import (
     Tower,
     UnitSpec,
 )
-from autopar.yaml_tree import Node, Where, plain
+from autopar.policy.yaml_reader import Node, Where, plain
 
 __all__ = ["parse_policy"]
 

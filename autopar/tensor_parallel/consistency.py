@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.collectives import Axis
-from autopar.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
+from autopar.distributed.axis import Axis
+from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
+from autopar.distributed.failures import RollCall
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import Generators
 from autopar.errors import ConsistencyError
-from autopar.generators import Generators
 from autopar.layout import Layout
-from autopar.mesh import MPU
-from autopar.roll_call import RollCall
-from autopar.tensor_parallel.drift import explanation, same_gradient, same_shard
+from autopar.tensor_parallel.consistency_errors import explanation, same_gradient, same_shard
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["ForwardCheck", "Steps"]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from autopar.checkpoint import agree
 from autopar.checkpoint.agree import first, meet, together
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
 from tests.worlds import distributed, raises_everywhere, spawn
 
 

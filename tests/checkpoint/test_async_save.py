@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 import autopar
 from autopar.checkpoint import Manifest, snapshot
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.shards import Shards
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,

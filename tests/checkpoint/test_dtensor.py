@@ -201,7 +201,7 @@ def test_async_save_takes_a_snapshot(tmp_path):
 
 @distributed(world_size=3)
 def test_every_kind_of_tensor(tmp_path):
-    from autopar.mesh import MPU
+    from autopar.distributed.mesh import MPU
     from tests.checkpoint.tiny import tiny
 
     mpu = MPU(tensor_parallel_size=3)  # heads on two ranks, KV heads on several, half precision, booleans, 0-d
@@ -217,8 +217,8 @@ def test_stacked_experts_and_ranks_without_units(tmp_path):
     from types import SimpleNamespace
 
     from autopar.checkpoint.state import STATE, State
-    from autopar.mesh import MPU
-    from autopar.policy.plan import Plan, TensorPlan
+    from autopar.distributed.mesh import MPU
+    from autopar.plan.plan import Plan, TensorPlan
 
     mpu = MPU(tensor_parallel_size=2)
     shares, one = share_out(5, 2), ((0, 0), (0, 1))

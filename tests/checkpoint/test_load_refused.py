@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout
-from autopar.mesh import MPU
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,

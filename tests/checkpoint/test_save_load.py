@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autopar.checkpoint import Manifest, attach, detach, merge_checkpoint
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,
@@ -103,7 +103,7 @@ def test_a_model_inside_a_users_module_and_inside_ddp(tmp_path):
             self.extra = nn.Linear(2, 2)
 
     def build(seed: int) -> Users:
-        from autopar.policy.plan import Plan, TensorPlan
+        from autopar.plan.plan import Plan, TensorPlan
 
         model = Users(seed)
         extra = {

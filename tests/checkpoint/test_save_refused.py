@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.checkpoint import Manifest
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import (
     local,
     same,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
 from tests.checkpoint.tiny import local, same, tiny
 from tests.small import gpt2, parallel
 from tests.worlds import distributed, raises_everywhere

@@ -5,7 +5,7 @@ import copy
 import torch
 
 import autopar
-from autopar.data_parallel import activations
+from autopar import activation_checkpoint as activations
 from tests.parity import close, language_batches, whole
 from tests.small import gpt2
 from tests.worlds import distributed

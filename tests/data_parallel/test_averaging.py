@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import Axis
-from autopar.gradient_sums import sum_gradients
+from autopar.data_parallel.grad_sync import sum_gradients
+from autopar.distributed.axis import Axis
 from tests.worlds import distributed
 
 

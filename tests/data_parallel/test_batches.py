@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import autopar
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.mesh import MPU
 from tests.pool import pooled
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
@@ -171,7 +171,7 @@ def test_a_repetition_is_said_once():
     mpu, said = MPU(), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("autopar.data_parallel.batches")
+    logger = logging.getLogger("autopar.data_parallel.dataloader")
     logger.addHandler(handler)
     try:
         for options in ({}, {"shuffle": True}, {"drop_last": True}, {"even_batches": False}):

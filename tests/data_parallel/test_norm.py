@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.data_parallel.norm import counted_here, gradient_norm
+from autopar.data_parallel.grad_norm import counted_here, gradient_norm
+from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
 from tests.parity import close, language_batches, whole

@@ -5,9 +5,9 @@ import random
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import Axis
-from autopar.data_parallel.owners import assign, broadcast_from_owners
-from autopar.gradient_sums import buckets
+from autopar.data_parallel.grad_sync import buckets
+from autopar.data_parallel.zero1 import assign, broadcast_from_owners
+from autopar.distributed.axis import Axis
 from tests.worlds import distributed
 
 

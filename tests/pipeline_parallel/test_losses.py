@@ -20,9 +20,9 @@ from transformers import (
 )
 
 import autopar
+from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
 from autopar.errors import ConfigError
-from autopar.gradient_sums import held_alike, runs_of, sum_gradients
-from autopar.pipeline_parallel.microbatches import default_reduction, split
+from autopar.pipeline_parallel.microbatch import default_reduction, split
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled

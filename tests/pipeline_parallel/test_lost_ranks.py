@@ -12,9 +12,9 @@ import torch.distributed as dist
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import autopar.pipeline_parallel.pipeline
+from autopar.distributed.failures import PATIENCE
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
-from autopar.roll_call import PATIENCE
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.worlds import distributed, spawn

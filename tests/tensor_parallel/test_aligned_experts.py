@@ -9,9 +9,9 @@ import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
+from autopar.plan.units import UnitTable
 from autopar.policy.schema import UnitSpec
-from autopar.policy.units import UnitTable
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 from tests.parity import check, language_batches, randomise
 from tests.worlds import distributed
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
-from autopar.mesh import MPU
 from autopar.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

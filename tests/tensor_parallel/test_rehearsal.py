@@ -10,11 +10,11 @@ import torch
 import yaml
 from torch import nn
 
+from autopar.dry_run.tensor_parallel import rehearse
 from autopar.errors import PolicyError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import policy_folder, read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.small import gpt2, llama
 from tests.worlds import distributed
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import share_out
-from autopar.mesh import MPU
-from autopar.tensor_parallel.data import broadcast_data
-from autopar.tensor_parallel.split import (
+from autopar.tensor_parallel.megatron.data import broadcast_data
+from autopar.tensor_parallel.megatron.tensor_split import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from autopar import collectives
+from autopar.distributed import collectives
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import share_out
-from autopar.mesh import MPU
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.worlds import distributed, raises_everywhere
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.mesh import MPU
-from autopar.tensor_parallel.mappings import (
+from autopar.tensor_parallel.megatron.mappings import (
     all_to_all,
     axis_of,
     copy_to_tensor_model_parallel_region,

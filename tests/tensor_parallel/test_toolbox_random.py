@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import dropout
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.mesh import MPU
-from autopar.tensor_parallel.random import (
+from autopar.tensor_parallel.megatron.random import (
     RandomStateTracker,
     checkpoint,
     get_cuda_rng_tracker,
