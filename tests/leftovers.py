@@ -22,6 +22,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
 _LOGGERS = ("autopar", "torch", "transformers")
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
@@ -113,6 +114,7 @@ def _destroy_groups() -> None:
     for group in list(state.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    clear_sharding_prop_cache()  # DTensor remembers meshes over the groups that are gone
     number = torch.tensor(state.group_count)
     dist.all_reduce(number, dist.ReduceOp.MAX)  # a rank that is still in a collective of the body shows here
     state.group_count = int(number)
