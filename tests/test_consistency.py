@@ -12,7 +12,8 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
 import autopar
 from autopar.errors import ConsistencyError
-from tests.parity import close, whole
+from tests.compare import same_weights
+from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 from tests.worlds import raises_everywhere
@@ -172,9 +173,7 @@ def test_masks_drawn_from_numpy_are_those_of_one_process():
         optimizers[1].step()
         optimizers[1].zero_grad()
     assert len({round(loss.item(), 4) for loss in losses}) == 4
-    weights = whole(model, lambda parameter: parameter.data)
-    for name, parameter in plain.named_parameters():
-        close(weights[name], parameter.data, name)
+    same_weights(model, plain)
     if rank == 0:
         np.random.rand()
     with raises_everywhere(ConsistencyError, "random state of numpy: rank 0: "):
