@@ -33,7 +33,8 @@ def swap(target: Any, mixin: type, **attributes: Any) -> None:
 
 def plain_class(target: Any, mixin: type) -> Any:
     """Return the class that ``target`` had before ``mixin``, or has if it was not swapped."""
-    return type(target)._autopar_plain if isinstance(target, mixin) else type(target)
+    kinds: tuple[Any, ...] = type(target).__mro__
+    return next((kind._autopar_plain for kind in kinds if kind.__mro__[1:2] == (mixin,)), kinds[0])
 
 
 def unswap(target: Any, mixin: type, *attributes: str) -> None:
@@ -42,9 +43,10 @@ def unswap(target: Any, mixin: type, *attributes: str) -> None:
     Raises:
         TypeError: another class has been put before the mixin's since; undo that one first.
     """
+    kind: Any = type(target)
     if isinstance(target, mixin):
-        if mixin is not type(target).__mro__[1]:
-            raise TypeError(f"{mixin.__name__} is not the last swap of a {type(target).__name__}: undo the later first")
-        target.__class__ = type(target)._autopar_plain
+        if mixin is not kind.__mro__[1]:
+            raise TypeError(f"{mixin.__name__} is not the last swap of a {kind.__name__}: undo the later first")
+        target.__class__ = kind._autopar_plain
     for name in attributes:
         vars(target).pop(name, None)

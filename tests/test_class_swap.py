@@ -58,6 +58,7 @@ def test_two_swaps_are_undone_in_reverse() -> None:
     swap(layer, _Noted)
     with pytest.raises(TypeError, match="_Doubled is not the last swap of a Linear: undo the later first"):
         unswap(layer, _Doubled)
+    assert plain_class(layer, _Doubled) is nn.Linear
     unswap(layer, _Noted)
     unswap(layer, _Doubled)
     assert type(layer) is nn.Linear
