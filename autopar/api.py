@@ -26,7 +26,7 @@ from autopar.data_parallel.replica_check import StepCheck
 from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, lazy_facts
-from autopar.distributed.consensus import on_every_rank
+from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import tell_uncaught
 from autopar.distributed.failures import RollCall
 from autopar.distributed.mesh import MPU
@@ -116,7 +116,7 @@ def initialize(
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed, _ = on_every_rank(
+    parsed, _ = same_on_every_rank(
         lambda: _check_call(model, config, policy, optimizer, lr_scheduler),
         lambda checked: {"config": dataclasses.asdict(checked[0]), "optimizer": checked[1]},
     )
@@ -124,11 +124,11 @@ def initialize(
     try:  # every check is here; the model is untouched so far
         prefix, inner = _inside(model, policy)
         by_expert = parsed.expert_parallel_size > 1
-        plan, lazy = on_every_rank(
+        plan, lazy = same_on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
             lambda made: _facts(made[0], model),
         )
-        stages = on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
+        stages = same_on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
         lazy.make_equal(mpu)
         lazy.draw(mpu, lambda name: mpu.pp.rank in stages.holders(name))
     except Exception:
@@ -151,7 +151,7 @@ def initialize(
     comparing = parsed.consistency_check and parsed.zero_stage != 3
     steps = StepCheck(model, inner, mpu, roll, held_alike(model, plan, mpu), compare=comparing)
     pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check, steps=steps)
-    on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
+    same_on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing and not plain:
