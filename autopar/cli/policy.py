@@ -1,4 +1,4 @@
-"""``autopar policy check``: a policy tried on a model, as tables or as JSON."""
+"""``autopar policy check | list``: a policy tried on a model, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ policy = typer.Typer(help="Work with policies, which say how the weights of a mo
 app.add_typer(policy, name="policy")
 
 
-@policy.callback()
-def _main() -> None:
-    """Makes typer keep the name of the command though there is only one."""
+@policy.command("list")
+def list_types(as_json: Json = False) -> None:
+    """Print every model type that has a policy, and the file of that policy."""
+    with errors():
+        from autopar.policy.load import policy_folder
+        from autopar.policy.match import supported_model_types
+
+        found = {kind: str(policy_folder() / f"{name}.yaml") for kind, name in sorted(supported_model_types().items())}
+    print(json.dumps(found, indent=1) if as_json else "\n".join(f"{kind} {file}" for kind, file in found.items()))
 
 
 @policy.command()
@@ -121,9 +127,9 @@ def _show(report: dict[str, Any], *, brief: bool) -> None:
             print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
     for line in _verdict(report):
         console.print(escape(line))
+    console.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
     for error in report["errors"]:
         print(f"error: {error}", file=sys.stderr)
-    console.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
 
 
 def _verdict(report: dict[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from autopar.policy.parse import parse_policy
 from autopar.policy.schema import KINDS, Policy
 from autopar.policy.yaml_reader import Fail, Node, Where, plain, plain_tree, read_text, yaml_tree
 
-__all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy"]
+__all__ = ["load_policy", "policy_files", "policy_folder", "read_user_policy", "reference"]
 
 
 _LONGEST_CHAIN = 50
@@ -28,6 +28,11 @@ def policy_folder() -> Path:
     """The folder of the policies that come with autopar: inside the wheel, or beside the package in a checkout."""
     inside = Path(__file__).resolve().parents[1] / "_policies"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "policies"
+
+
+def reference() -> Path:
+    """The page on the form of a policy, where this installation has it."""
+    return policy_folder() / "README.md"
 
 
 @functools.lru_cache(maxsize=8)
