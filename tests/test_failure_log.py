@@ -17,7 +17,7 @@ from autopar.distributed.failures import GRACE, FailureLog, Process
 from autopar.distributed.mesh import MPU
 from autopar.errors import PipelineError
 from tests.pool import pooled
-from tests.worlds import spawn
+from tests.worlds import distributed, spawn
 
 
 def test_this_process_is_alive():
@@ -99,7 +99,7 @@ def test_what_is_said_may_be_long_and_strange() -> None:
     assert log.read(1 - dist.get_rank())[:2] == ("ü" * 4000, False)
 
 
-@pooled(world_size=2)
+@distributed(world_size=2)  # its time-out breaks the connections of the world
 def test_patience_holds_inside_only() -> None:
     mpu = MPU(2, 1)
     log = FailureLog(mpu, 2)
