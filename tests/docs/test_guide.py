@@ -74,7 +74,10 @@ def test_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             printed = "".join(command(line, tmp_path) for line in code.text.splitlines())
         else:
             compared += 1
-            replaced = replaced.replace(f"```text\n{code.text}```", f"```text\n{printed.replace(f'{tmp_path}/', '').replace(f'{policy_folder()}/', 'policies/')}```")
+            replaced = replaced.replace(
+                f"```text\n{code.text}```",
+                f"```text\n{printed.replace(f'{tmp_path}/', '').replace(f'{policy_folder()}/', 'policies/')}```",
+            )
             if os.environ.get("UPDATE_DOCS") != "1":
                 assert shown(code.text, tmp_path) == shown(printed, tmp_path)
     assert compared == 4
