@@ -1,8 +1,8 @@
 """The version ranges in the policies are true at their lower end.
 
-``make test-all`` runs this a second time, with the oldest supported transformers: every policy whose range begins there plans and
-rehearses the main head of each of its model types, and a few families are compared with the plain model over two ranks.
-With another version there is nothing to do.
+``make test-all`` runs this a second time, with the oldest supported transformers: every policy whose range begins there
+plans and rehearses the main head of each of its model types, and a few families are compared with the plain model over
+two ranks. With another version there is nothing to do.
 """
 
 from __future__ import annotations
