@@ -15,23 +15,23 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from autopar.checkpoint.folder import Staging
 from autopar.checkpoint.format import Manifest, versions
-from autopar.checkpoint.lazy import InMemory, LazyTensor
-from autopar.checkpoint.merge import parse_dtype, refuse_own_place
-from autopar.checkpoint.reshard import check_sizes, finish, write_part
-from autopar.checkpoint.safetensors_stream import dtype_of, nbytes
-from autopar.checkpoint.stages import stages_by_size
+from autopar.checkpoint.offline.merge import parse_dtype, refuse_own_place
+from autopar.checkpoint.offline.reshard import check_sizes, finish, write_part
+from autopar.checkpoint.offline.stage_files import stages_by_size
+from autopar.checkpoint.staging import Staging
 from autopar.checkpoint.state import listed
+from autopar.deferred_init.context import lazy_init
+from autopar.deferred_init.files import explained
+from autopar.deferred_init.sources import sources_of
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, nearest
-from autopar.lazy_files import explained
-from autopar.lazy_model import lazy_init
-from autopar.mesh import MeshSizes
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy
-from autopar.policy.plan import Plan
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
-from autopar.sources import sources_of
+from autopar.storage.lazy_tensor import InMemory, LazyTensor
+from autopar.storage.safetensors_io import dtype_of, nbytes
 
 __all__ = ["split_checkpoint"]
 

@@ -7,10 +7,11 @@ import re
 import pytest
 import yaml
 
-from autopar.config import _NUMBERS, _SECTIONS, ParallelConfig
+from autopar.config import ParallelConfig
+from autopar.config.foreign_keys import _ELSEWHERE, _RENAMED, explain
+from autopar.config.parallel_config import _NUMBERS, _SECTIONS
+from autopar.config.pipeline import PipelineConfig
 from autopar.errors import ConfigError
-from autopar.foreign_keys import _ELSEWHERE, _RENAMED, explain
-from autopar.pipeline_config import PipelineConfig
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
 

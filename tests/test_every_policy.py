@@ -24,10 +24,10 @@ from torch import nn
 
 import autopar
 import autopar.api
+from autopar.dry_run.tensor_parallel import rehearse
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
-from autopar.policy.resolve import make_plan
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type

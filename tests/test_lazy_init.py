@@ -239,7 +239,7 @@ def test_a_copy_in_another_dtype():
 def test_only_one_block_is_whole_at_a_time():
     model = lazily(gpt2(n_layer=6))
     held: list[int] = []
-    from autopar import materialize
+    from autopar.deferred_init import materialize
 
     real = materialize.swap
 

@@ -14,10 +14,10 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from transformers import CONFIG_MAPPING
 
+from autopar.dry_run.tensor_parallel import rehearse
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.pool import pooled
 from tests.random_models import build
 from tests.test_every_policy import _main, _run

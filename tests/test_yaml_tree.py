@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from autopar import yaml_tree as module
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, PolicyError
+from autopar.policy import yaml_reader as module
 from autopar.policy.load import policy_folder, read_user_policy
-from autopar.yaml_tree import plain, yaml_tree
+from autopar.policy.yaml_reader import plain, yaml_tree
 
 LOADERS = [yaml.SafeLoader] + ([yaml.CSafeLoader] if yaml.__with_libyaml__ else [])
 

@@ -26,12 +26,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.checksum import NAME, checksum
-from autopar.checkpoint.folder import MANIFEST, leftovers
-from autopar.checkpoint.part import FileRecord, Part
+from autopar.checkpoint.shard_index import FileRecord, Part
+from autopar.checkpoint.staging import MANIFEST, leftovers
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError, nearest
-from autopar.mesh import MeshSizes
-from autopar.policy.plan import Piece, TensorPlan
+from autopar.plan.plan import Piece, TensorPlan
+from autopar.storage.checksum import NAME, checksum
 
 __all__ = ["MANIFEST", "PARTS", "Manifest", "parse_size", "sizes_text", "versions"]
 

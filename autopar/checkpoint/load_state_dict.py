@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.checkpoint.local_shard import Share, share_of
 from autopar.checkpoint.partial_state_dict import described, part_of
-from autopar.checkpoint.share import Share, share_of
 from autopar.checkpoint.state import listed
 from autopar.errors import CheckpointError
-from autopar.policy.plan import TensorPlan
+from autopar.plan.plan import TensorPlan
 
 __all__ = ["TakeShare"]
 

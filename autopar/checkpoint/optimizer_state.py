@@ -8,7 +8,7 @@ A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_a
   this rank's share, that no other sharing-out has. ``{parameter}::{key}@tp{rank}``; it fits the same sharing-out only.
 * **value**: a number, a text or None, which lies in the facts.
 
-What the facts look like: :mod:`autopar.checkpoint.optimizer_facts`.
+What the facts look like: :mod:`autopar.checkpoint.optimizer_metadata`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_facts import Entry, Facts
-from autopar.checkpoint.plain_data import encode, encode_inline
-from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
+from autopar.checkpoint.optimizer_metadata import Entry, Facts
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
-from autopar.policy.plan import Plan, TensorPlan
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.json_values import encode, encode_inline
+from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 __all__ = ["COUNTERS", "OptimizerState", "Restoration", "Wanted", "prepare", "take"]
 

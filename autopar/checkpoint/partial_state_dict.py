@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.callers import calls, warn_user
-from autopar.checkpoint.share import share_of
+from autopar.call_site import calls, warn_user
+from autopar.checkpoint.local_shard import share_of
 from autopar.errors import ConfigError
 
 __all__ = ["MARK", "Mark", "MarkPart", "PartialStateDict", "part_of", "use_instead"]

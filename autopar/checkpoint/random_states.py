@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.checkpoint.plain_data import Json, decode, encode_inline
+from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
-from autopar.random_state import RandomStateTracker, StreamState
+from autopar.storage.json_values import Json, decode, encode_inline
 
 __all__ = ["choose", "restore", "take"]
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from autopar.checkpoint.folder import MANIFEST, REMOVED, fsync
 from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.staging import MANIFEST, REMOVED, fsync
 from autopar.checkpoint.state import listed
 from autopar.errors import CheckpointError
 

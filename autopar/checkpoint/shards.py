@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.checkpoint.checksum import file_checksum
 from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
-from autopar.checkpoint.lazy import Joined, LazyTensor, Narrowed
-from autopar.checkpoint.part import FileRecord, Part
-from autopar.checkpoint.safetensors_stream import SafetensorsReader, dtype_name, nbytes
+from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.errors import CheckpointError
+from autopar.storage.checksum import file_checksum
+from autopar.storage.lazy_tensor import Joined, LazyTensor, Narrowed
+from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
 
 __all__ = ["Held", "Shards"]
 

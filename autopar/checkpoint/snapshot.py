@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint import random_states
+from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.optimizer_state import take
-from autopar.checkpoint.plain_data import encode
-from autopar.checkpoint.replica_shares import gather
+from autopar.checkpoint.optimizer_weights import LOSS_SCALE, differs_by_replica, loss_scale, masters, owns
 from autopar.checkpoint.state import local_tensors, state_of
-from autopar.checkpoint.training_weights import LOSS_SCALE, differs_by_replica, loss_scale, masters, owns
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
-from autopar.policy.plan import TensorPlan
+from autopar.plan.plan import TensorPlan
+from autopar.storage.json_values import encode
 
 __all__ = ["Snapshot", "snapshot"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.checkpoint.background import Background
-from autopar.checkpoint.replica_shares import check_share
+from autopar.checkpoint.async_save import Background
+from autopar.checkpoint.fsdp_shards import check_share
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
-from autopar.policy.plan import Plan
+from autopar.plan.plan import Plan
 
 __all__ = [
     "STATE",

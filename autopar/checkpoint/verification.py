@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from autopar.checkpoint.shards import Held
-from autopar.mesh import MeshSizes
+from autopar.distributed.mesh import MeshSizes
 
 __all__ = ["share_of_verification"]
 

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.config import ParallelConfig
+from autopar.data_parallel.grad_norm import gradient_norm, local_part
 from autopar.data_parallel.loss_scale import LossScale
-from autopar.data_parallel.masters import DTYPES, Masters, fp32_gradients, to_half
-from autopar.data_parallel.norm import gradient_norm, local_part
-from autopar.data_parallel.owners import assign, broadcast_from_owners
-from autopar.data_parallel.stand_in import StandIn
+from autopar.data_parallel.master_weights import DTYPES, Masters, fp32_gradients, to_half
+from autopar.data_parallel.optimizer_proxy import StandIn
+from autopar.data_parallel.zero1 import assign, broadcast_from_owners
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.mesh import MPU
-from autopar.policy.plan import Plan
-from autopar.roll_call import RollCall
+from autopar.plan.plan import Plan
 
 __all__ = ["ParallelStep"]
 
@@ -47,7 +47,7 @@ class ParallelStep:
         optimizer: whose parameters are those of ``model``.
         model: parallelized already; its parameters become those of ``precision.dtype`` here.
         inner: the Hugging Face model in it.
-        counted: names that count in the norm here, see :func:`~autopar.data_parallel.norm.counted_here`.
+        counted: names that count in the norm here, see :func:`~autopar.data_parallel.grad_norm.counted_here`.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ParallelStep:
         mpu: MPU,
         config: ParallelConfig,
         counted: frozenset[str],
-        roll: RollCall,
+        failures: FailureLog,
     ) -> None:
         self.optimizer, self.model, self.plan, self.mpu, self.counted = optimizer, model, plan, mpu, counted
-        self._roll = roll
+        self._failures = failures
         self.max_norm = config.gradient_clipping
         self.scale = LossScale.of(config) if config.precision == "fp16" else None
         self.masters = Masters() if config.precision != "fp32" and config.zero_stage != 3 else None
@@ -207,7 +207,7 @@ class ParallelStep:
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
         """Collectives of ``ranks`` inside wait no longer than ``pipeline.timeout``, and name who failed."""
-        with self._roll.patience(), self._roll.naming("optimizer.step()", ranks):
+        with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
     def _adopt(self) -> None:

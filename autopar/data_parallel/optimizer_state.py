@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
-from autopar.policy.plan import Plan
+from autopar.plan.plan import Plan
 
 __all__ = ["check_optimizer", "check_state", "drop_absent", "rebind", "shard_state"]
 

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from autopar.errors import PipelineError
-from autopar.pipeline_parallel.agreement import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
-from autopar.pipeline_parallel.course import Conductor, Course, Handed
-from autopar.pipeline_parallel.halves import Rest, backward_input, backward_weights
-from autopar.pipeline_parallel.messages import Post, map_tensors
-from autopar.pipeline_parallel.partial import complete
+from autopar.pipeline_parallel.backward import Rest, backward_input, backward_weights
+from autopar.pipeline_parallel.batch_checks import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
+from autopar.pipeline_parallel.outputs import complete
+from autopar.pipeline_parallel.p2p import Post, map_tensors
+from autopar.pipeline_parallel.rng import draws_of, seed_of_pass
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage import run_stage
-from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
-from autopar.policy.stages import StagePlan
+from autopar.pipeline_parallel.stage_forward import Conductor, Course, Handed
+from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
 
@@ -118,7 +118,7 @@ class Engine:
             with seed_of_pass(self.plan.stages, self.model.training) as self._seed:
                 for kind, stage, microbatch in lists[self.rank]:
                     what = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
-                    with self.post.roll.naming(what, self.post.roll.mpu.tp.ranks):
+                    with self.post.failures.blame(what, self.post.failures.mpu.tp.ranks):
                         do[kind](stage, microbatch, step)
                 ended = end_pass(self.post, DONE)  # so that nobody waits in a collective for a stage that failed
                 if ended:
@@ -155,7 +155,7 @@ class Engine:
             raise mine from error
         if len(ended) < self.plan.ranks:
             raise data_ended(ended)
-        self.post.roll.withdraw()
+        self.post.failures.clear()
 
     def _tell(self, error: Exception) -> None:
         """The neighbours, who may wait for this rank, and all who have finished."""

@@ -32,10 +32,10 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError, ConsistencyError, nearest
-from autopar.pipeline_parallel.agreement import digest_of
-from autopar.pipeline_parallel.beginning import beginning, read_batch
+from autopar.pipeline_parallel.batch_checks import digest_of
 from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.pipeline import Pipeline
+from autopar.pipeline_parallel.step_start import beginning, read_batch
 
 __all__ = ["get_forward_backward_func"]
 

@@ -13,11 +13,11 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
+from autopar.distributed.rng import Generators
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
-from autopar.generators import Generators
-from autopar.pipeline_parallel.absent import Absent
-from autopar.pipeline_parallel.course import Conductor, Course, Handed, StageDone, WrittenInPlace
-from autopar.pipeline_parallel.partial import chief, partial
+from autopar.pipeline_parallel.outputs import chief, partial
+from autopar.pipeline_parallel.provenance import Absent
+from autopar.pipeline_parallel.stage_forward import Conductor, Course, Handed, StageDone, WrittenInPlace
 
 __all__ = ["Examined", "examine", "run_stage"]
 

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 
 __all__ = [
     "HIDDEN",
     "INFERRED",
     "KINDS",
     "LISTED",
+    "SUPPORTED",
     "Input",
     "Part",
     "Policy",
@@ -28,6 +29,8 @@ __all__ = [
 
 INFERRED = "inferred"
 HIDDEN = "hidden"
+SUPPORTED = ">=5.20,<6"
+"""The versions of transformers for which a policy holds that names no others."""
 LISTED = ("column", "row", "cut", "norm_over")
 """Kinds of rules that take a list of parts."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
@@ -142,7 +145,7 @@ class Policy:
     ``model_types`` is empty for a policy that is given by hand, without ``match``. ``models``: path (relative to the
     base model) -> place. Each is a Hugging Face model whose own policy, found by its own ``model_type``, holds below
     it. ``without_kernels``: functions of the modeling file that must be transformers' own (see
-    :mod:`autopar.policy.kernels`).
+    :mod:`autopar.plan.kernels`).
     """
 
     name: str
@@ -156,6 +159,11 @@ class Policy:
     head_attributes: Mapping[str, Ratio] = field(default_factory=dict)
     models: Mapping[str, Where] = field(default_factory=dict)
     without_kernels: tuple[str, ...] = ()
+    ranges: Mapping[str, str] = field(default_factory=dict)
+
+    def range_of(self, model_type: str) -> str:
+        """Return the versions of transformers in which models of this type have the structure."""
+        return self.ranges.get(model_type, self.transformers)
 
     @property
     def units(self) -> Mapping[str, UnitSpec]:

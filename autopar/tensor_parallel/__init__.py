@@ -6,13 +6,13 @@ Every function takes ``group`` as its last argument: a process group, or an MPU 
 state. :mod:`autopar.api` is built from the same parts.
 """
 
-from autopar.axis import Group, axis_of
-from autopar.tensor_parallel.data import broadcast_data
+from autopar.distributed.axis import Group, axis_of
 from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
 from autopar.tensor_parallel.full_state import full_state_dict, load_full_state_dict
 from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
-from autopar.tensor_parallel.mappings import (
+from autopar.tensor_parallel.megatron.data import broadcast_data
+from autopar.tensor_parallel.megatron.mappings import (
     all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -22,7 +22,7 @@ from autopar.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from autopar.tensor_parallel.random import (
+from autopar.tensor_parallel.megatron.random import (
     MODEL_PARALLEL_STREAM,
     RandomStateTracker,
     checkpoint,
@@ -30,7 +30,7 @@ from autopar.tensor_parallel.random import (
     manual_seed,
     model_parallel_cuda_manual_seed,
 )
-from autopar.tensor_parallel.split import (
+from autopar.tensor_parallel.megatron.tensor_split import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

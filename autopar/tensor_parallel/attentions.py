@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import Axis, gather
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gather
 from autopar.layout import Block, Layout
-from autopar.policy.plan import Plan
+from autopar.plan.plan import Plan
 
 __all__ = ["head_layouts", "whole_attentions"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autopar.collectives import Axis
+from autopar.distributed.axis import Axis
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from autopar.tensor_parallel.regions import Region
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.axis import Group
-from autopar.collectives import gather, reduce_
-from autopar.policy.plan import ModulePlan
-from autopar.tensor_parallel.building import (
+from autopar.distributed.axis import Group
+from autopar.distributed.collectives import gather, reduce_
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.construction import (
     InitMethod,
     layout_of,
     make_layer,

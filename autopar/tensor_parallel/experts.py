@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import all_to_all, even_layout, gather, scatter
-from autopar.tensor_parallel.boundaries import Boundary
+from autopar.distributed.collectives import all_to_all, even_layout, gather, scatter
+from autopar.tensor_parallel.region_modules import Boundary
 
 __all__ = ["ExpertParallel"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.collectives import Axis, all_gather
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache
 
-from autopar.collectives import scatter
+from autopar.distributed.collectives import scatter
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout
-from autopar.mesh import MPU
 
 __all__ = ["CutCaches", "KnowCaches", "cache_layouts"]
 

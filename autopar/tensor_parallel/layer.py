@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from autopar.collectives import Axis, sum_replicas
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import sum_replicas
 from autopar.layout import Layout
-from autopar.policy.plan import ModulePlan
+from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["ParallelLayer"]

@@ -7,7 +7,7 @@ Weights are plain local ``nn.Parameter`` objects, the same ones as before.
 Every layer has, beside what it had as a plain module:
 
 * ``tp``: the axis, ``region``: what the layers of the model share during a forward,
-* ``autopar``: its :class:`~autopar.policy.plan.ModulePlan`,
+* ``autopar``: its :class:`~autopar.plan.plan.ModulePlan`,
 * ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of those that are cut (on the module, since
   attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
 """
@@ -23,16 +23,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autopar.axis import Group
-from autopar.collectives import copy, gather, reduce_, scatter
+from autopar.distributed.axis import Group
+from autopar.distributed.collectives import copy, gather, reduce_, scatter
 from autopar.errors import PolicyError
-from autopar.policy.plan import ModulePlan
-from autopar.tensor_parallel.boundaries import Boundary, bounded_class
-from autopar.tensor_parallel.building import InitMethod, layout_of, make_layer, shared_axis, whole_linear
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.construction import InitMethod, layout_of, make_layer, shared_axis, whole_linear
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.layer import ParallelLayer
 from autopar.tensor_parallel.norms import SharedNorm
+from autopar.tensor_parallel.region_modules import Boundary, bounded_class
 from autopar.tensor_parallel.vocabulary_rows import own_rows
 
 __all__ = [

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from autopar import collectives
-from autopar.axis import Group, axis_of
-from autopar.collectives import Axis, even_layout
+from autopar.distributed import collectives
+from autopar.distributed.axis import Axis, Group, axis_of
+from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
 from autopar.layout import share_out
 

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autopar.collectives import Axis, copy, reduce
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import copy, reduce
 from autopar.errors import PolicyError
 from autopar.layout import Layout
-from autopar.policy.plan import ModulePlan
-from autopar.tensor_parallel.boundaries import Boundary
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.region_modules import Boundary
 
 __all__ = ["SharedNorm"]
 

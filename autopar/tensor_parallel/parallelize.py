@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.collectives import Axis, all_gather
-from autopar.digest import checksum
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
+from autopar.distributed.digest import checksum
+from autopar.distributed.mesh import MPU
 from autopar.layout import Layout
-from autopar.mesh import MPU
-from autopar.policy.plan import AttributePlan, ModulePlan, Plan
+from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.tensor_parallel.config_view import own_config, set_own
 from autopar.tensor_parallel.layers import parallel_class, plain_class
-from autopar.tensor_parallel.own_config import own_config, set_own
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.vocabulary_rows import TOLD
 

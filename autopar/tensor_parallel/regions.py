@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.collectives import Axis, copy
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import copy
 
 __all__ = ["Region"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.callers import is_library, warn_user
+from autopar.call_site import is_library, warn_user
 
 __all__ = ["TOLD", "own_rows"]
 

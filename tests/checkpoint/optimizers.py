@@ -13,11 +13,11 @@ import torch
 from torch import nn, optim
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from autopar.checkpoint.optimizer_facts import merge
+from autopar.checkpoint.optimizer_metadata import merge
 from autopar.checkpoint.optimizer_state import OptimizerState, prepare, take
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.match import find_policy
-from autopar.policy.plan import Plan, TensorPlan
-from autopar.policy.resolve import make_plan
 from tests.small import gpt2, llama
 
 Make = Callable[[Any], optim.Optimizer]

@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
-from autopar.checkpoint import lazy as lazy_module
-from autopar.checkpoint.lazy import (
+from autopar.errors import CheckpointError
+from autopar.layout import Block, Layout, share_out
+from autopar.storage import lazy_tensor as lazy_module
+from autopar.storage.lazy_tensor import (
     InMemory,
     Joined,
     LazyTensor,
@@ -20,8 +22,6 @@ from autopar.checkpoint.lazy import (
     Unsqueezed,
     read_shard,
 )
-from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, share_out
 
 
 class Counting(RangeFile):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import autopar
-from autopar import materialize
+from autopar.deferred_init import materialize
 from tests.checkpoint.hybrid import batch_of, same
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep

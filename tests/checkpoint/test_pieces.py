@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from autopar.checkpoint.lazy import InMemory, Stored
-from autopar.checkpoint.pieces import lazy_piece
-from autopar.checkpoint.safetensors_stream import SafetensorsReader, SafetensorsWriter
-from autopar.policy.plan import Piece
+from autopar.plan.plan import Piece
+from autopar.storage.lazy_tensor import InMemory, Stored
+from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter
+from autopar.storage.views import lazy_piece
 from tests.checkpoint.test_lazy import Counting
 
 SHAPES = [(4, 3, 5), (3, 1, 4), (1, 1, 6), (2, 2, 2, 2), (7,), (5, 5), (1,)]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from autopar.checkpoint import Manifest, merge_checkpoint, save
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.reshard import check_sizes, reshard_checkpoint
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.offline.reshard import check_sizes, reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import snapshot
 from autopar.checkpoint.state import state_of, write_config
 from autopar.errors import CheckpointError
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import fake_mpu, moment, same, save_alone, saved_state, tiny
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1), (3, 3)]

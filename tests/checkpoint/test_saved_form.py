@@ -20,16 +20,16 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from typer.testing import CliRunner
 
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.lazy import InMemory
-from autopar.checkpoint.merge import merge_checkpoint
-from autopar.checkpoint.pieces import open_piece
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.cli import app
 from autopar.errors import CheckpointError
-from autopar.policy import saved_form
+from autopar.plan import saved_form
+from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
-from autopar.policy.tensors import plan_tensors
 from autopar.split import split_checkpoint
+from autopar.storage.lazy_tensor import InMemory
+from autopar.storage.views import open_piece
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.checkpoint.shards import Held
 from autopar.checkpoint.verification import share_of_verification
-from autopar.mesh import MeshSizes
+from autopar.distributed.mesh import MeshSizes
 
 MESHES = [MeshSizes(*sizes) for sizes in ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 3), (3, 2, 2))]
 

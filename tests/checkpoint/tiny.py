@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from autopar.checkpoint import attach, save
-from autopar.checkpoint.checksum import NAME, checksum, file_checksum
 from autopar.checkpoint.snapshot import snapshot
 from autopar.checkpoint.state import state_of, write_config
+from autopar.distributed.mesh import MeshSizes
 from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
-from autopar.mesh import MeshSizes
-from autopar.policy.plan import Plan, TensorPlan
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.checksum import NAME, checksum, file_checksum
 
 HEADS, KV_HEADS, WIDTH, VOCAB, HIDDEN = 6, 2, 2, 17, 4
 

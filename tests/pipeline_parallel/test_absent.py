@@ -10,8 +10,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
 from autopar.errors import AutoparError, UnsupportedModelError
-from autopar.pipeline_parallel.absent import Absent
-from autopar.pipeline_parallel.partial import complete, partial
+from autopar.pipeline_parallel.outputs import complete, partial
+from autopar.pipeline_parallel.provenance import Absent
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2

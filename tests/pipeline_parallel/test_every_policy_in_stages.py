@@ -13,9 +13,9 @@ import transformers
 import autopar
 import autopar.api
 from autopar.errors import AutoparError
+from autopar.plan.stages import elements_of
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy
-from autopar.policy.stages import elements_of
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.pipeline_parallel.halves import backward_input, backward_weights
+from autopar.pipeline_parallel.backward import backward_input, backward_weights
 
 _SIZE = 5
 

@@ -11,9 +11,9 @@ import torch
 
 from autopar.api import _reads
 from autopar.errors import ConfigError, UnsupportedModelError
+from autopar.plan.partition import partition, rank_of_stage
+from autopar.plan.stages import StagePlan, make_stages
 from autopar.policy.match import find_policy
-from autopar.policy.partition import partition, rank_of_stage
-from autopar.policy.stages import StagePlan, make_stages
 from tests.pipeline_parallel.deep import deep
 from tests.random_models import Case, build
 from tests.small import llama

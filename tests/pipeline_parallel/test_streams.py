@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
-from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
+from autopar.pipeline_parallel.rng import draws_of, seed_of_pass
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2

@@ -20,13 +20,13 @@ import pytest
 from transformers import PreTrainedModel
 
 import autopar.api
+from autopar.dry_run.tensor_parallel import rehearse
 from autopar.errors import AutoparError
+from autopar.plan.make_plan import make_plan
+from autopar.plan.matching import all_scopes, uses_of
+from autopar.plan.plan import Plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
-from autopar.policy.plan import Plan
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy, Rule
-from autopar.policy.uses import all_scopes, uses_of
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.worlds import spawn

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from autopar.errors import PolicyError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, policy_files, policy_folder, read_user_policy
-from autopar.policy.resolve import make_plan
 from tests.small import llama
 
 MATCH = "match: {model_type: mine}\n"

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from autopar.errors import ConfigError, PolicyError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from tests.small import gpt2, llama
 
 RIGHT = """\

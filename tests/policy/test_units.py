@@ -10,9 +10,9 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
+from autopar.plan.units import UnitTable
 from autopar.policy.schema import Part, UnitSpec
-from autopar.policy.units import UnitTable
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 
 NONE: frozenset[str] = frozenset()
 

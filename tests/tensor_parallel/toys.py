@@ -11,13 +11,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from autopar.collectives import Axis
+from autopar.distributed.axis import Axis
+from autopar.dry_run.tensor_parallel import rehearse
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
-from autopar.policy.plan import Plan
-from autopar.policy.resolve import make_plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.rehearsal import rehearse
 
 
 class ToyConfig(PretrainedConfig):

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 import autopar
-from autopar.config import _NUMBERS, _SECTIONS
-from autopar.pipeline_config import PipelineConfig
+from autopar.config.parallel_config import _NUMBERS, _SECTIONS
+from autopar.config.pipeline import PipelineConfig
 from autopar.policy.load import load_policy, policy_files
 from autopar.policy.match import supported_model_types
 from tests.random_models import auto_heads, of_type

@@ -1,0 +1,96 @@
+"""Tensors that the data-parallel replicas share out (``zero.stage: 3``, torch's ``fully_shard``).
+
+A DTensor of this kind is the shard of one tensor-parallel rank, cut over dp into runs of equally many rows, the last
+ones shorter. A checkpoint knows nothing of it: the first replica writes whole shards, and any rank reads its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar.distributed.mesh import MPU
+from autopar.errors import CheckpointError
+from autopar.layout import Layout
+from autopar.storage.lazy_tensor import Joined, LazyTensor, Narrowed, read_shard, whole_box
+
+__all__ = ["check_share", "gather", "read"]
+
+
+def check_share(name: str, tensor: torch.Tensor, replicas: int) -> None:
+    """Raise CheckpointError if ``tensor`` is a DTensor that is not cut over the replicas as ``fully_shard`` cuts."""
+    if not isinstance(tensor, DTensor):
+        return
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or mesh.size() != replicas or tuple(tensor.placements) != (Shard(0),):
+        raise CheckpointError(
+            f"{name} is a DTensor with placements {tuple(tensor.placements)} over a mesh of {tuple(mesh.shape)}; a "
+            f"checkpoint can hold those that zero.stage 3 makes: Shard(0) over the {replicas} data-parallel replicas"
+        )
+
+
+def _rows(tensor: DTensor, replica: int, replicas: int) -> tuple[int, int]:
+    """The rows ``[start, stop)`` of a replica."""
+    size = tensor.shape[0]
+    each = -(-size // replicas)
+    return min(replica * each, size), min((replica + 1) * each, size)
+
+
+@torch.no_grad()
+def gather(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torch.Tensor]:
+    """Whole shards in host memory on the first replica, nothing on the others; what is no DTensor stays as it is.
+
+    A collective over dp, whose ranks give the same DTensors in the same order.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            result[name] = tensor
+            continue
+        whole = _gather(tensor, mpu)
+        if whole is not None:
+            result[name] = whole
+    return result
+
+
+def _gather(tensor: DTensor, mpu: MPU) -> torch.Tensor | None:
+    axis, local = mpu.dp, tensor.to_local()
+    cuts = [_rows(tensor, replica, axis.size) for replica in range(axis.size)]
+    sent = torch.zeros((cuts[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
+    sent[: local.shape[0]].copy_(local)
+    parts = [torch.empty_like(sent) for _ in cuts] if axis.rank == 0 else []
+    if axis.size == 1 or sent.numel() == 0:
+        parts = [sent for _ in parts]
+    else:
+        dist.gather(_raw(sent), [_raw(part) for part in parts] or None, dst=axis.ranks[0], group=axis.group)
+    if axis.rank != 0:
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for part, (start, stop) in zip(parts, cuts, strict=True):
+        whole[start:stop].copy_(part[: stop - start])
+    return whole
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory as bytes: not every backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def read(lazy: LazyTensor, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
+    """Read what this rank holds of ``lazy`` by ``layout`` into ``out``; of a DTensor its own rows only."""
+    if not isinstance(out, DTensor):
+        read_shard(lazy, layout, mpu.tp.rank, out)
+        return
+    local, shard = out.to_local(), lazy
+    if local.numel() == 0:
+        return
+    if layout is not None:
+        ranges = layout.ranges(mpu.tp.rank)
+        shard = Joined([Narrowed(lazy, layout.dim, *wanted) for wanted in ranges], layout.dim)
+    if shard.shape != tuple(out.shape):
+        raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(shard.shape)}")
+    shard.read_into(local, (_rows(out, mpu.dp.rank, mpu.dp.size), *whole_box(shard.shape[1:])))

@@ -1,0 +1,198 @@
+"""The methods that a parallelized model gets: ``save_parallelized``, ``wait_for_save`` and ``from_parallelized``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.checkpoint.foreign_arguments import place
+from autopar.checkpoint.load import Wanted, load
+from autopar.checkpoint.load_state_dict import TakeShare
+from autopar.checkpoint.local_shard import SHARE, Share
+from autopar.checkpoint.partial_state_dict import MarkPart
+from autopar.checkpoint.save import save
+from autopar.checkpoint.state import STATE, State, state_of
+from autopar.checkpoint.whole_model_methods import METHODS, refuse_pickle
+from autopar.distributed.mesh import MPU
+from autopar.plan.plan import Plan
+
+__all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
+
+_METHODS = ("save_parallelized", "wait_for_save", "from_parallelized")
+
+
+def save_parallelized(
+    self: nn.Module,
+    directory: str | os.PathLike[str] | None = None,
+    merge_checkpoints: bool = False,
+    max_shard_size: int | str = "5GB",
+    format: str = "safetensors",
+    timeout: float = 20.0,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    async_save: bool = False,
+    **others: Any,
+) -> None:
+    """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
+
+    The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A
+    checkpoint in ``directory`` is replaced, also one in Hugging Face's form (do not save into the folder of the base
+    model); other files there (a tokenizer) are kept.
+
+    Args:
+        directory: folder to make, on a file system that all nodes share. Also called ``save_directory``.
+        merge_checkpoints: write what ``save_pretrained`` of the plain model would write, instead of one shard a rank.
+        max_shard_size: with ``merge_checkpoints``, split the weights into files of at most this size.
+        format: with ``merge_checkpoints``, ``safetensors`` or ``bin``.
+        timeout: seconds to wait for the other ranks to call.
+        optimizer: save its state too, in the layout of the parameters, with the fp32 weights and the loss scale of
+            half precision, and the random state of every rank.
+        lr_scheduler: save its ``state_dict()`` too.
+        extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
+        keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
+            remain, the ones that were saved last whatever their numbers: first those that the run left behind when it
+            went back to an earlier one with ``from_parallelized``, then the oldest. Files in their folders that no
+            save has written stay there.
+        async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
+            which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
+        others: arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
+
+    Raises:
+        CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
+            did not call, died or could not write, or the model is no longer the one that was parallelized.
+    """
+    arguments = {
+        "directory": lambda: place(save_parallelized, directory, others),
+        "merge_checkpoints": merge_checkpoints,
+        "max_shard_size": max_shard_size,
+        "format": format,
+        "keep_last": keep_last,
+        "async_save": async_save,
+    }
+    save(self, arguments, timeout, optimizer, lr_scheduler, extra)
+
+
+def wait_for_save(self: nn.Module) -> None:
+    """Wait for a save with ``async_save=True``; every rank calls it.
+
+    Raises:
+        CheckpointError: the save failed, the same on every rank.
+    """
+    state_of(self).background.wait()
+
+
+def from_parallelized(
+    self: nn.Module,
+    directory: str | os.PathLike[str] | None = None,
+    timeout: float = 20.0,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: MutableMapping[str, Any] | None = None,
+    verify: bool = True,
+    **others: Any,
+) -> nn.Module:
+    """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
+
+    The checkpoint may come from any mesh: each rank reads the ranges that it holds now, straight from the shard files.
+    Parameters keep their identity, device and dtype. Mesh, ZeRO stage and precision may be others than when it was
+    saved; with an optimizer, training goes on from the saved fp32 weights wherever there are any.
+
+    Args:
+        directory: folder of the checkpoint. Also called ``save_directory`` or ``path``.
+        timeout: seconds to wait for the other ranks to call.
+        optimizer: fill its state and its param groups too; it has the same parameters as the one that was saved. The
+            random state of every rank is restored as well.
+        lr_scheduler: gets the saved ``state_dict()``.
+        extra: a dict that receives what was saved with ``extra=``.
+        verify: first read every byte once, each rank its part, and compare checksums.
+
+    Raises:
+        CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
+            damaged, mixed or of another model, or a rank did not call or died.
+    """
+    state_of(self).background.wait()
+    load(
+        self,
+        lambda: place(from_parallelized, directory, others),
+        timeout,
+        Wanted(optimizer, lr_scheduler, extra),
+        verify,
+    )
+    return self
+
+
+def attach(
+    model: nn.Module,
+    plan: Plan,
+    mpu: MPU,
+    hf_model: PreTrainedModel,
+    hf_prefix: str = "",
+    holders: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Give ``model`` its methods.
+
+    Args:
+        model: the root model that was parallelized.
+        plan, mpu: of the model.
+        hf_model: the Hugging Face model in it, often ``model`` itself.
+        hf_prefix: path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
+        holders: with a pipeline, the stages that hold each tensor; the first of them writes it.
+
+    Raises:
+        ValueError: if ``hf_model`` is not there.
+    """
+    path = hf_prefix.rstrip(".")
+    if model.get_submodule(path) is not hf_model:
+        raise ValueError(f"{path!r} is not the path of the Hugging Face model")
+    model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
+    # A bound method copies well: deepcopy binds it to the copy.
+    for method in (save_parallelized, wait_for_save, from_parallelized):
+        model.__dict__[method.__name__] = MethodType(method, model)
+    _attach_share(model, plan, mpu)
+
+
+def _attach_share(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Whoever takes a rank's part for the whole model is told."""
+    model.__dict__["__reduce_ex__"] = MethodType(refuse_pickle, model)
+    mark, take = MarkPart(), TakeShare()
+    for path, module in model.named_modules():
+        if module is not model and not isinstance(module, PreTrainedModel):
+            continue
+        module.__dict__[SHARE] = Share(plan, mpu, path, type(model).__name__)
+        module._register_state_dict_hook(mark)
+        module.register_load_state_dict_pre_hook(take)
+        for name, method in METHODS.items():
+            if isinstance(module, PreTrainedModel):
+                module.__dict__[name] = MethodType(method, module)
+
+
+def _detach_share(model: nn.Module) -> None:
+    model.__dict__.pop("__reduce_ex__", None)
+    for module in model.modules():
+        if module.__dict__.pop(SHARE, None) is None:
+            continue
+        for hooks, kind in ((module._state_dict_hooks, MarkPart), (module._load_state_dict_pre_hooks, TakeShare)):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
+                del hooks[key]
+        for name in METHODS:
+            module.__dict__.pop(name, None)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`; every rank calls it. Raises CheckpointError if a save in the background failed."""
+    try:
+        state_of(model).background.close()
+    finally:
+        for name in (STATE, *_METHODS):
+            model.__dict__.pop(name, None)
+        _detach_share(model)

@@ -1,0 +1,200 @@
+"""What is saved of an optimizer beside its tensors: plain JSON, alike on all ranks that hold the same parameters.
+
+    {"class": "torch.optim.adamw.AdamW", "tp": 2,
+     "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
+     "state": {"wte.weight": {"step": {"kind": "whole"}, "exp_avg": {"kind": "like"}}, ...},
+     "other": {}}
+
+The kinds of state are those of :mod:`autopar.checkpoint.optimizer_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopar.checkpoint.state import listed
+from autopar.errors import CheckpointError, nearest
+from autopar.layout import Layout
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.json_values import decode
+
+__all__ = ["Entry", "Facts", "merge"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One state of one parameter: its kind, the parameter's layout if that is ``own``, its value if it is ``value``."""
+
+    kind: str
+    layout: Layout | None
+    value: Any
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any], where: str, tp: int) -> Entry:
+        """Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
+        kind = data["kind"]
+        if kind not in ("like", "whole", "own", "value"):
+            raise ValueError(f"{where} is of kind {kind!r}")
+        layout = Layout.from_json(data["layout"]) if kind == "own" else None
+        if layout is not None and layout.axis_size != tp:
+            raise ValueError(f"{where} is shared out over {layout.axis_size} ranks, the rest over {tp}")
+        return cls(kind, layout, decode(data["value"], where=where) if kind == "value" else None)
+
+    def name(self, parameter: str, key: str, tp_rank: int) -> str:
+        """What its tensor is called."""
+        return f"{parameter}::{key}" + (f"@tp{tp_rank}" if self.kind == "own" else "")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts, decoded.
+
+    Attributes:
+        title: module and class of the optimizer.
+        tp: tensor-parallel size.
+        members: the names of each group's parameters.
+        options: of each group.
+        state: parameter -> key -> :class:`Entry`.
+        other: state that belongs to no parameter.
+    """
+
+    title: str
+    tp: int
+    members: list[list[str]]
+    options: list[dict[str, Any]]
+    state: dict[str, dict[str, Entry]]
+    other: dict[Any, Any]
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Facts:
+        """Raises CheckpointError if they are damaged."""
+        try:
+            tp = int(data["tp"])
+            facts = cls(
+                title=str(data["class"]),
+                tp=tp,
+                members=[[str(name) for name in group["params"]] for group in data["groups"]],
+                options=[dict(decode(group["options"], where="the options")) for group in data["groups"]],
+                state={
+                    str(name): {str(key): Entry.parse(entry, f"{name}::{key}", tp) for key, entry in keys.items()}
+                    for name, keys in data["state"].items()
+                },
+                other=dict(decode(data["other"], where="what belongs to no parameter")),
+            )
+            names = [name for group in facts.members for name in group]
+            if len(set(names)) != len(names) or not set(facts.state) <= set(names):
+                raise ValueError("its groups do not have each parameter once")
+            if any("params" in options for options in facts.options):
+                raise ValueError("'params' is no option")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, CheckpointError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"the state of the optimizer in the checkpoint is damaged: {why}") from error
+        return facts
+
+    def check_class(self, title: str) -> None:
+        """Raise CheckpointError unless the optimizer is of the same class; its module may have moved."""
+        if self.title.rpartition(".")[2] != title.rpartition(".")[2]:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {self.title}, the optimizer is {title}\n"
+                f"  Make a {self.title.rpartition('.')[2]}, or load without optimizer."
+            )
+
+    def check_groups(
+        self, groups: Sequence[Sequence[tuple[str, nn.Parameter]]], here: set[str], plan: Plan, title: str
+    ) -> None:
+        """Raise CheckpointError unless each parameter is in the group in which it was.
+
+        Their order in a group decides nothing. Parameters that other stages hold are not looked at.
+
+        Args:
+            groups: the optimizer's, with names.
+            here: names of the parameters of this rank's model.
+        """
+        if len(self.members) != len(groups):
+            raise CheckpointError(
+                f"the checkpoint holds {len(self.members)} parameter groups of the optimizer, this {title} has "
+                f"{len(groups)}\n  Make the same groups as in the run that saved it."
+            )
+        then = {name: index for index, names in enumerate(self.members) for name in names}
+        now = {name: index for index, group in enumerate(groups) for name, _ in group}
+        for name, index in now.items():
+            if name not in then:
+                raise CheckpointError(
+                    f"{name} is in parameter group {index} of this {title} and in none of the "
+                    f"{len(self.members)} that were saved." + nearest(name, then)
+                )
+            if then[name] != index:
+                raise CheckpointError(
+                    f"{name} is in parameter group {index} of this {title}; it was saved in group {then[name]}\n"
+                    "  Make the same groups as in the run that saved it."
+                )
+        absent = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
+        if absent:
+            raise CheckpointError(
+                f"{len(absent)} of the {len(then)} parameters in the optimizer that was saved are not in this {title}: "
+                f"{listed(absent)}"
+            )
+
+    def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
+        """Raise CheckpointError unless the checkpoint has the tensors that the facts speak of, and no others."""
+        due = {
+            entry.name(name, key, rank)
+            for name, keys in self.state.items()
+            for key, entry in keys.items()
+            if entry.kind != "value"
+            for rank in range(self.tp if entry.kind == "own" else 1)
+        }
+        missing, unexpected = sorted(due - set(saved)), [name for name in saved if name not in due]
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the state of the optimizer in the checkpoint is damaged: {len(missing)} of {len(due)} tensors are "
+                f"missing, {len(unexpected)} unexpected"
+                + (f"\n  Missing: {listed(missing)}." if missing else "")
+                + (f"\n  Unexpected: {listed(unexpected)}." if unexpected else "")
+            )
+
+
+def merge(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts of an optimizer from those of several ranks: stages hold other parameters, ZeRO replicas other states.
+
+    Give it those of all ranks: what tensor-parallel ranks should agree about is checked too.
+
+    Raises:
+        CheckpointError: they contradict each other: another class, other options, or another state of one parameter.
+    """
+    first = facts[0]
+    groups = [{"options": group["options"], "params": dict.fromkeys(group["params"])} for group in first["groups"]]
+    state: dict[str, Any] = dict(first["state"])
+    for rank, other in enumerate(facts[1:], 1):
+        for key in ("class", "tp", "other"):
+            if other[key] != first[key]:
+                raise CheckpointError(
+                    f"ranks have different optimizers: {key} is {first[key]!r} on the first and {other[key]!r} on "
+                    f"number {rank}"
+                )
+        if len(other["groups"]) != len(groups):
+            raise CheckpointError(
+                f"ranks have different optimizers: the first has {len(groups)} parameter groups, number {rank} has "
+                f"{len(other['groups'])}\n  A stage without parameters in a group needs an empty group in its place."
+            )
+        for index, (mine, theirs) in enumerate(zip(groups, other["groups"], strict=True)):
+            one, two = mine["options"], theirs["options"]
+            for key in {**one, **two}:
+                if key not in one or key not in two or one[key] != two[key]:
+                    raise CheckpointError(
+                        f"ranks have different optimizers: {key} of parameter group {index} is {one.get(key)!r} on the "
+                        f"first, {two.get(key)!r} on number {rank}"
+                    )
+            mine["params"].update(dict.fromkeys(theirs["params"]))
+        for name, entries in other["state"].items():
+            if state.setdefault(name, entries) != entries:
+                keys = [key for key in {**state[name], **entries} if state[name].get(key) != entries.get(key)]
+                raise CheckpointError(
+                    f"ranks have different states of {name}: {keys[0]!r} is {state[name].get(keys[0])} on one and "
+                    f"{entries.get(keys[0])} on number {rank}"
+                )
+    return {**first, "groups": [{**group, "params": list(group["params"])} for group in groups], "state": state}
