@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors"],
+    ["errors", "class_swap"],
     ["layout", "policy", "call_site"],
     ["config", "plan"],
     ["distributed"],
