@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.deferred_init.files import load_lazily
-from autopar.deferred_init.sources import Init, by_parameter, noted_of, remember, swap
+from autopar.deferred_init.sources import Init, by_parameter, remember, swap, versions_of
 from autopar.errors import ConfigError
 from autopar.storage.lazy_tensor import InMemory
 
@@ -292,7 +292,7 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
             if not parameter.is_meta:
                 values[id(parameter)] = InMemory(parameter.data)
                 swap(parameter, torch.empty_like(parameter, device="meta"))
-            elif noted_of(module).get(name, (None, 0))[0] is parameter:
+            elif versions_of(module).get(name, (None, 0))[0] is parameter:
                 continue  # it comes from files
             remember(module, name, values.get(id(parameter)), empty.inits(parameter))
         for name, buffer in module._buffers.items():

@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.checkpoint.state import listed
-from autopar.deferred_init.random_init import Pending, Steps
+from autopar.deferred_init.random_init import DeferredParameter, Steps
 from autopar.deferred_init.sources import by_parameter, forget, sources_of, swap, version
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, read_shard
-from autopar.tensor_parallel.parallelize import make_equal
+from autopar.tensor_parallel.parallelize import sync_parameters
 
-__all__ = ["Materializer", "lazy_facts"]
+__all__ = ["Materializer", "deferred_fingerprint"]
 
 
-def lazy_facts(model: nn.Module) -> list[list[str]]:
+def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
     """Which parameters come from where; must be the same on every rank."""
     return [
         [path, name, "draw" if source is None else "value" if isinstance(source, InMemory) else "file"]
@@ -57,13 +57,13 @@ class Materializer:
         if lacking:
             raise ConfigError(_uninitialised(model, lacking))
 
-    def make_equal(self, mpu: MPU) -> None:
+    def sync_parameters(self, mpu: MPU) -> None:
         """Give every rank the values that the first rank's constructors computed."""
         holder = nn.Module()
         for number, pending in enumerate(self._pending.values()):
             if isinstance(pending.source, InMemory):
                 holder.register_buffer(str(number), pending.source.tensor)
-        make_equal(holder, mpu)
+        sync_parameters(holder, mpu)
 
     def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
         """Run the random initialization; every rank draws what the first one does and keeps its shards.
@@ -76,7 +76,7 @@ class Materializer:
         """
         if not self._steps.last:
             return
-        held: dict[int, Pending] = {}
+        held: dict[int, DeferredParameter] = {}
         unfilled: list[str] = []
 
         def take(key: int) -> None:
@@ -125,9 +125,9 @@ class Materializer:
             forget(module)
 
 
-def _pending(model: nn.Module, plan: Plan) -> dict[int, Pending]:
+def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
     noted = by_parameter(model.modules())
-    found: dict[int, Pending] = {}
+    found: dict[int, DeferredParameter] = {}
     written: list[str] = []
     foreign: list[str] = []
     for path, module in model.named_modules():
@@ -150,7 +150,7 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, Pending]:
                     "or resize parameters between lazy_init and initialize"
                 )
             layout = plan.tensors[plan.canonical(full)].layout
-            found[id(parameter)] = Pending(full, parameter, source, shape, layout)
+            found[id(parameter)] = DeferredParameter(full, parameter, source, shape, layout)
     if written:
         raise ConfigError(
             f"{len(written)} weights of {type(model).__name__} were written into before initialize: {listed(written)}\n"

@@ -23,11 +23,11 @@ from autopar.deferred_init.sources import inits_of, sources_of
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 
-__all__ = ["Pending", "Steps"]
+__all__ = ["DeferredParameter", "Steps"]
 
 
 @dataclass
-class Pending:
+class DeferredParameter:
     """One parameter that has no memory yet; tied ones are one."""
 
     name: str
@@ -50,7 +50,7 @@ class Steps:
         drawn: ``id(parameter)`` -> those that it may fill.
     """
 
-    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, Pending]) -> None:
+    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, DeferredParameter]) -> None:
         self._model, self._inner, self._drawn = model, inner, drawn
         self.first: list[set[int]] = []
         self.last: list[set[int]] = []

@@ -18,11 +18,11 @@ __all__ = [
     "by_parameter",
     "forget",
     "inits_of",
-    "noted_of",
     "remember",
     "sources_of",
     "swap",
     "version",
+    "versions_of",
 ]
 
 _SOURCES = "_autopar_sources"
@@ -84,7 +84,7 @@ def inits_of(module: nn.Module) -> dict[str, tuple[Init, ...]]:
     return noted.inits if isinstance(noted, Sources) else {}
 
 
-def noted_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
+def versions_of(module: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
     """The parameters that the notes were made for, and their versions then."""
     noted = vars(module).get(_SOURCES)
     return noted.noted if isinstance(noted, Sources) else {}
@@ -94,7 +94,7 @@ def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | N
     """``id(parameter)`` -> where its values come from, and its version when that was noted; tied ones are one."""
     found: dict[int, tuple[LazyTensor | None, int]] = {}
     for module in modules:
-        for name, (parameter, then) in noted_of(module).items():
+        for name, (parameter, then) in versions_of(module).items():
             source, first = found.get(id(parameter), (None, then))
             found[id(parameter)] = sources_of(module)[name] if source is None else source, first
     return found

@@ -35,7 +35,7 @@ class Reads:
         earlier: place -> places of elements before the previous one whose output is read there.
         own_backward: whether blocks run where no gradients are recorded: then the model has a backward of its own.
         within: what names of the model that was seen begin with.
-        rehearse: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
+        dry_run: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
     """
 
     order: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Reads:
     earlier: dict[int, set[int]] = field(default_factory=dict)
     own_backward: bool = False
     within: str = ""
-    rehearse: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
+    dry_run: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def make_stages(
         costs=tuple(sum(costs[start:stop]) for start, stop in pairwise(bounds)),
     )
     made = replace(made, tensors=dict(row.tensors(root, made, reads)))
-    while reads is not None and reads.rehearse is not None and stages > 1:
-        more = reads.rehearse(made)
+    while reads is not None and reads.dry_run is not None and stages > 1:
+        more = reads.dry_run(made)
         if not more:
             break
         wider = {name: tuple(sorted({*made.tensors[name], *read_by})) for name, read_by in more.items()}

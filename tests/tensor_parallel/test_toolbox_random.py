@@ -9,7 +9,7 @@ from torch.nn.functional import dropout
 
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.tensor_parallel.megatron.random import (
+from autopar.distributed.rng_tracker import (
     RandomStateTracker,
     checkpoint,
     get_cuda_rng_tracker,

@@ -24,7 +24,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, share_out_replicated
+from autopar.layout import Block, Layout, replicated_shards
 from autopar.plan.plan import TensorPlan
 from autopar.storage.checksum import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
@@ -47,7 +47,7 @@ def reshare(layout: Layout, size: int) -> Layout:
     """The same units over ``size`` ranks. Fewer units than ranks: several ranks get the same one."""
     return Layout.of(
         layout.dim,
-        [Block(b.unit, b.count, b.width, share_out_replicated(b.count, size)) for b in layout.blocks],
+        [Block(b.unit, b.count, b.width, replicated_shards(b.count, size)) for b in layout.blocks],
     )
 
 
