@@ -218,17 +218,17 @@ def _below(plan: Plan, prefix: str) -> Plan:
     def relative(path: str) -> str:
         return path[len(start) :]
 
-    names = [
-        (one, name) for one in plan.tensors.values() for name in (one.name, *one.aliases) if name.startswith(start)
-    ]
-    return replace(
-        plan,
-        tensors={relative(name): replace(one, name=relative(name), aliases=()) for one, name in names},
-        modules={
-            relative(path): replace(rule, path=relative(path)) for path, rule in plan.modules.items() if inside(path)
-        },
-        attributes=tuple(replace(a, path=relative(a.path)) for a in plan.attributes if inside(a.path)),
-    )
+    tensors = {
+        relative(name): replace(tensor, name=relative(name), aliases=())
+        for tensor in plan.tensors.values()
+        for name in (tensor.name, *tensor.aliases)
+        if name.startswith(start)
+    }
+    modules = {
+        relative(path): replace(rule, path=relative(path)) for path, rule in plan.modules.items() if inside(path)
+    }
+    attributes = tuple(replace(a, path=relative(a.path)) for a in plan.attributes if inside(a.path))
+    return replace(plan, tensors=tensors, modules=modules, attributes=attributes)
 
 
 class FirstForward(Hook):
@@ -270,7 +270,7 @@ class FirstForward(Hook):
 def warn_no_dry_run(model: nn.Module) -> None:
     """Warn that a policy could not be checked by a dry run."""
     _log.warning(
-        "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
-        "the plain model's once.",
+        "%s does not run without data, so your policy got no dry run: compare its loss and gradients with the "
+        "plain model's once.",
         type(model).__name__,
     )
