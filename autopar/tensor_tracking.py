@@ -1,4 +1,4 @@
-"""Follow tensors through operations: the base of the dispatch modes that do, and what they ask of an operation."""
+"""Follow tensors through operations: the base of the dispatch modes, and what they ask of an operation."""
 
 from __future__ import annotations
 

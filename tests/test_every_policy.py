@@ -23,7 +23,7 @@ from torch import nn
 
 import autopar
 import autopar.api
-from autopar.dry_run.tensor_parallel import dry_run
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
@@ -76,7 +76,7 @@ NOT_REHEARSED = {
 # Heads and KV heads at each size: shared out unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
-REHEARSE = dry_run  # _run switches off the one in initialize
+REHEARSE = check_plan  # _run switches off the one in initialize
 POLICIES = [path.stem for path in policy_files()]
 MODEL_TYPES = sorted(supported_model_types())
 WHOLE = [name for name in MODEL_TYPES if not of_type(name).inside]  # the others are parts, tested inside these
@@ -111,7 +111,7 @@ def _of_policy(name: str, listed: list[Case]) -> list[Case]:
 def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, vocab: int = 131) -> None:
     """Check each case; the first failure names its case on every rank."""
     transformers.logging.set_verbosity_error()
-    autopar.api.dry_run = lambda *_: True  # test_every_head_can_be_rehearsed has it, without a world
+    autopar.api.check_plan = lambda *_: True  # test_every_head_can_be_rehearsed has it, without a world
     heads, kv_heads = (heads, kv_heads) if heads else SIZES[tp]
     for case in wanted:
         try:

@@ -24,7 +24,7 @@ from autopar.data_parallel.loss_scale import LossScale
 from autopar.data_parallel.master_weights import DTYPES, Masters, fp32_gradients, to_half
 from autopar.data_parallel.optimizer_proxy import StandIn
 from autopar.data_parallel.zero1 import assign, broadcast_from_owners
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
@@ -59,10 +59,10 @@ class ParallelStep:
         mpu: MPU,
         config: ParallelConfig,
         counted: frozenset[str],
-        roll: RollCall,
+        failures: FailureLog,
     ) -> None:
         self.optimizer, self.model, self.plan, self.mpu, self.counted = optimizer, model, plan, mpu, counted
-        self._roll = roll
+        self._failures = failures
         self.max_norm = config.gradient_clipping
         self.scale = LossScale.of(config) if config.precision == "fp16" else None
         self.masters = Masters() if config.precision != "fp32" and config.zero_stage != 3 else None
@@ -207,7 +207,7 @@ class ParallelStep:
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
         """Collectives of ``ranks`` inside wait no longer than ``pipeline.timeout``, and name who failed."""
-        with self._roll.patience(), self._roll.naming("optimizer.step()", ranks):
+        with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
     def _adopt(self) -> None:

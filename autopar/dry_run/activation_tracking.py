@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.dry_run.meta_results import on_meta
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_tracking import TensorTracking, tensors_in

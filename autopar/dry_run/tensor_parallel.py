@@ -35,12 +35,12 @@ from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["FirstForward", "dry_run", "dry_run_with"]
+__all__ = ["FirstForward", "check_plan", "check_plan_with"]
 
 _log = logging.getLogger(__name__)
 
 
-def dry_run(model: nn.Module, prefix: str, plan: Plan) -> bool:
+def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
     """Run the shards of the first and the last tp rank on the meta device; False if the model does not run there.
 
     A task model that reads values (the end of each sequence) is run without its head. Models inside the model are run
@@ -56,33 +56,33 @@ def dry_run(model: nn.Module, prefix: str, plan: Plan) -> bool:
     if plan.tp == 1 or not isinstance(model, PreTrainedModel):
         return False
     with kept():  # some models draw from numpy
-        done = _dry_run(model, prefix, plan)
+        done = _check_model(model, prefix, plan)
         base = model.base_model
         if not done and base is not model and isinstance(base, PreTrainedModel):
-            done = _dry_run(base, ".".join(filter(None, (prefix, model.base_model_prefix))), plan)
+            done = _check_model(base, ".".join(filter(None, (prefix, model.base_model_prefix))), plan)
         for path, inside in model.named_modules():
             if isinstance(inside, PreTrainedModel) and inside.config is not model.config and path:
-                _dry_run(inside, f"{prefix}.{path}" if prefix else path, plan)
+                _check_model(inside, f"{prefix}.{path}" if prefix else path, plan)
     return done
 
 
-def _dry_run(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
+def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
     plan = _below(plan, prefix)
     try:
         inputs = sample_inputs(model)
     except ValueError:
         return False
-    return dry_run_with(model, plan, (), inputs)
+    return check_plan_with(model, plan, (), inputs)
 
 
-def dry_run_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Run the shards of the first and the last tp rank with these arguments, on the meta device.
 
     Returns:
         whether the full model runs there.
 
     Raises:
-        PolicyError: as :func:`dry_run`.
+        PolicyError: as :func:`check_plan`.
     """
     try:
         with ActivationTracking():
@@ -259,7 +259,7 @@ class FirstForward(Hook):
             return
         with kept():
             args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
-            done = dry_run_with(plain, self.plan, args, kwargs)
+            done = check_plan_with(plain, self.plan, args, kwargs)
         if not done:
             warn_no_dry_run(model)
         self.plain = None

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.distributed.digest import extremes, hexdigest, of_tensor, of_text, of_values, sum_of_bits
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators
 from autopar.errors import ConsistencyError
@@ -69,8 +69,8 @@ class ForwardCheck:
             0 compares on the first of each mode and nothing, not even shapes, on the others.
     """
 
-    def __init__(self, mpu: MPU, roll: RollCall, region: Region, steps: Steps, every: int) -> None:
-        self.mpu, self.roll, self.region, self.steps, self.every = mpu, roll, region, steps, every
+    def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: Steps, every: int) -> None:
+        self.mpu, self.failures, self.region, self.steps, self.every = mpu, failures, region, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
         self._samples = WeightSamples()
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
@@ -183,7 +183,7 @@ class ForwardCheck:
         axis, missing = self.mpu.tp, 7 - len(numbers)
         numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
         cpu = "gloo" in str(dist.get_backend_config(axis.group))
-        with self.roll.naming("comparing what the forward begins with", axis.ranks):
+        with self.failures.blame("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes(numbers, axis.group, torch.device("cpu") if cpu else self.mpu.device)
         same = [high == low for high, low in zip(largest, smallest, strict=True)]
         return _Verdict(all(same[:4]), same[4], same[5] or same[6])
@@ -217,7 +217,7 @@ class ForwardCheck:
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(local(parameter)) for name, parameter in self._samples.named}
         everyone = [mine] * axis.size
-        with self.roll.naming("comparing what the forward begins with", axis.ranks):
+        with self.failures.blame("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
         raise ConsistencyError(explanation(everyone, list(axis.ranks)))
 

@@ -249,14 +249,14 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 
-def _conv_class(plain: type[nn.Module], parallel: type[Any]) -> Any:
+def _conv_class(plain: Any, parallel: Any) -> Any:
     if plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
         raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
     return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
 
 
 @functools.cache
-def _layer_class(plain: type[nn.Module], parallel: type[nn.Module]) -> Any:
+def _layer_class(plain: Any, parallel: Any) -> Any:
     """Put ``parallel`` before ``plain``, or, where that one calls ``super().forward``, between it and torch's class."""
     torch_class = parallel.__mro__[parallel.__mro__.index(ParallelLayer) + 1]
     if plain is torch_class:

@@ -137,7 +137,7 @@ def make_layer(
         full = plain(device=how.device, dtype=how.dtype)
     else:  # without torch's own draws
         device: Any = how.device or torch.get_default_device()
-        full = nn.utils.skip_init(plain, device=device, dtype=how.dtype)  # type: ignore[arg-type]
+        full = nn.utils.skip_init(plain, device=device, dtype=how.dtype)
         with torch.no_grad():
             for name, parameter in full.named_parameters():
                 how.init_method(parameter.data) if name == "weight" else parameter.zero_()

@@ -144,7 +144,7 @@ def _gradient_property(name: str) -> property:
 
 
 @functools.cache
-def region_class(plain: type[nn.Module], mixin: type[Any], names: tuple[str, ...]) -> Any:
+def region_class(plain: Any, mixin: Any, names: tuple[str, ...]) -> Any:
     """Return ``plain`` after ``mixin`` (a :class:`RegionModule`); gradients of the parameters ``names`` are summed."""
     if names:
         mixin = type(mixin.__name__, (mixin,), {name: _gradient_property(name) for name in names})

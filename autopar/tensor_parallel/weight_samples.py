@@ -81,7 +81,7 @@ class WeightSamples:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of a tensor that FSDP may have sharded over the replicas."""
-    return tensor.tolocal() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
