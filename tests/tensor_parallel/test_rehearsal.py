@@ -70,7 +70,7 @@ def test_a_right_policy_passes_and_leaves_the_model_alone():
         (
             "input_layernorm: replicated",
             "input_layernorm: {replicated: heads}",
-            "policy text:13: model.layers.0.input_layernorm.weight works on whole activations: its gradient must not "
+            "policy text:13: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must not "
             "be summed, write 'replicated'",
         ),
     ],
@@ -88,14 +88,14 @@ def test_a_head_count_that_nobody_scaled_is_found():
     text = LLAMA.replace("self_attn.num_key_value_groups: heads / kv_heads", "{}").replace("attributes:\n    {}", "")
     model = llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     assert check_plan_with(LLAMA, model, 4)
-    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the whole model does not"):
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
         check_plan_with(text, model, 4)
 
 
 def test_keys_that_are_cut_like_queries_are_found_where_that_makes_a_difference():
     text = LLAMA.replace("k_proj: {column: kv_heads}", "k_proj: {column: heads}")
     assert check_plan_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
-    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the whole model does not"):
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
         check_plan_with(text, llama(), 4)
 
 

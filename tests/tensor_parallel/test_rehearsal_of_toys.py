@@ -31,7 +31,7 @@ def test_the_right_rules_pass() -> None:
 
 MIXED = (
     "a replicated activation meets sharded ones: its gradient would be partial. The module that made it needs "
-    "{enter_output: UNIT}, or a rule that cuts it"
+    "{enter_output: UNIT}, or a rule that shards it"
 )
 
 
@@ -89,7 +89,7 @@ def test_a_gradient_that_must_not_be_summed() -> None:
 
     model = toy(lambda config: Before(config, nn.LayerNorm(config.hidden_size)))
     rules = {**MLP_RULES, "between": {"replicated": "ffn"}}
-    message = "layers.1.between.bias works on whole activations: its gradient must not be summed, write 'replicated'"
+    message = "layers.1.between.bias works on replicated activations: its gradient must not be summed, write 'replicated'"
     refused(model, toy_policy({"ffn": "ffn"}, rules), "between", message)
 
 
@@ -194,7 +194,7 @@ def test_outputs_are_whole_and_of_the_right_shape() -> None:
         filled(Reports(ToyConfig(report="count"))),
         policy,
         "up",
-        "outputs have shapes [(2, 5, 6), (2,)], those of the whole model [(2, 5, 6), (4,)]",
+        "outputs have shapes [(2, 5, 6), (2,)], those of the full model [(2, 5, 6), (4,)]",
     )
 
 
