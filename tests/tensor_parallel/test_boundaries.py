@@ -138,7 +138,7 @@ def test_regions_that_are_opened_and_never_closed() -> None:
     units = {"ffn": "ffn"}
     assert rehearsed(toy(Ranged), toy_policy(units, RANGED_RULES))
     rules = {name: rule for name, rule in RANGED_RULES.items() if name != "down"}
-    with pytest.raises(PolicyError, match="gate opens a region shared out by 'ffn' that no row closes"):
+    with pytest.raises(PolicyError, match="gate opens a region sharded by 'ffn' that no row closes"):
         rehearsed(toy(Ranged), toy_policy(units, rules))
 
 

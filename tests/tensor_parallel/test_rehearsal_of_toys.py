@@ -89,7 +89,9 @@ def test_a_gradient_that_must_not_be_summed() -> None:
 
     model = toy(lambda config: Before(config, nn.LayerNorm(config.hidden_size)))
     rules = {**MLP_RULES, "between": {"replicated": "ffn"}}
-    message = "layers.1.between.bias works on replicated activations: its gradient must not be summed, write 'replicated'"
+    message = (
+        "layers.1.between.bias works on replicated activations: its gradient must not be summed, write 'replicated'"
+    )
     refused(model, toy_policy({"ffn": "ffn"}, rules), "between", message)
 
 
@@ -105,7 +107,8 @@ def test_what_layers_read() -> None:
         model,
         toy_policy(ffn, {**MLP_RULES, "between": {"cut": "ffn"}}),
         "between",
-        "layers.1.between is cut, but its input is replicated and needs a gradient: make it a column, or feed it by one",
+        "layers.1.between is cut, but its input is replicated and needs a gradient: make it a column, or feed it by "
+        "one",
     )
     refused(
         model,
@@ -201,7 +204,9 @@ def test_outputs_are_whole_and_of_the_right_shape() -> None:
 def test_regions_that_names_alone_show_to_be_wrong() -> None:
     once = {**MIXTURE_RULES, "experts": "replicated"}
     policy = toy_policy({"ffn": "ffn", "other": "ffn"}, {**MIXTURE_RULES, "experts.down_bias": {"once": "other"}})
-    message = "experts.down_bias works on activations shared out by 'other', but no column opens them"
+    message = "experts.down_bias works on activations sharded by 'other', but no column opens them"
     refused(toy(Mixture), policy, "experts.down_bias", message)
-    with pytest.raises(PolicyError, match=r"layers.0.experts.up is covered here and, with layers.0.experts, by"):
+    with pytest.raises(
+        PolicyError, match=r"layers.0.experts.up is matched by two rules, here and, with layers.0.experts, in"
+    ):
         rehearsed(toy(Mixture), toy_policy({"ffn": "ffn"}, once))
