@@ -34,7 +34,7 @@ class Reads:
         earlier: place -> places of elements before the previous one whose output is read there.
         own_backward: whether blocks run where no gradients are recorded: then the model has a backward of its own.
         within: what names of the model that was seen begin with.
-        rehearse: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
+        dry_run: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
     """
 
     order: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Reads:
     earlier: dict[int, set[int]] = field(default_factory=dict)
     own_backward: bool = False
     within: str = ""
-    rehearse: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
+    dry_run: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def make_stages(
     )
     read_at, within = (None, "") if reads is None else (reads.parameters, reads.within)
     plan = replace(plan, tensors=dict(blocks.stages_of_tensors(root, plan.stages, plan.stage_of, read_at, within)))
-    while reads is not None and reads.rehearse is not None and stages > 1:
-        more = reads.rehearse(plan)
+    while reads is not None and reads.dry_run is not None and stages > 1:
+        more = reads.dry_run(plan)
         if not more:
             break
         wider = {name: tuple(sorted({*plan.tensors[name], *read_by})) for name, read_by in more.items()}
