@@ -26,9 +26,9 @@ from autopar.data_parallel.replica_check import StepCheck
 from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, lazy_facts
-from autopar.distributed.consensus import on_every_rank
-from autopar.distributed.excepthook import tell_uncaught
-from autopar.distributed.failures import RollCall
+from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.excepthook import publish_uncaught
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import share
 from autopar.dry_run.block_reads import trace_reads
@@ -116,7 +116,7 @@ def initialize(
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed, _ = on_every_rank(
+    parsed, _ = same_on_every_rank(
         lambda: _check_call(model, config, policy, optimizer, lr_scheduler),
         lambda checked: {"config": dataclasses.asdict(checked[0]), "optimizer": checked[1]},
     )
@@ -124,11 +124,11 @@ def initialize(
     try:  # every check is here; the model is untouched so far
         prefix, inner = _inside(model, policy)
         by_expert = parsed.expert_parallel_size > 1
-        plan, lazy = on_every_rank(
+        plan, lazy = same_on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
             lambda made: _facts(made[0], model),
         )
-        stages = on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
+        stages = same_on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
         lazy.make_equal(mpu)
         lazy.draw(mpu, lambda name: mpu.pp.rank in stages.holders(name))
     except Exception:
@@ -144,14 +144,16 @@ def initialize(
     blocks = [model.get_submodule(path) for path in stages.elements]
     if parsed.activation_checkpointing and plain:
         recompute(blocks)
-    roll = RollCall(mpu, parsed.pipeline.timeout)
-    mpu.tp.explain = roll.in_collective
-    tell_uncaught(roll)
+    failures = FailureLog(mpu, parsed.pipeline.timeout)
+    mpu.tp.explain = failures.failure_of_layer
+    publish_uncaught(failures)
     wrappers = WrapperCheck(model, mpu)  # says first what it finds in a step
     comparing = parsed.consistency_check and parsed.zero_stage != 3
-    steps = StepCheck(model, inner, mpu, roll, held_alike(model, plan, mpu), compare=comparing)
-    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check, steps=steps)
-    on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
+    steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=comparing)
+    pipeline = Pipeline(
+        model, inner, stages, mpu, parsed.pipeline, failures, check=parsed.consistency_check, steps=steps
+    )
+    same_on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing and not plain:
@@ -159,10 +161,10 @@ def initialize(
     if parsed.activation_checkpointing and parsed.cpu_checkpointing:
         keep_on_cpu(inner)
     region.watch(model)
-    check = _forward_check(parsed, mpu, roll, region, steps)
+    check = _forward_check(parsed, mpu, failures, region, steps)
     if check is not None:
         check.learn(inner)
-    attach(inner, plan, mpu, region, roll, check)
+    attach(inner, plan, mpu, region, failures, check)
     if first_call is not None:
         first_call.attach(inner)
     pipeline.attach(model)
@@ -170,7 +172,7 @@ def initialize(
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed, prefix, steps)
     model._autopar.wrappers = wrappers
-    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll, blocks)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, failures, blocks)
     megatron_marks.mark(model, plan, stages, mpu)
     return model if optimizer is None else (model, optimizer)
 
@@ -227,13 +229,13 @@ class _State:
 
 
 def _forward_check(
-    config: ParallelConfig, mpu: MPU, roll: RollCall, region: Region, steps: StepCheck
+    config: ParallelConfig, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck
 ) -> ForwardCheck | None:
     if not config.consistency_check or mpu.tp.size == 1:
         return None
     kind, _, number = config.consistency_inputs.partition(" ")
     every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
-    return ForwardCheck(mpu, roll, region, steps, int(number) if every is None else every)
+    return ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
 
 
 def _check_call(

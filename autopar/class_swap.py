@@ -25,8 +25,9 @@ def mixed_class(mixin: type, plain: type, name: str = "") -> Any:
 
 def swap(target: Any, mixin: type, **attributes: Any) -> None:
     """Put ``mixin`` before the class of ``target``, and set ``attributes`` on it; once only."""
+    kind: Any = type(target)
     if not isinstance(target, mixin):
-        target.__class__ = mixed_class(mixin, type(target))
+        target.__class__ = mixed_class(mixin, kind)
     for name, value in attributes.items():
         setattr(target, name, value)
 

@@ -19,7 +19,7 @@ from autopar.checkpoint.verification import share_of_verification
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init
 from autopar.deferred_init.files import differs, explained, point_to
-from autopar.distributed.consensus import on_every_rank
+from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.policy.schema import Policy
@@ -125,7 +125,7 @@ def from_pretrained(
         return model, info
 
     wanted_info = kwargs.pop("output_loading_info", False)
-    model, info = on_every_rank(
+    model, info = same_on_every_rank(
         load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
     )
     model = initialize(model, config, policy=policy)

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import autopar
 from tests.parity import check, close, language_batches, whole
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -21,13 +21,13 @@ OPTIMIZERS = {
 }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_optimizers_made_before():
     for make in OPTIMIZERS.values():
         check(gpt2, language_batches(131), tp=2, optimizer=make)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_optimizers_made_after_and_param_groups_of_the_users_own():
     for make in OPTIMIZERS.values():
         plain = gpt2()
@@ -51,7 +51,7 @@ def test_optimizers_made_after_and_param_groups_of_the_users_own():
             close(weights[name], parameter.data, name, 2e-5)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_adafactor_trains():
     model = gpt2()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
@@ -66,7 +66,7 @@ def test_adafactor_trains():
     assert losses[-1] < 0.6 * losses[0]
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():
     for build in (gpt2, llama):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_who
         assert step == 20
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_fp16_and_bf16_forward_stays_near_fp32():
     for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
         expected = gpt2()(torch.arange(6)[None]).logits
@@ -108,7 +108,7 @@ def test_fp16_and_bf16_forward_stays_near_fp32():
         close(model(torch.arange(6)[None]).logits.float(), expected, str(dtype), tolerance)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
     from autopar.tensor_parallel import causal_loss
 
@@ -160,19 +160,19 @@ head:
 """
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_policy_of_the_colo_tensor_tutorial():
     model = check(gpt2, language_batches(131), tp=2, policy=COLO_TENSOR)
     assert model.transformer.wte.weight.shape == (131, 18)
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_policy_of_the_colo_tensor_tutorial_on_four():
     check(gpt2, language_batches(131), tp=4, policy=COLO_TENSOR)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_zero_redundancy_and_fsdp2_compose_over_the_data_parallel_axis():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer

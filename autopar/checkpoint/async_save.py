@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from autopar.checkpoint.agree import Peers
+from autopar.distributed.consensus import Ranks
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 
@@ -51,7 +51,7 @@ class Background:
     def __deepcopy__(self, memo: dict[int, object]) -> Background:
         return Background()
 
-    def start(self, mpu: MPU, copied: Copy, work: Callable[[Peers, Copy], None]) -> None:
+    def start(self, mpu: MPU, copied: Copy, work: Callable[[Ranks, Copy], None]) -> None:
         """Return, and do the work in a thread. Every rank calls it; the last work has been waited for."""
         if self._channel is None:
             self._channel = _Channel(mpu)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autopar.checkpoint import random_states
-from autopar.checkpoint.agree import meet, together
 from autopar.checkpoint.arguments import absolute, check_timeout, patience, same_call
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.fsdp_shards import read
@@ -21,6 +20,8 @@ from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
 from autopar.checkpoint.verification import share_of_verification
+from autopar.distributed.barrier import barrier
+from autopar.distributed.consensus import all_ranks
 from autopar.errors import CheckpointError, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of
@@ -66,7 +67,7 @@ def load(model: nn.Module, directory: Callable[[], object], timeout: float, want
     """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory`` raises for a wrong call."""
     state = state_of(model)
     mpu = state.mpu
-    meet(mpu, "from_parallelized", patience(timeout))
+    barrier(mpu, "from_parallelized", patience(timeout))
     loading: _Loading | None = None
 
     def check() -> dict[str, Any]:
@@ -94,9 +95,9 @@ def load(model: nn.Module, directory: Callable[[], object], timeout: float, want
         loading.fill()
 
     try:
-        together(mpu, check, check=same_call)
-        together(mpu, read_all)
-        together(mpu, fill, lambda: "The model is partly loaded.")
+        all_ranks(mpu, check, check=same_call)
+        all_ranks(mpu, read_all)
+        all_ranks(mpu, fill, lambda: "The model is partly loaded.")
         assert loading is not None
         state.went_on_from.clear()
         state.went_on_from.update(place_in_series(loading.shards.folder, loading.shards.manifest.order))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checkpoint.agree import Peers, first, meet, together
 from autopar.checkpoint.arguments import Request, check_timeout, patience, same_call
 from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.offline.merge import write_merged
@@ -26,6 +25,8 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, listed, state_of
+from autopar.distributed.barrier import barrier
+from autopar.distributed.consensus import Ranks, all_ranks, rank_zero
 from autopar.errors import CheckpointError
 from autopar.plan.plan import TensorPlan
 from autopar.storage.checksum import file_checksum
@@ -48,7 +49,7 @@ def save(
     state = state_of(model)
     mpu = state.mpu
     state.background.wait()
-    meet(mpu, "save_parallelized", patience(timeout))
+    barrier(mpu, "save_parallelized", patience(timeout))
     request: Request | None = None
     mine: Snapshot | None = None
     writing: _Writing | None = None
@@ -76,7 +77,7 @@ def save(
         in_shares = mine is not None and mine.in_shares
         check_alike([other["weights"] for other in said], state.plan, mpu.sizes, in_shares)
 
-    together(mpu, check, check=compare)
+    all_ranks(mpu, check, check=compare)
     assert request is not None and mine is not None and writing is not None
     if mine.in_shares:
         mine = _on_all(mpu, partial(mine.gathered, mpu))
@@ -92,10 +93,10 @@ def _is_checked(model: nn.Module) -> bool:
     return bool(getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True))
 
 
-def _on_all(peers: Peers, make: Callable[[], Snapshot]) -> Snapshot:
+def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
     """What each rank makes. A rank whose memory does not suffice stops all of them."""
     made: list[Snapshot] = []
-    together(peers, lambda: made.append(make()))
+    all_ranks(peers, lambda: made.append(make()))
     return made[0]
 
 
@@ -117,18 +118,18 @@ class _Writing:
             return self._untouched()
         return f"{self.request.directory} holds the previous or the new checkpoint, whole."
 
-    def prepare(self, peers: Peers) -> tuple[Path, str]:
+    def prepare(self, peers: Ranks) -> tuple[Path, str]:
         """Make the temporary folder. Every rank calls it."""
-        folder, save_id = first(peers, self._prepare, self._untouched)
+        folder, save_id = rank_zero(peers, self._prepare, self._untouched)
         self.place = Path(folder), save_id
         return self.place
 
-    def run(self, peers: Peers, mine: Snapshot) -> None:
+    def run(self, peers: Ranks, mine: Snapshot) -> None:
         """Write, and put the folder in its place. Every rank runs it."""
         try:
             folder, save_id = self.place or self.prepare(peers)
-            reports = together(peers, lambda: _write(mine, self.state, folder, save_id), self._untouched)
-            first(peers, lambda: self._finish(folder, save_id, reports), self._doubt)
+            reports = all_ranks(peers, lambda: _write(mine, self.state, folder, save_id), self._untouched)
+            rank_zero(peers, lambda: self._finish(folder, save_id, reports), self._doubt)
         finally:
             if self.staging is not None:
                 self.staging.discard()

@@ -14,7 +14,7 @@ from autopar.data_parallel.grad_norm import counted_here
 from autopar.data_parallel.master_weights import DTYPES
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import drop_absent, rebind, shard_state
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 
@@ -29,7 +29,7 @@ def attach(
     mpu: MPU,
     config: ParallelConfig,
     optimizer: Any,
-    roll: RollCall,
+    failures: FailureLog,
     blocks: Sequence[nn.Module] = (),
 ) -> ParallelStep | None:
     """ZeRO, precision and clipping of ``config``, for the model and the user's optimizer; every rank calls it.
@@ -51,4 +51,4 @@ def attach(
     if optimizer is None:
         return None
     counted = counted_here(dict(model.named_parameters()), plan, mpu)
-    return ParallelStep(optimizer, model, inner, plan, mpu, config, counted, roll)
+    return ParallelStep(optimizer, model, inner, plan, mpu, config, counted, failures)

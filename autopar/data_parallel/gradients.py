@@ -25,7 +25,7 @@ def average_gradients(model: nn.Module) -> None:
         ConfigError: the model is not parallelized.
     """
     root, state = _parallelized(model)
-    with state.steps.roll.naming("averaging the gradients over the data-parallel replicas", state.mpu.dp.ranks):
+    with state.steps.failures.blame("averaging the gradients over the data-parallel replicas", state.mpu.dp.ranks):
         average_over_replicas(root, state.plan, state.stages, state.mpu)
     vars(root)["_autopar_pipeline"].unaveraged = False
 
@@ -85,7 +85,7 @@ def _norm(model: nn.Module, norm_type: float) -> torch.Tensor:
     parameters = dict(root.named_parameters())  # a tied parameter comes once
     if state.counted is None:
         state.counted = counted_here(parameters, state.plan, state.mpu)
-    with state.steps.roll.naming("the norm of the gradients", state.mpu.model.ranks):
+    with state.steps.failures.blame("the norm of the gradients", state.mpu.model.ranks):
         return gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
 
 

@@ -23,7 +23,7 @@ from autopar.data_parallel.loss_scale import LossScale, agree_on_overflow
 from autopar.data_parallel.master_weights import DTYPES, MasterWeights, fp32_gradients, to_fp32, to_half
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
 from autopar.data_parallel.zero1 import OwnedParameters
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
@@ -58,10 +58,10 @@ class ParallelStep(OwnedParameters):
         mpu: MPU,
         config: ParallelConfig,
         counted: frozenset[str],
-        roll: RollCall,
+        failures: FailureLog,
     ) -> None:
         super().__init__(optimizer, model, mpu.dp, sharded=config.zero_stage == 1)
-        self.plan, self.mpu, self.counted, self._roll = plan, mpu, counted, roll
+        self.plan, self.mpu, self.counted, self._failures = plan, mpu, counted, failures
         self.max_norm = config.gradient_clipping
         self.scale = LossScale.of(config) if config.precision == "fp16" else None
         self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
@@ -177,7 +177,7 @@ class ParallelStep(OwnedParameters):
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
         """Collectives of ``ranks`` inside wait no longer than ``pipeline.timeout``, and name who failed."""
-        with self._roll.patience(), self._roll.naming("optimizer.step()", ranks):
+        with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
     def _halve(self, inner: nn.Module, dtype: torch.dtype, masters: MasterWeights) -> None:

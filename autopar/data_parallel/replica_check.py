@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 from autopar.data_parallel.process_hooks import forget, listen_to_steps
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.distributed.digest import of_text, of_values
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 
@@ -85,12 +85,12 @@ class StepCheck:
         model: nn.Module,
         inner: nn.Module,
         mpu: MPU,
-        roll: RollCall,
+        failures: FailureLog,
         alike: Mapping[int, tuple[int, ...]],
         *,
         compare: bool,
     ) -> None:
-        self.mpu, self.roll, self.made = mpu, roll, 0
+        self.mpu, self.failures, self.made = mpu, failures, 0
         self.settings = ""
         self.last_shard: tuple[str, int, int] | None = None
         self._input: int | None = None  # digest of what the last training forward was given, in the first steps
@@ -102,7 +102,7 @@ class StepCheck:
         self._compare = compare and mpu.dp.size > 1
         if self._compare:
             self._input_hook = inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
-            self._store = PrefixStore(f"autopar steps {roll.name}", _get_default_store())
+            self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
             self._before = mpu.dp.ranks[mpu.dp.rank - 1]
             self._others = [rank for rank in mpu.dp.ranks if rank != mpu.rank]
         self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
@@ -197,7 +197,7 @@ class StepCheck:
         for earlier in range(max(progress.read, turn - _KEPT + 1), turn + 1):
             others = self._others if earlier < _WHOLE else [self._before]
             keys = {rank: self._key(progress, earlier, rank) for rank in others}
-            seconds = self.roll.timeout if earlier == 0 else _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
+            seconds = self.failures.timeout if earlier == 0 else _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
             for rank, key in keys.items():
                 if not self._wait_for(rank, key, seconds):
                     if earlier == 0:
@@ -233,18 +233,18 @@ class StepCheck:
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 return False
-            if pause > 0.05 and self.roll.has_ended(rank):
+            if pause > 0.05 and self.failures.has_ended(rank):
                 return bool(self._store.check([key]))
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return True
 
     def _missing(self, optimizer: str, rank: int) -> None:
-        raise self.roll.lost(
+        raise self.failures.failure(
             f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
             f"replica {self.mpu.dp.ranks.index(rank)} and has not stepped.",
             [rank],
-            TimeoutError(f"{self.roll.timeout:g} s (pipeline.timeout)"),
+            TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
         )
 
     def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
@@ -274,7 +274,7 @@ class StepCheck:
                 "  autopar.average_gradients(model). (Or one of them has skipped a step.)\n"
             )
         text += "  consistency_check: {enable: false} turns this check off."
-        self.roll.say(text)
+        self.failures.publish(text)
         raise ConsistencyError(text)
 
 

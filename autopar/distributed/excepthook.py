@@ -1,8 +1,8 @@
-"""What a process says to the others when an exception ends it, and learns of them if it waited for one in vain.
+"""The exception hook: publish the exception that ends this process, and name the rank that it waited for in vain.
 
-``execute_pipeline``, ``generate`` and ``optimizer.step()`` tell their errors themselves. In a loop of the user's own
-nothing of ours is on the way out but Python's hook for exceptions that nobody caught. It belongs to the process, so
-this module keeps the roll calls of all models that live.
+``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors themselves. In a loop of the user's own
+nothing of ours is on the way out but Python's hook for uncaught exceptions. It belongs to the process, so this module
+keeps the failure logs of all models that live.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import sys
 import weakref
 from types import TracebackType
 
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.errors import PipelineError
 
-__all__ = ["tell_uncaught"]
+__all__ = ["publish_uncaught"]
 
-_rolls: weakref.WeakSet[RollCall] = weakref.WeakSet()
+_logs: weakref.WeakSet[FailureLog] = weakref.WeakSet()
 
 
-def tell_uncaught(roll: RollCall) -> None:
-    """From now on, tell the other ranks of ``roll`` which exception ends this process."""
-    if roll.mpu.world_size == 1:
+def publish_uncaught(failures: FailureLog) -> None:
+    """Publish in this failure log, from now on, the exception that ends this process."""
+    if failures.mpu.world_size == 1:
         return
-    _rolls.add(roll)
+    _logs.add(failures)
     if not getattr(sys.excepthook, "_autopar", False):
         _install()
 
@@ -33,8 +33,8 @@ def _install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            for roll in list(_rolls):
-                _tell(roll, error)
+            for failures in list(_logs):
+                _publish(failures, error)
         finally:
             before(kind, error, trace)
 
@@ -42,9 +42,9 @@ def _install() -> None:
     sys.excepthook = hook
 
 
-def _tell(roll: RollCall, error: BaseException) -> None:
-    others = [rank for rank in range(roll.mpu.world_size) if rank != roll.mpu.rank]
-    if isinstance(error, RuntimeError) and (lost := roll.translated(error, "a collective", others)) is not None:
-        error.add_note(f"autopar: {lost}")
+def _publish(failures: FailureLog, error: BaseException) -> None:
+    others = [rank for rank in range(failures.mpu.world_size) if rank != failures.mpu.rank]
+    if isinstance(error, RuntimeError) and (failure := failures.failure_of(error, "a collective", others)) is not None:
+        error.add_note(f"autopar: {failure}")
     elif not isinstance(error, PipelineError):
-        roll.explain(error)
+        failures.publish_error(error)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import hexdigest
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.errors import ConsistencyError
 from autopar.pipeline_parallel.p2p import Post, map_tensors
 
@@ -40,7 +40,7 @@ _HINT = (
 Batch = TypeVar("Batch")
 
 
-def check_batch(read: Callable[[], Batch], axis: Axis, roll: RollCall) -> Batch:
+def check_batch(read: Callable[[], Batch], axis: Axis, failures: FailureLog) -> Batch:
     """What ``read`` gives, compared over all ranks of a model replica (``axis``); one object exchange.
 
     A list of nothing but None is no data, and not compared: the rank gets its own otherwise.
@@ -63,7 +63,7 @@ def check_batch(read: Callable[[], Batch], axis: Axis, roll: RollCall) -> Batch:
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
     everyone: list[tuple[str, Any]] = [mine] * axis.size
-    with roll.naming("comparing the batch over the stages", axis.ranks):
+    with failures.blame("comparing the batch over the stages", axis.ranks):
         dist.all_gather_object(everyone, mine, group=axis.group)
     ended = [rank for rank, (word, _) in zip(axis.ranks, everyone, strict=True) if word == ENDED]
     if failure is not None and (mine[0] != ENDED or len(ended) == axis.size):
@@ -171,7 +171,7 @@ def _hashes(value: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> str:
 # -- over data-parallel replicas --------------------------------------------------------------------------------------
 
 
-def counts_of_replicas(count: int | None, axis: Axis, device: torch.device, roll: RollCall) -> list[int]:
+def counts_of_replicas(count: int | None, axis: Axis, device: torch.device, failures: FailureLog) -> list[int]:
     """Each replica's count (labels, or samples); a collective over ``axis`` (dp).
 
     Args:
@@ -186,7 +186,7 @@ def counts_of_replicas(count: int | None, axis: Axis, device: torch.device, roll
     """
     mine = torch.tensor([-1 if count is None else count], device=device)
     everyone = [torch.empty_like(mine) for _ in range(axis.size)]
-    with roll.naming("agreeing with the other data-parallel replicas that each has a batch", axis.ranks):
+    with failures.blame("agreeing with the other data-parallel replicas that each has a batch", axis.ranks):
         dist.all_gather(everyone, mine, group=axis.group)
     counts = torch.cat(everyone).tolist()
     ended = [place for place, other in enumerate(counts) if other < 0]

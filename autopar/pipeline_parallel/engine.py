@@ -118,7 +118,7 @@ class Engine:
             with seed_of_pass(self.plan.stages, self.model.training) as self._seed:
                 for kind, stage, microbatch in lists[self.rank]:
                     what = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
-                    with self.post.roll.naming(what, self.post.roll.mpu.tp.ranks):
+                    with self.post.failures.blame(what, self.post.failures.mpu.tp.ranks):
                         do[kind](stage, microbatch, step)
                 ended = end_pass(self.post, DONE)  # so that nobody waits in a collective for a stage that failed
                 if ended:
@@ -155,7 +155,7 @@ class Engine:
             raise mine from error
         if len(ended) < self.plan.ranks:
             raise data_ended(ended)
-        self.post.roll.withdraw()
+        self.post.failures.clear()
 
     def _tell(self, error: Exception) -> None:
         """The neighbours, who may wait for this rank, and all who have finished."""

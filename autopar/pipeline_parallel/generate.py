@@ -49,7 +49,7 @@ def call_through_stages(
     ran = any(plan.rank_of[stage] == rank for stage in stages)
     post.begin()
     try:
-        lost = post.roll.naming("a collective in a plain call of the model", post.roll.mpu.tp.ranks)
+        lost = post.failures.blame("a collective in a plain call of the model", post.failures.mpu.tp.ranks)
         with seed_of_pass(plan.stages, module.training) as seed, lost:
             result, used = _through(plain, stages, conductor, plan, rank, post, args, kwargs, seed)
         cache = cache or used

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.failures import PATIENCE, RollCall
+from autopar.distributed.failures import GRACE, FailureLog, first_line
 from autopar.errors import PipelineError
 
 __all__ = ["Post", "Slot", "map_tensors", "pack", "unpack"]
@@ -123,8 +123,8 @@ class Post:
         groups: (way, whether the receiver comes after the sender on the axis) -> group of its ranks. What goes one way
             between two ranks never waits for what goes another (in a V outputs go both up and down).
         control: a gloo group of the axis for headers, which lie in CPU memory.
-        roll: who of the world is still there. A receive that gives up closes all connections of its group, so what
-            went wrong is told there.
+        failures: log of all ranks. A receive that gives up closes all connections of its group, so the reason of a
+            failure is published there.
         device: where tensors live.
     """
 
@@ -133,10 +133,11 @@ class Post:
         axis: Axis,
         groups: Mapping[tuple[str, bool], Any],
         control: Any,
-        roll: RollCall,
+        failures: FailureLog,
         device: torch.device,
     ) -> None:
-        self.axis, self.control, self.roll, self.device, self.timeout = axis, control, roll, device, roll.timeout
+        self.axis, self.control, self.device = axis, control, device
+        self.failures, self.timeout = failures, failures.timeout
         self._groups = groups
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
         self._label: Any = None
@@ -154,7 +155,7 @@ class Post:
     def begin(self) -> None:
         """A new pass begins, on every rank: what a pass that failed left behind is thrown away from now on."""
         self._pass += 1
-        self.roll.withdraw()
+        self.failures.clear()
 
     def send(self, value: Any, to: int, *, way: str, tag: int, what: str, label: Any = None) -> None:
         """Send ``value`` to place ``to`` of the axis; returns at once.
@@ -185,7 +186,7 @@ class Post:
             pause: give them time to take it, before this process may end.
         """
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-        self.roll.say(text)
+        self.failures.publish(text)
         for place, tag in receivers:
             with contextlib.suppress(RuntimeError):  # its connection may be closed
                 self._send_header(_Failure(text), self.axis.ranks[place], tag, "a failure")
@@ -193,7 +194,7 @@ class Post:
         self._farewell += self._sent
         self._sent = []
         if pause and receivers:
-            time.sleep(min(self.timeout, PATIENCE) / 2)
+            time.sleep(min(self.timeout, GRACE) / 2)
 
     def _send_header(self, value: Any, peer: int, tag: int, what: str) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps((self._pass, value))), dtype=torch.uint8)
@@ -243,7 +244,7 @@ class Post:
     def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, what: str) -> None:
         try:
             work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
-            work.wait(timedelta(seconds=self.timeout + PATIENCE * self._behind(peer)))
+            work.wait(timedelta(seconds=self.timeout + GRACE * self._behind(peer)))
         except RuntimeError as error:
             raise self._lost(what, peer, error) from error
 
@@ -270,7 +271,7 @@ class Post:
             try:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                raise PipelineError(f"{what} was never taken: {_first_line(error)}") from error
+                raise PipelineError(f"{what} was never taken: {first_line(error)}") from error
 
     def _lost(self, what: str, peer: int, error: Exception, *, sending: bool = False) -> PipelineError:
         place = self.axis.ranks.index(peer)
@@ -279,8 +280,4 @@ class Post:
             f"rank {self.axis.ranks[self.axis.rank]} (place {self.axis.rank} of the pipeline) {doing} {what} "
             f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
         )
-        return self.roll.lost(text, [peer], error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        return self.failures.failure(text, [peer], error)

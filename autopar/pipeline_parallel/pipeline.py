@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU, rank_groups
 from autopar.distributed.rng import share
 from autopar.errors import ConfigError
@@ -83,14 +83,14 @@ class Pipeline:
         plan: StagePlan,
         mpu: MPU,
         config: PipelineConfig,
-        roll: RollCall,
+        failures: FailureLog,
         *,
         check: bool = True,
         steps: Any = None,
     ) -> None:
-        self.inner, self.plan, self.mpu, self.config, self.roll = inner, plan, mpu, config, roll
+        self.inner, self.plan, self.mpu, self.config, self.failures = inner, plan, mpu, config, failures
         self.conductor = Conductor(plan.encoder)
-        self.post = _post(mpu, roll)
+        self.post = _post(mpu, failures)
         if plan.stages > 1:
             cut(model, plan, self.conductor)
         self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
@@ -158,13 +158,15 @@ class Pipeline:
             self.shared.set_aside()
             try:
                 self.engine.run(actions, step)
-                with self.roll.naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
+                with self.failures.blame(
+                    "summing the gradients of weights that several stages hold", self.mpu.pp.ranks
+                ):
                     self.shared.sum(held_alike(model, state.plan, self.mpu))
             except BaseException:
                 self.shared.put_back()
                 raise
             if self.averages:
-                with self.roll.naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
+                with self.failures.blame("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
                     average_over_replicas(model, state.plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
@@ -304,7 +306,7 @@ def _mean(step: Step, shares: list[float]) -> torch.Tensor:
     return torch.stack(counted).sum() if counted else step.losses[0]
 
 
-def _post(mpu: MPU, roll: RollCall) -> Post:
+def _post(mpu: MPU, failures: FailureLog) -> Post:
     """Groups of its own: a step that failed leaves messages behind that nothing later may meet.
 
     On gloo tags keep messages apart. nccl has none, and what is sent there waits for what was sent before.
@@ -313,7 +315,7 @@ def _post(mpu: MPU, roll: RollCall) -> Post:
     groups = dict.fromkeys(itertools.product(("forward", "backward"), (False, True)), control)
     if mpu.device.type == "cuda":
         groups = {(way, up): _group_of_stages(mpu, "nccl", f"pp {way} {'up' if up else 'down'}") for way, up in groups}
-    return Post(mpu.pp, groups, control, roll, mpu.device)
+    return Post(mpu.pp, groups, control, failures, mpu.device)
 
 
 def _group_of_stages(mpu: MPU, backend: str, name: str) -> Any:
@@ -343,7 +345,7 @@ def _forward_of(kind: Any) -> Callable[..., Any]:
                 "  A plain call is for inference: model.eval(), or under torch.no_grad()."
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
-        with pipeline.roll.patience():
+        with pipeline.failures.deadline():
             return call_through_stages(
                 *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
                 *(args, kwargs),
@@ -356,7 +358,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
     pipeline: Pipeline = self._autopar_pipeline
     axis = pipeline.mpu.model
-    with pipeline.roll.patience(), pipeline.roll.naming("a collective in generate", axis.ranks):
+    with pipeline.failures.deadline(), pipeline.failures.blame("a collective in generate", axis.ranks):
         share(axis, pipeline.mpu.device)
         with contextlib.nullcontext() if self._autopar_check is None else self._autopar_check.first_only():
             return type(self).generate(self, *args, **kwargs)

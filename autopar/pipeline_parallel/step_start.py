@@ -50,7 +50,7 @@ def read_batch(
 
 def _agree(count: int | None, engine: Engine, mpu: MPU) -> list[int]:
     try:
-        return counts_of_replicas(count, mpu.dp, mpu.device, engine.post.roll)
+        return counts_of_replicas(count, mpu.dp, mpu.device, engine.post.failures)
     except ConsistencyError:
         engine.post.begin()  # on all ranks: none needs to be told
         raise
@@ -59,7 +59,7 @@ def _agree(count: int | None, engine: Engine, mpu: MPU) -> list[int]:
 def _read(read: Callable[[], Batch], engine: Engine, mpu: MPU, unchecked: set[bool], backward: bool) -> Batch:
     if engine.plan.ranks > 1 and backward in unchecked:
         try:
-            batch = check_batch(read, mpu.model, engine.post.roll)
+            batch = check_batch(read, mpu.model, engine.post.failures)
         except Exception:
             engine.post.begin()  # on all ranks: none needs to be told
             raise
@@ -69,7 +69,7 @@ def _read(read: Callable[[], Batch], engine: Engine, mpu: MPU, unchecked: set[bo
         return read()
     except StopIteration:
         engine.data_ended()
-        engine.post.roll.say("the data iterator has ended on this rank, which takes no part in another step.")
+        engine.post.failures.publish("the data iterator has ended on this rank, which takes no part in another step.")
         raise
 
 
@@ -81,7 +81,7 @@ def beginning(engine: Engine) -> Iterator[None]:
     """
     before = engine.post.passes
     try:
-        with engine.post.roll.patience():
+        with engine.post.failures.deadline():
             yield
     except Exception as error:
         if engine.post.passes == before:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import UnsupportedModelError
+from autopar.policy.files import reference
 from autopar.policy.schema import Policy
 
 __all__ = ["base_of", "config_of", "hugging_face_model", "model_inside", "model_type_of"]
@@ -48,7 +49,7 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
             "    policy = {'units': {'ffn': 'inferred'}, 'blocks': {'path': 'layers', 'modules':\n"
             "              {'norm': 'replicated', 'up': {'column': 'ffn'}, 'down': {'row': 'ffn'}}}}\n"
             "    model = autopar.initialize(model, config, policy=policy)\n"
-            "  The form is in policies/README.md."
+            f"  The form is in {reference()}."
         )
     listed = ", ".join(f"{path} ({type(module).__name__})" for path, module in found)
     raise UnsupportedModelError(

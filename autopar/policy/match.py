@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,19 +15,19 @@ from transformers import __version__ as transformers_version
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy.advice import advice
 from autopar.policy.described_model import config_of, hugging_face_model
-from autopar.policy.load import load_policy, policy_files, read_user_policy
+from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import Policy
 
 __all__ = ["find_policy", "supported_model_types"]
 
 
 def supported_model_types() -> dict[str, str]:
-    """model_type -> name of the policy file that describes it."""
-    return {kind: path.stem for path in policy_files() for kind in load_policy(path).model_types}
+    """Return model_type -> name of the policy that describes it (of several, of the last)."""
+    return {kind: policy.name for policy in own_policies().values() for kind in policy.model_types}
 
 
 def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
-    """The policy of ``model``: the user's if given (path, dict or YAML text), else the one file that matches.
+    """Find the policy of ``model``: the user's if given (path, dict or YAML text), else the one that matches.
 
     Raises:
         UnsupportedModelError: no file lists the model type; says which policy is nearest and how to use it.
@@ -71,25 +70,21 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
 
 
 def _listing(model_type: str) -> list[Policy]:
-    """The policies that list the type. Only files that hold the word are parsed: a few of some hundreds."""
-    word = re.compile(rf"(?<![\w-]){re.escape(model_type)}(?![\w-])")
-    listed = (load_policy(path) for path in policy_files() if _may_list(path, model_type, word))
+    """The policies that list the type. Only files whose lists hold it are parsed: a few of some hundreds."""
+    word = re.compile(rf"(?<![\w.-]){re.escape(model_type)}(?![\w.-])")
+    listed = (policy for path in policy_files() if _may_list(path, model_type, word) for policy in load_policies(path))
     return [policy for policy in listed if model_type in policy.model_types]
 
 
+_LISTS = re.compile(r"model_type\W*?:[ \t]*(\[[^]]*\]|[^\s#,{}\[\]]+)?")
+
+
 def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
-    text = _text(path)
-    if "model_type" not in text:  # it cannot be read, or takes them from what it extends
-        return True
-    return model_type in text and word.search(text) is not None
-
-
-@functools.cache
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""  # whoever parses it says why
+    text = policy_text(path)
+    if model_type not in text:  # it lists others, or cannot be read, or takes them from what it extends
+        return "model_type" not in text
+    lists = _LISTS.findall(text)
+    return not all(lists) or any(word.search(listed) for listed in lists)
 
 
 def _fits(policy: Policy, model: PreTrainedModel) -> bool:
@@ -99,12 +94,13 @@ def _fits(policy: Policy, model: PreTrainedModel) -> bool:
 
 
 def _check_version(policy: Policy, config: PretrainedConfig) -> None:
+    wanted = policy.range_of(config.model_type)
     try:
-        wanted = SpecifierSet(policy.transformers)
+        versions = SpecifierSet(wanted)
     except InvalidSpecifier as error:
-        raise PolicyError(f"'{policy.transformers}' is no version range", policy.where) from error
-    if not wanted.contains(transformers_version, prereleases=True):
+        raise PolicyError(f"'{wanted}' is no version range", policy.where) from error
+    if not versions.contains(transformers_version, prereleases=True):
         raise UnsupportedModelError(
-            f"the policy for model_type '{config.model_type}' holds for transformers {policy.transformers}, "
+            f"the policy for model_type '{config.model_type}' holds for transformers {wanted}, "
             f"installed is {transformers_version} ({policy.where})."
         )

@@ -10,6 +10,7 @@ from autopar.policy.schema import (
     HIDDEN,
     KINDS,
     LISTED,
+    SUPPORTED,
     Input,
     Part,
     Policy,
@@ -44,6 +45,8 @@ def parse_policy(name: str, root: Node) -> Policy:
     if "units" not in top and not {"models", "towers"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
     match = _mapping(top["match"], _MATCH, "'match'") if "match" in top else {}
+    model_types = _parse_names(match, "model_type", top["match"].where) if "match" in top else ()
+    transformers, ranges = _parse_versions(match, model_types) if "match" in top else ("", {})
     units = _parse_units(top["units"], literal="match" not in top) if "units" in top else {}
     towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
     for tower, entry in _mapping(top["towers"], None, "'towers'").items() if "towers" in top else ():
@@ -53,8 +56,9 @@ def parse_policy(name: str, root: Node) -> Policy:
     return Policy(
         name=name,
         where=root.where,
-        model_types=_parse_names(match, "model_type", top["match"].where) if "match" in top else (),
-        transformers=_text(match["transformers"], "transformers") if "transformers" in match else "",
+        model_types=model_types,
+        transformers=transformers,
+        ranges=ranges,
         config={key: plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
         if "config" in match
         else {},
@@ -92,6 +96,23 @@ def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mappi
         if "inputs" in blocks:
             sections["block_inputs"] = _parse_inputs(blocks["inputs"], units)
     return Tower(name, where, units, _text(keys["config"], "config") if "config" in keys else "", **sections)
+
+
+def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """The range of transformers versions, and the ranges of single model types."""
+    node = match.get("transformers")
+    if node is None:
+        return SUPPORTED, {}
+    if not isinstance(node.value, dict):
+        return _text(node, "transformers"), {}
+    ranges = {kind: _text(entry, "transformers") for kind, entry in node.value.items()}
+    for kind, entry in node.value.items():
+        if kind not in model_types:
+            raise PolicyError(
+                f"'transformers' names '{kind}', which 'model_type' does not list.{nearest(kind, model_types)}",
+                entry.where,
+            )
+    return SUPPORTED, ranges
 
 
 def _parse_models(node: Node) -> dict[str, Where]:

@@ -17,6 +17,7 @@ __all__ = [
     "INFERRED",
     "KINDS",
     "LISTED",
+    "SUPPORTED",
     "Input",
     "Part",
     "Policy",
@@ -28,6 +29,8 @@ __all__ = [
 
 INFERRED = "inferred"
 HIDDEN = "hidden"
+SUPPORTED = ">=5.20,<6"
+"""The versions of transformers for which a policy holds that names no others."""
 LISTED = ("column", "row", "cut", "norm_over")
 """Kinds of rules that take a list of parts."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
@@ -156,6 +159,11 @@ class Policy:
     head_attributes: Mapping[str, Ratio] = field(default_factory=dict)
     models: Mapping[str, Where] = field(default_factory=dict)
     without_kernels: tuple[str, ...] = ()
+    ranges: Mapping[str, str] = field(default_factory=dict)
+
+    def range_of(self, model_type: str) -> str:
+        """Return the versions of transformers in which models of this type have the structure."""
+        return self.ranges.get(model_type, self.transformers)
 
     @property
     def units(self) -> Mapping[str, UnitSpec]:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators
 from autopar.errors import ConsistencyError
@@ -73,8 +73,8 @@ class ForwardCheck:
             0 compares on the first of each mode and nothing, not even shapes, on the others.
     """
 
-    def __init__(self, mpu: MPU, roll: RollCall, region: Region, steps: Steps, every: int) -> None:
-        self.mpu, self.roll, self.region, self.steps, self.every = mpu, roll, region, steps, every
+    def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: Steps, every: int) -> None:
+        self.mpu, self.failures, self.region, self.steps, self.every = mpu, failures, region, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
         self._replicated: list[tuple[str, nn.Parameter]] = []
         self._apart: dict[int, nn.Parameter] = {}
@@ -204,7 +204,7 @@ class ForwardCheck:
         numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
         cpu = not self._cuda or "gloo" in str(dist.get_backend_config(axis.group))
         pair = torch.tensor([numbers, [-number for number in numbers]], device="cpu" if cpu else self.mpu.device)
-        with self.roll.naming("comparing what the forward begins with", axis.ranks):
+        with self.failures.blame("comparing what the forward begins with", axis.ranks):
             dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)
         largest, smallest = pair.tolist()
         same = [high == -low for high, low in zip(largest, smallest, strict=True)]
@@ -263,7 +263,7 @@ class ForwardCheck:
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(_local(parameter)) for name, parameter in self._replicated}
         everyone = [mine] * axis.size
-        with self.roll.naming("comparing what the forward begins with", axis.ranks):
+        with self.failures.blame("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
         raise ConsistencyError(explanation(everyone, ranks))
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.distributed.failures import RollCall
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import share
 from autopar.errors import ConfigError
@@ -29,16 +29,18 @@ from autopar.tensor_parallel.regions import Region
 
 __all__ = ["Hook", "attach", "detach"]
 
-_NAMES = ("generate", "resize_token_embeddings", "_autopar_roll", "_autopar_check")
+_NAMES = ("generate", "resize_token_embeddings", "_autopar_failures", "_autopar_check")
 
 
-def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, roll: RollCall, check: ForwardCheck | None) -> None:
+def attach(
+    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
+) -> None:
     """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
 
     A plain module gets the hooks: what its outputs are is its own affair.
 
     Args:
-        roll: who says what went wrong in ``generate``.
+        failures: where ``generate`` publishes its errors.
         check: what to compare over tp when a forward begins; None for nothing.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
@@ -56,7 +58,7 @@ def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, roll: RollCal
                 methods["generate"] = _generate
         for name, function in methods.items():
             setattr(module, name, types.MethodType(function, module))
-        module._autopar_roll = roll  # type: ignore[assignment]
+        module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
     if plan.tp > 1 and isinstance(model, PreTrainedModel):
         attach_loss(model, region, mpu.tp)
@@ -133,12 +135,12 @@ _HOOKS = (Hook, CutCaches, KnowCaches)
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
-    roll: RollCall = self._autopar_roll
+    failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
-    with roll.patience(), roll.naming("a collective in generate", roll.mpu.tp.ranks):
+    with failures.deadline(), failures.blame("a collective in generate", failures.mpu.tp.ranks):
         if check is not None:
             check.meet("generate")
-        share(roll.mpu.tp, roll.mpu.device)
+        share(failures.mpu.tp, failures.mpu.device)
         with contextlib.nullcontext() if check is None else check.first_only():
             return type(self).generate(self, *args, **kwargs)
 

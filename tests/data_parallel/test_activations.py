@@ -7,8 +7,8 @@ import torch
 import autopar
 from autopar import activation_checkpoint as activations
 from tests.parity import close, language_batches, whole
+from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import distributed
 
 CONFIG = {"model_parallelism": {"tensor_parallel_size": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}
 
@@ -23,7 +23,7 @@ def compare(model, plain):
         close(gradients[name], parameter.grad, name)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_on_the_cpu_gradients_are_the_plain_models():
     plain = gpt2()
     model = autopar.initialize(copy.deepcopy(plain), CONFIG)
@@ -34,7 +34,7 @@ def test_on_the_cpu_gradients_are_the_plain_models():
     assert isinstance(copied.transformer.h[0]._gradient_checkpointing_func, activations.Offloaded)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_only_the_inputs_of_blocks_are_moved():
     """As on a GPU, with a place to save to that only counts."""
     moved = []

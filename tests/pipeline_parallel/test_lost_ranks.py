@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import autopar.pipeline_parallel.pipeline
-from autopar.distributed.failures import PATIENCE
+from autopar.distributed.failures import GRACE
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
 from tests.parity import language_batches
@@ -92,7 +92,7 @@ def test_a_rank_that_fails(mesh: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError if dist.get_rank() == 3 else PipelineError, match="something broke"):
         model.execute_pipeline(_batch(model))
     assert time.monotonic() - started < 3 * TIMEOUT
-    time.sleep(PATIENCE + TIMEOUT if dist.get_rank() == 3 else 0)  # its process stays
+    time.sleep(GRACE + TIMEOUT if dist.get_rank() == 3 else 0)  # its process stays
 
 
 @pytest.mark.parametrize("mesh", SOME_MESHES[:3], ids=str)
@@ -113,8 +113,8 @@ def _hang(tp: int, pp: int) -> None:
     started = time.monotonic()
     with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
         model.execute_pipeline(_batch(model))
-    assert time.monotonic() - started < 2 * (TIMEOUT + PATIENCE)
-    time.sleep(PATIENCE + 1)
+    assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    time.sleep(GRACE + 1)
 
 
 @pytest.mark.parametrize("reduction", ["tokens", pytest.param("microbatch", marks=pytest.mark.every)])
@@ -202,7 +202,7 @@ def test_a_rank_that_fails_outside_of_the_stages(place: str) -> None:
     if dist.get_rank() == 3:
         with pytest.raises(ValueError, match="something broke"):
             fail(model)
-        time.sleep(PATIENCE + TIMEOUT)
+        time.sleep(GRACE + TIMEOUT)
     elif dist.get_rank() in waiting:
         with pytest.raises((PipelineError, ConsistencyError), match="something broke"):
             fail(model)
@@ -222,7 +222,7 @@ def _hang_in_generate(tp: int, pp: int) -> None:
     started = time.monotonic()
     with pytest.raises(PipelineError, match="rank 1 said nothing"), torch.no_grad():
         model.eval().generate(_batch(model)["input_ids"], max_new_tokens=2)
-    assert time.monotonic() - started < 2 * (TIMEOUT + PATIENCE)
+    assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
 
 
 @pytest.mark.every

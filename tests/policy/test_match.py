@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy import match
-from autopar.policy.load import load_policy, policy_files
+from autopar.policy.load import load_policies, own_policies, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.schema import Policy
 from tests.small import gpt2, llama
@@ -36,22 +36,22 @@ def test_the_file_that_lists_the_model_type() -> None:
 
 
 def test_no_model_type_is_listed_twice() -> None:
-    policies = [load_policy(path) for path in policy_files()]
+    policies = list(own_policies().values())
     listed = [(kind, str(policy.config), policy.classes) for policy in policies for kind in policy.model_types]
     assert len(set(listed)) == len(listed)
 
 
 def test_only_the_files_that_hold_the_word_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = [load_policy(path) for path in policy_files()]
+    policies = list(own_policies().values())
     for kind in supported_model_types():
         assert match._listing(kind) == [policy for policy in policies if kind in policy.model_types]
     parsed: list[str] = []
 
-    def load(path: Path) -> Policy:
+    def load(path: Path) -> tuple[Policy, ...]:
         parsed.append(path.stem)
-        return load_policy(path)
+        return load_policies(path)
 
-    monkeypatch.setattr(match, "load_policy", load)
+    monkeypatch.setattr(match, "load_policies", load)
     assert find_policy(gpt2()).name == "gpt2" and "gpt2" in parsed
     assert len(parsed) < 10 and not {"bert", "llama", "t5"} & {*parsed}
     (tmp_path / "base.yaml").write_text(TEXT % "")
@@ -74,9 +74,10 @@ def test_a_model_type_that_no_file_lists() -> None:
         "  Closest in structure is gpt2 (10 of 10 kinds of modules).\n"
         "  If it computes like that too, pass this policy (a dict, or the same as YAML) and compare the loss:\n"
         "    policy={'extends': 'gpt2', 'match': {'model_type': 'nobodys_model'}}\n"
-        "  Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'); "
-        "its form is in policies/README.md.\n"
-        f"  The {len(supported_model_types())} model types that have one are in the table of README.md."
+        "  Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'). "
+        "'autopar policy check my.yaml' tries it without weights; its form is in\n"
+        f"    {policy_folder() / 'README.md'}\n"
+        f"  'autopar policy list' prints the {len(supported_model_types())} model types that have one."
     )
     model = of_type("nobodys_model")
     assert find_policy(model, {"extends": "gpt2", "match": {"model_type": "nobodys_model"}}).name == "user"

@@ -1,63 +1,28 @@
-"""The command line: ``autopar merge | split | reshard | inspect | check``. One process, no GPU, no process group."""
+"""``autopar merge | split | reshard | inspect | check``: one process, no GPU, no process group."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.errors import AutoparError
+from autopar.cli.app import Json, app, errors, size
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
     from autopar.checkpoint.shard_index import FileRecord
     from autopar.layout import Layout
 
-__all__ = ["app"]
-
-app = typer.Typer(
-    name="autopar",
-    help="Work with the checkpoints of models that autopar has parallelized.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback()
-def _main() -> None:
-    """Makes typer keep the names of the commands even when there is only one."""
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """One line on stderr and exit code 1, no traceback, for what the user can mend."""
-    try:
-        yield
-    except (AutoparError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        raise typer.Exit(1) from None
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
+__all__ = ["in_words"]
 
 _Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
 _Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is whole.")]
 _Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the new shards.")]
 _Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the new shards.")]
 _Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DESTINATION.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, without a progress bar.")]
 
 
 def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool) -> None:
@@ -68,7 +33,7 @@ def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool)
     names = list(result["files"])
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     print(
-        f"{verb} {result['tensors']} tensors ({result['parameters']:,} parameters, {_size(total)}) "
+        f"{verb} {result['tensors']} tensors ({result['parameters']:,} parameters, {size(total)}) "
         f"into {destination}: {shown}"
     )
 
@@ -82,10 +47,10 @@ def merge(
     dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums.")] = False,
     force: _Force = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face checkpoint, one tensor at a time."""
-    with _errors():
+    with errors():
         from autopar.checkpoint.offline.merge import merge_checkpoint
 
         result = merge_checkpoint(
@@ -110,10 +75,10 @@ def split(
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
     force: _Force = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Cut a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
-    with _errors():
+    with errors():
         from autopar.split import split_checkpoint
 
         result = split_checkpoint(
@@ -131,10 +96,10 @@ def reshard(
     pp: _Pp = 1,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer's state out.")] = False,
     force: _Force = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
-    with _errors():
+    with errors():
         from autopar.checkpoint.offline.reshard import reshard_checkpoint
 
         result = reshard_checkpoint(
@@ -145,9 +110,9 @@ def reshard(
 
 
 @app.command()
-def check(directory: _Source, as_json: _Json = False) -> None:
+def check(directory: _Source, as_json: Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
-    with _errors():
+    with errors():
         from autopar.checkpoint.offline.check import check_checkpoint
 
         result = check_checkpoint(directory, progress=False if as_json else None)
@@ -156,7 +121,7 @@ def check(directory: _Source, as_json: _Json = False) -> None:
         print(json.dumps(result, indent=1))
     elif not problems:
         print(
-            f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {_size(result['bytes'])}, "
+            f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
             "every checksum as saved, every element in one place"
         )
     else:
@@ -172,7 +137,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a sharded checkpoint holds: mesh, files, tensors and how they are shared out."""
-    with _errors():
+    with errors():
         from autopar.checkpoint import Manifest
 
         manifest = Manifest.read(directory)
@@ -251,7 +216,7 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
         console.print(f"to go on training: {', '.join(sorted(manifest.training))}")
     table = Table("file", "size", "tensors", "state")
     for file in files:
-        table.add_row(escape(file["name"]), _size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
+        table.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
     console.print(table)
     table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "shared out", "in", "merged as")
     holders = manifest.parts["model"].holders
@@ -267,7 +232,3 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
         cells = (name, shape, tensor.dtype, in_words(tensor.layout), where, merged)
         table.add_row(*(escape(str(cell)) for cell in cells))
     console.print(table)
-
-
-if __name__ == "__main__":
-    app()

@@ -9,38 +9,42 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from autopar.checkpoint import agree
-from autopar.checkpoint.agree import first, meet, together
+from autopar.distributed import barrier as barriers
+from autopar.distributed.barrier import barrier
+from autopar.distributed.consensus import all_ranks, rank_zero
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from tests.worlds import distributed, raises_everywhere, spawn
+from tests.pool import pooled
+from tests.worlds import raises_everywhere, spawn
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_call_on_some_ranks_fails_and_a_later_one_works():
     mpu = MPU()
     for _ in range(2):
+        dist.barrier()
         if mpu.rank != 1:
             start = time.monotonic()
-            with pytest.raises(CheckpointError, match=r"called on ranks 0, 2 but not on rank 1 of 3 within 0\.5 s"):
-                meet(mpu, "save_parallelized", 0.5)
-            assert time.monotonic() - start < 3
+            with pytest.raises(CheckpointError, match=r"called on ranks 0, 2 but not on rank 1 of 3 within 1\.5 s"):
+                barrier(mpu, "save_parallelized", 1.5)
+            assert time.monotonic() - start < 6
         dist.barrier()
-        meet(mpu, "save_parallelized", 20)
+        barrier(mpu, "save_parallelized", 20)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_whoever_comes_too_late_meets_the_others_at_the_next_call():
     mpu = MPU()
+    dist.barrier()
     if mpu.rank == 2:
-        time.sleep(1)  # the others have given up once and call again
+        time.sleep(3)  # the others have given up once and call again
     else:
         with pytest.raises(CheckpointError, match="not on rank 2"):
-            meet(mpu, "save", 0.3)
-    meet(mpu, "save", 20)
+            barrier(mpu, "save", 1.5)
+    barrier(mpu, "save", 20)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_nobody_goes_ahead_while_somebody_gives_up():
     mpu = MPU()
     draw = random.Random(mpu.rank)
@@ -50,7 +54,7 @@ def test_nobody_goes_ahead_while_somebody_gives_up():
         dist.barrier()
         time.sleep(draw.random() * 0.03)
         try:
-            meet(mpu, "save", timeout)
+            barrier(mpu, "save", timeout)
             went.append(True)
         except CheckpointError:
             went.append(False)
@@ -64,7 +68,7 @@ def test_nobody_goes_ahead_while_somebody_gives_up():
     assert 5 < sum(went) < 55, "both outcomes must occur for this test to say anything"
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_rank_that_arrives_while_another_gives_up_takes_it_along():
     mpu = MPU()
     if mpu.rank == 0:  # loses patience at 0.3 s and needs until 1.3 s to say so
@@ -73,31 +77,31 @@ def test_a_rank_that_arrives_while_another_gives_up_takes_it_along():
             time.sleep(1)
             return json.dumps(value)
 
-        agree.json = SimpleNamespace(dumps=slow, loads=json.loads)
+        barriers.json = SimpleNamespace(dumps=slow, loads=json.loads)
     else:
         time.sleep(0.8)
-    meet(mpu, "save", 0.3)
-    agree.json = json
-    together(mpu, lambda: None)
+    barrier(mpu, "save", 0.3)
+    barriers.json = json
+    all_ranks(mpu, lambda: None)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_meetings_leave_no_keys_behind():
     mpu = MPU()
     store = dist.distributed_c10d._get_default_store()
     for _ in range(3):
-        meet(mpu, "save", 20)
+        barrier(mpu, "save", 20)
     dist.barrier()
     counts = []
     for _ in range(5):
-        meet(mpu, "save", 20)
+        barrier(mpu, "save", 20)
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
     assert len(set(counts)) == 1, counts
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_verdict_of_the_lowest_failing_rank_is_everybodys():
     mpu = MPU()
 
@@ -107,21 +111,21 @@ def test_the_verdict_of_the_lowest_failing_rank_is_everybodys():
         return mpu.rank
 
     with raises_everywhere(CheckpointError, "rank 2 is sad", "Reported by ranks 2, 3 of 4"):
-        together(mpu, work)
-    assert together(mpu, lambda: {"rank": mpu.rank}) == ([{"rank": r} for r in range(4)] if mpu.rank == 0 else [])
-    assert first(mpu, lambda: ["é" * 100_000, mpu.rank]) == ["é" * 100_000, 0]
+        all_ranks(mpu, work)
+    assert all_ranks(mpu, lambda: {"rank": mpu.rank}) == ([{"rank": r} for r in range(4)] if mpu.rank == 0 else [])
+    assert rank_zero(mpu, lambda: ["é" * 100_000, mpu.rank]) == ["é" * 100_000, 0]
 
     def refuse(values):
         assert values == [0, 1, 2, 3]
         raise CheckpointError("they do not fit")
 
     with raises_everywhere(CheckpointError, "they do not fit"):
-        together(mpu, lambda: mpu.rank, check=refuse)
+        all_ranks(mpu, lambda: mpu.rank, check=refuse)
     with raises_everywhere(CheckpointError, "/nowhere/x: No such file"):
-        first(mpu, lambda: os.stat("/nowhere/x").st_size)
+        rank_zero(mpu, lambda: os.stat("/nowhere/x").st_size)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_interrupt_on_one_rank_is_an_error_on_the_other():
     mpu = MPU()
 
@@ -130,19 +134,19 @@ def test_an_interrupt_on_one_rank_is_an_error_on_the_other():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt if mpu.rank == 1 else CheckpointError):
-        together(mpu, work)
-    together(mpu, lambda: None)
+        all_ranks(mpu, work)
+    all_ranks(mpu, lambda: None)
 
 
 def death(victim: int) -> None:
     mpu = MPU()
-    meet(mpu, "save", 20)
+    barrier(mpu, "save", 20)
     if mpu.rank == victim:
         time.sleep(0.5)
         os._exit(1)
     start = time.monotonic()
     with pytest.raises(CheckpointError, match=rf"^rank {victim} of 4 died.*\n  all is well"):
-        together(mpu, lambda: None, lambda: "all is well")
+        all_ranks(mpu, lambda: None, lambda: "all is well")
     assert time.monotonic() - start < 5
 
 
@@ -156,7 +160,7 @@ def death_before() -> None:
     if mpu.rank == 1:
         os._exit(1)
     with pytest.raises(CheckpointError, match="not on rank 1 of 3"):
-        meet(mpu, "save", 1)
+        barrier(mpu, "save", 1)
 
 
 def test_a_rank_that_died_before_the_call_is_named():
