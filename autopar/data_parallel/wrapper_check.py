@@ -1,7 +1,7 @@
-"""Wrappers that average over the wrong ranks, noticed when they are made: DistributedDataParallel over all, say.
+"""Refuse wrappers that average over the wrong ranks when they are made: DistributedDataParallel over all, say.
 
 Tensor-parallel ranks and stages hold different shards under the same names. What copies or averages parameters over
-them makes one shard of all, without a word where the shards are equally large. torch calls its global hooks when a
+them makes one shard of all, silently where the shards are equally large. torch calls its global hooks when a
 module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything) and
 before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
 axis partition the world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank
@@ -32,7 +32,7 @@ _MESH = 'mesh=model.mpu.mesh["dp"]'
 
 
 class WrapperCheck:
-    """Hangs on torch's global hooks as long as ``model`` lives and is parallel, where ranks hold different shards."""
+    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards."""
 
     def __init__(self, model: nn.Module, mpu: MPU) -> None:
         self.mpu = mpu
@@ -49,7 +49,7 @@ class WrapperCheck:
         return self
 
     def remove(self) -> None:
-        """Check nothing any more."""
+        """Remove the hooks."""
         forget(self)
         if self._handle is not None:
             self._handle.remove()
