@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.data_parallel.process_hooks import forget, listen_to_registrations, listen_to_steps
+from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
@@ -40,8 +40,7 @@ class WrapperCheck:
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
         if mpu.model.size > 1:
-            listen_to_registrations(self)
-            listen_to_steps(self)
+            listen(self)
             self._handle = model.register_forward_pre_hook(self._on_forward)
         self._kind = type(model)
 
