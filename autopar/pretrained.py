@@ -14,8 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
-from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.verification import share_of_verification
+from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init
 from autopar.deferred_init.files import differs, explained, point_to
@@ -180,7 +179,7 @@ def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, give
         shards.verify_along()
         tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
         now = MeshSizes(tp, pp, world // (tp * pp))
-        for held in share_of_verification(list(shards.held(("model",))), shards.manifest.sizes, now, rank):
+        for held in assign_verification(list(shards.stored(("model",))), shards.manifest.sizes, now, rank):
             shards.verify(held)
     options = {
         name: value

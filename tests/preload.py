@@ -8,11 +8,12 @@ that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage coll
 from __future__ import annotations
 
 import gc
+import importlib
+import pkgutil
 
 from transformers import AutoConfig, BertForMaskedLM, GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
-import autopar.checkpoint
-import autopar.pretrained  # noqa: F401
+import autopar
 from autopar.dry_run.tensor_parallel import rehearse
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
@@ -24,6 +25,8 @@ def _plan_once() -> None:
     assert rehearse(model, "", make_plan(model, find_policy(model), 2))
 
 
+for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
+    importlib.import_module(module.name)
 _plan_once()
 gc.collect()
 gc.freeze()

@@ -16,6 +16,7 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
+from tests.compare import same_gradients
 from tests.parity import check, close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -106,9 +107,7 @@ def test_a_module_of_the_users_own_with_a_model_inside():
     close(actual, expected, "output")
     expected.square().mean().backward()
     actual.square().mean().backward()
-    gradients = whole(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name)
+    same_gradients(model, plain)
 
 
 @pooled(world_size=2)

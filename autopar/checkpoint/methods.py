@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checkpoint.foreign_arguments import place
-from autopar.checkpoint.load import Wanted, load
-from autopar.checkpoint.load_state_dict import TakeShare
-from autopar.checkpoint.local_shard import SHARE, Share
-from autopar.checkpoint.partial_state_dict import MarkPart
+from autopar.checkpoint.arguments import directory_of
+from autopar.checkpoint.load import TrainingObjects, load
 from autopar.checkpoint.save import save
 from autopar.checkpoint.state import STATE, State, state_of
+from autopar.checkpoint.state_dict import MODEL_SHARD, MarkPartial, ModelShard, ShardOnLoad
 from autopar.checkpoint.whole_model_methods import METHODS, refuse_pickle
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
@@ -71,7 +69,7 @@ def save_parallelized(
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
     arguments = {
-        "directory": lambda: place(save_parallelized, directory, others),
+        "directory": lambda: directory_of(save_parallelized, directory, others),
         "merge_checkpoints": merge_checkpoints,
         "max_shard_size": max_shard_size,
         "format": format,
@@ -114,7 +112,7 @@ def from_parallelized(
             random state of every rank is restored as well.
         lr_scheduler: gets the saved ``state_dict()``.
         extra: a dict that receives what was saved with ``extra=``.
-        verify: first read every byte once, each rank its part, and compare checksums.
+        verify: first read every byte once, each rank a part, and compare checksums.
 
     Raises:
         CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
@@ -123,9 +121,9 @@ def from_parallelized(
     state_of(self).background.wait()
     load(
         self,
-        lambda: place(from_parallelized, directory, others),
+        lambda: directory_of(from_parallelized, directory, others),
         timeout,
-        Wanted(optimizer, lr_scheduler, extra),
+        TrainingObjects(optimizer, lr_scheduler, extra),
         verify,
     )
     return self
@@ -158,17 +156,17 @@ def attach(
     # A bound method copies well: deepcopy binds it to the copy.
     for method in (save_parallelized, wait_for_save, from_parallelized):
         model.__dict__[method.__name__] = MethodType(method, model)
-    _attach_share(model, plan, mpu)
+    _attach_hooks(model, plan, mpu)
 
 
-def _attach_share(model: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Whoever takes a rank's part for the whole model is told."""
+def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
     model.__dict__["__reduce_ex__"] = MethodType(refuse_pickle, model)
-    mark, take = MarkPart(), TakeShare()
+    mark, take = MarkPartial(), ShardOnLoad()
     for path, module in model.named_modules():
         if module is not model and not isinstance(module, PreTrainedModel):
             continue
-        module.__dict__[SHARE] = Share(plan, mpu, path, type(model).__name__)
+        module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
         module._register_state_dict_hook(mark)
         module.register_load_state_dict_pre_hook(take)
         for name, method in METHODS.items():
@@ -176,12 +174,12 @@ def _attach_share(model: nn.Module, plan: Plan, mpu: MPU) -> None:
                 module.__dict__[name] = MethodType(method, module)
 
 
-def _detach_share(model: nn.Module) -> None:
+def _detach_hooks(model: nn.Module) -> None:
     model.__dict__.pop("__reduce_ex__", None)
     for module in model.modules():
-        if module.__dict__.pop(SHARE, None) is None:
+        if module.__dict__.pop(MODEL_SHARD, None) is None:
             continue
-        for hooks, kind in ((module._state_dict_hooks, MarkPart), (module._load_state_dict_pre_hooks, TakeShare)):
+        for hooks, kind in ((module._state_dict_hooks, MarkPartial), (module._load_state_dict_pre_hooks, ShardOnLoad)):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]
         for name in METHODS:
@@ -195,4 +193,4 @@ def detach(model: nn.Module) -> None:
     finally:
         for name in (STATE, *_METHODS):
             model.__dict__.pop(name, None)
-        _detach_share(model)
+        _detach_hooks(model)

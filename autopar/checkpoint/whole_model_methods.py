@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checkpoint.local_shard import share_of
-from autopar.checkpoint.partial_state_dict import described, use_instead
+from autopar.checkpoint.state_dict import describe_ranks, shard_of, use_instead
 from autopar.errors import ConfigError
 
 __all__ = ["METHODS", "refuse_pickle"]
@@ -17,11 +17,11 @@ __all__ = ["METHODS", "refuse_pickle"]
 
 def _refuse(model: Any, call: str) -> None:
     """Raise ConfigError if the model is not whole here."""
-    share = share_of(model)
-    if share is not None:
+    shard = shard_of(model)
+    if shard is not None:
         raise ConfigError(
-            f"{call}: this rank holds only its share of {type(model).__name__}: that of "
-            f"{described(share.places(model))}.\n{use_instead()}"
+            f"{call}: this rank holds only its part of {type(model).__name__}: that of "
+            f"{describe_ranks(shard.ranks(model))}.\n{use_instead()}"
         )
 
 
@@ -54,19 +54,19 @@ def _set_output_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_embeddings(model: Any, call: str) -> None:
-    share = share_of(model)
-    if share is not None:
+    shard = shard_of(model)
+    if shard is not None:
         raise ConfigError(
             f"{call}: the embeddings of this {type(model).__name__} lie on several ranks: this is "
-            f"{described(share.places(model))}.\n"
+            f"{describe_ranks(shard.ranks(model))}.\n"
             "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
         )
 
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """The number of parameters of the whole model, as before ``initialize``; no communication."""
-    share = share_of(self)
-    if share is None:
+    shard = shard_of(self)
+    if shard is None:
         count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
         return count
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
@@ -81,10 +81,10 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
         found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
     counted: dict[int, int] = {}
     for name, parameter in found.items():
-        due = share.planned(name)
+        due = shard.planned(name)
         if parameter.requires_grad or not only_trainable:
             shape = parameter.shape if due is None else due.shape
-            counted.setdefault(id(parameter), _product(shape))
+            counted.setdefault(id(parameter), math.prod(shape))
     return sum(counted.values())
 
 
@@ -92,13 +92,6 @@ def _elsewhere(model: Any) -> Any:
     """Modules whose parameters are on other stages, with all parameters that they had."""
     pipeline = vars(model).get("_autopar_pipeline")
     return () if pipeline is None else pipeline.dropped.orders
-
-
-def _product(shape: Any) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 METHODS = {
@@ -121,8 +114,8 @@ def refuse_pickle(self: Any, protocol: Any) -> Any:
     if sys._getframe(1).f_globals.get("__name__") == "copy":
         kind: Any = type(self)
         return kind.__reduce_ex__(self, protocol)
-    share = share_of(self)
-    part = "" if share is None else f", and this rank holds only what {described(share.places(self))} has of it"
+    shard = shard_of(self)
+    part = "" if shard is None else f", and this rank holds only what {describe_ranks(shard.ranks(self))} has of it"
     raise ConfigError(
         f"{type(self).__name__} is parallelized and cannot be pickled (torch.save): it has process groups{part}.\n"
         f"{use_instead()}\n  Or pickle what autopar.deparallelize(model) gives back."

@@ -12,7 +12,7 @@ from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.offline.reshard import check_sizes, reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import snapshot
-from autopar.checkpoint.state import state_of, write_config
+from autopar.checkpoint.state import config_writer, state_of
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import fake_mpu, moment, same, save_alone, saved_state, tiny
@@ -164,7 +164,7 @@ def save_adafactor(folder, tp: int) -> None:
             parameter.grad = torch.full_like(parameter, 0.1 + number)
         optimizer.step()
         reports.append(save._write(snapshot(model, optimizer), state_of(model), folder, "0123456789abcdef"))
-    write_config(model, folder)
+    config_writer(model)(folder)
     save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
 
 

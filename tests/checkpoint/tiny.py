@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from autopar.checkpoint import attach, save
 from autopar.checkpoint.snapshot import snapshot
-from autopar.checkpoint.state import state_of, write_config
+from autopar.checkpoint.state import config_writer, state_of
 from autopar.distributed.mesh import MeshSizes
 from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
 from autopar.plan.plan import Plan, TensorPlan
@@ -154,7 +154,7 @@ def save_alone(
             mine = snapshot(model, with_moments(model, seed) if optimizer else None, **training)
             reports.append(save._write(mine, state_of(model), folder, save_id))
     plain = tiny(fake_mpu(), seed)
-    write_config(plain, folder)
+    config_writer(plain)(folder)
     along = {"config.json": file_checksum(folder / "config.json")}
     save._manifest(state_of(model), save_id, reports, along).write(folder)
     return plain
