@@ -23,7 +23,7 @@ from autopar.checkpoint.optimizer_weights import (
     owns,
     saved_master_weights,
 )
-from autopar.checkpoint.state import State, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU, MeshSizes
 from autopar.errors import CheckpointError
@@ -173,7 +173,7 @@ def _training_values(
 @torch.no_grad()
 def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
     """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
-    canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in (tensor.name, *tensor.aliases)}
+    canonical = canonical_names(plan)
     found: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters():
         if name in canonical and not parameter.is_meta:

@@ -40,7 +40,6 @@ class Converted(LazyTensor):
         self.base = base
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
         if out.dtype == self.dtype:
             self.base.read_into(out, box)
             return
@@ -62,7 +61,6 @@ class Computed(LazyTensor):
         self._which = which
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
         func, args, kwargs = self._call
         leaves = tree_leaves(func(*tree_map(_real, args), **tree_map(_real, kwargs)))
         InMemory(leaves[self._which]).read_into(out, box)
@@ -79,10 +77,10 @@ def _on_meta(value: Any) -> Any:
 
 
 class Sketch(torch.Tensor):
-    """What a lazy tensor looks like to code that works on tensors: on the CPU, contiguous, without data.
+    """A lazy tensor as code that works on tensors sees it: on the CPU, contiguous, without data.
 
     Attributes:
-        lazy: what it stands for.
+        lazy: the tensor that it stands for.
     """
 
     lazy: LazyTensor
@@ -125,7 +123,7 @@ class Sketch(torch.Tensor):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes into."""
+    """Return the arguments that an operation writes into."""
     written = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -135,7 +133,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _gives_tensors(func: Any, kwargs: Any) -> bool:
-    """Whether the result can be described; not so a number (``item``), a write into a real tensor, another device."""
+    """Tell whether the result can be described; not a number (``item``), a write into a real tensor, another device."""
     device = kwargs.get("device")
     elsewhere = device is not None and torch.device(device).type != "cpu"
     tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in func._schema.returns)
@@ -143,7 +141,7 @@ def _gives_tensors(func: Any, kwargs: Any) -> bool:
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] | None:
-    """The result of an operation that only moves elements about, or converts them; None if it is none of these."""
+    """Return the result of an operation that only moves elements about or converts them; None for any other."""
     if func in (_ATEN.cat.default, _ATEN.stack.default):
         return _side_by_side(func is _ATEN.stack.default, *args, **kwargs)
     if not args or not isinstance(args[0], Sketch):

@@ -17,7 +17,7 @@ __all__ = ["lazy_piece", "open_piece"]
 
 
 def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> LazyTensor:
-    """The piece, to be read by the part; what is no box of its tensors is read here and now.
+    """Return the piece, to be read in ranges; what is no box of its tensors is read at once.
 
     Args:
         of: the stored tensor that it is a view of, unless it is joined.
@@ -42,7 +42,7 @@ def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> La
 
 
 def lazy_piece(whole: LazyTensor, piece: Piece) -> LazyTensor | None:
-    """The piece as ranges along the dims of the whole tensor; None if it is no such box (elements skipped, folded)."""
+    """Return the piece as ranges along the dims of the full tensor; None if it is no box (elements skipped, folded)."""
     strides = [math.prod(whole.shape[dim + 1 :]) for dim in range(len(whole.shape))]
     starts = []
     left = piece.offset
