@@ -16,6 +16,7 @@ import torch.distributed as dist
 from autopar.distributed.failures import GRACE, FailureLog, Process
 from autopar.distributed.mesh import MPU
 from autopar.errors import PipelineError
+from tests.pool import pooled
 from tests.worlds import distributed, spawn
 
 
@@ -64,7 +65,7 @@ def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
     assert here.is_alive() is None
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     mpu = MPU(2)
     logs = [FailureLog(mpu, 5), FailureLog(mpu, 5)]
@@ -90,7 +91,7 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     dist.barrier()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_is_said_may_be_long_and_strange() -> None:
     log = FailureLog(MPU(2), 5)
     log.publish("ü" * 100_000 + "\0")
@@ -98,7 +99,7 @@ def test_what_is_said_may_be_long_and_strange() -> None:
     assert log.read(1 - dist.get_rank())[:2] == ("ü" * 4000, False)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2)  # its time-out breaks the connections of the world
 def test_patience_holds_inside_only() -> None:
     mpu = MPU(2, 1)
     log = FailureLog(mpu, 2)
@@ -125,7 +126,7 @@ def test_patience_holds_inside_only() -> None:
         assert log.read(0)[:2] == (str(info.value), False)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_who_is_asking_itself_is_given_time_to_finish() -> None:
     log = FailureLog(MPU(3), 5)
     rank = dist.get_rank()
@@ -145,7 +146,7 @@ def test_who_is_asking_itself_is_given_time_to_finish() -> None:
     dist.barrier()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_errors_of_the_users_own_pass_and_are_said() -> None:
     mpu = MPU(2)
     log = FailureLog(mpu, 2)
@@ -179,7 +180,7 @@ def test_errors_of_the_users_own_pass_and_are_said() -> None:
     dist.barrier()
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_a_store_that_does_not_answer_is_asked_once() -> None:
     log = FailureLog(MPU(), 2)
 

@@ -1,8 +1,8 @@
 """The version ranges in the policies are true at their lower end.
 
-``make test-oldest`` runs this with the oldest supported transformers: every policy whose range begins there plans and
-rehearses the main head of each of its model types, and a few families are compared with the plain model over two ranks.
-With another version there is nothing to do.
+``make test-all`` runs this a second time, with the oldest supported transformers: every policy whose range begins there
+plans and rehearses the main head of each of its model types, and a few families are compared with the plain model over
+two ranks. With another version there is nothing to do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAMILIES = [
 CANNOT_BUILD = {"cohere_compass_text"}
 
 pytestmark = [
-    pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"make test-oldest has transformers {OLDEST}"),
+    pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"make test-all runs it with transformers {OLDEST}"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # its own calls of torch
 ]
 

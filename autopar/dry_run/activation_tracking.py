@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.tensor_parallel.meta_results import on_meta
+
 __all__ = ["Follow"]
 
 
@@ -106,7 +108,7 @@ class Follow(TorchDispatchMode):
             return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
         if func is torch.ops.aten.index.Tensor and args[0].is_meta:
             args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
-        out = func(*args, **(kwargs or {}))
+        out = on_meta(func, args, kwargs or {})
         kinds = [
             kind
             for leaf in tree_leaves((args, kwargs))

@@ -42,8 +42,7 @@ from autopar.pipeline_parallel.stage_forward import Conductor
 from autopar.pipeline_parallel.stage_weights import cut, drop, mend, restore
 from autopar.pipeline_parallel.step_start import read_batch, telling
 from autopar.pipeline_parallel.tied_weights import Shared
-from autopar.plan.model_outputs import refuse_collected
-from autopar.plan.stages import StagePlan
+from autopar.plan.stages import StagePlan, refuse_collected
 
 __all__ = ["Pipeline", "PipelineOutput"]
 

@@ -16,8 +16,8 @@ from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_sh
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
 from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 MODELS = {
     "fused": gpt2,  # 9 heads, fused q | k | v stored as Conv1D, vocabulary 131
@@ -64,44 +64,44 @@ def load_at(folder: str, kind: str, tp: int) -> None:
     assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def save_two(folder):
     for kind in MODELS:
         save_at(f"{folder}/{kind}", kind, 2)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def load_one(folder):
     for kind in MODELS:
         load_at(f"{folder}/{kind}", kind, 1)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def load_three(folder):
     for kind in MODELS:
         load_at(f"{folder}/{kind}", kind, 3)  # grouped: 2 KV heads on 3 ranks
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def load_four(folder):
     for kind in MODELS:
         load_at(f"{folder}/{kind}", kind, 4)  # grouped and uneven: KV heads on several ranks
         load_at(f"{folder}/{kind}", kind, 2)  # two replicas
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def save_four(folder):
     for kind in MODELS:
         save_at(f"{folder}/{kind}", kind, 4)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def save_replicas(folder):
     for kind in MODELS:
         save_at(f"{folder}/{kind}", kind, 2)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def load_two(folder):
     for kind in MODELS:
         load_at(f"{folder}/{kind}", kind, 2)
@@ -141,7 +141,7 @@ def test_two_replicas_write_everything_once(tmp_path):
     load_two(str(tmp_path))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_is_cut_as_torch_cuts_is_an_ordinary_dtensor(tmp_path):
     whole = plain_state(MODELS["uneven"](0))
     state = to_dtensor_state_dict(parallel(MODELS["uneven"](0), 2))
@@ -160,7 +160,7 @@ def test_what_is_cut_as_torch_cuts_is_an_ordinary_dtensor(tmp_path):
     assert state["model.layers.0.mlp.down_proj.weight"].placements == (Shard(1),)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
     state = to_dtensor_state_dict(parallel(gpt2(), 2))
     fused = state["transformer.h.0.attn.c_attn.weight"]
@@ -173,7 +173,7 @@ def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
     assert half["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_names_of_tied_tensors(tmp_path):
     model = parallel(gpt2(), 2)
     state, named = to_dtensor_state_dict(model), to_dtensor_state_dict(model, aliases=True)
@@ -189,7 +189,7 @@ def test_names_of_tied_tensors(tmp_path):
         assert_same(plain_state(plain), plain_state(gpt2()))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_async_save_takes_a_snapshot(tmp_path):
     model, other = parallel(gpt2(), 2), parallel(gpt2(seed=1), 2)
     saving = dcp.async_save(to_dtensor_state_dict(model), checkpoint_id=tmp_path / "a")
@@ -201,7 +201,7 @@ def test_async_save_takes_a_snapshot(tmp_path):
     assert_holds(other, plain_state(gpt2()))
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_every_kind_of_tensor(tmp_path):
     from autopar.distributed.mesh import MPU
     from tests.checkpoint.tiny import tiny
@@ -213,7 +213,7 @@ def test_every_kind_of_tensor(tmp_path):
     assert_holds(other, {n: t for n, t in TinyModel(TinyConfig()).state_dict().items() if n != "head.weight"})
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_stacked_experts_and_ranks_without_units(tmp_path):
     """Fused along dim 1 of three; one unit on two ranks; query heads that touch a KV head which both ranks hold."""
     from types import SimpleNamespace
@@ -251,7 +251,7 @@ def test_stacked_experts_and_ranks_without_units(tmp_path):
     assert_holds(other, whole)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_does_not_fit_is_refused_by_torch(tmp_path):
     dcp.save(to_dtensor_state_dict(parallel(gpt2(), 2)), checkpoint_id=tmp_path / "a")
     model = parallel(gpt2(n_layer=3), 2)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from autopar.data_parallel.grad_sync import buckets
 from autopar.data_parallel.zero1 import assign, broadcast_from_owners
 from autopar.distributed.axis import Axis
-from tests.worlds import distributed
+from tests.pool import pooled
 
 
 def test_no_rank_owns_more_than_the_mean_and_the_largest_size():
@@ -37,7 +37,7 @@ def test_buckets_hold_at_most_the_limit_or_one_tensor():
     assert list(buckets([], 6)) == []
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_every_rank_gets_each_tensor_as_its_owner_has_it():
     rank = dist.get_rank()
     axis = Axis.of(dist.group.WORLD, "dp")

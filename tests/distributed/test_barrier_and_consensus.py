@@ -14,10 +14,11 @@ from autopar.distributed.barrier import barrier
 from autopar.distributed.consensus import all_ranks, rank_zero
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from tests.worlds import distributed, raises_everywhere, spawn
+from tests.pool import pooled
+from tests.worlds import raises_everywhere, spawn
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_call_on_some_ranks_fails_and_a_later_one_works():
     mpu = MPU()
     for _ in range(2):
@@ -31,7 +32,7 @@ def test_a_call_on_some_ranks_fails_and_a_later_one_works():
         barrier(mpu, "save_parallelized", 20)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_whoever_comes_too_late_meets_the_others_at_the_next_call():
     mpu = MPU()
     dist.barrier()
@@ -43,7 +44,7 @@ def test_whoever_comes_too_late_meets_the_others_at_the_next_call():
     barrier(mpu, "save", 20)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_nobody_goes_ahead_while_somebody_gives_up():
     mpu = MPU()
     draw = random.Random(mpu.rank)
@@ -67,7 +68,7 @@ def test_nobody_goes_ahead_while_somebody_gives_up():
     assert 5 < sum(went) < 55, "both outcomes must occur for this test to say anything"
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_rank_that_arrives_while_another_gives_up_takes_it_along():
     mpu = MPU()
     if mpu.rank == 0:  # loses patience at 0.3 s and needs until 1.3 s to say so
@@ -84,7 +85,7 @@ def test_a_rank_that_arrives_while_another_gives_up_takes_it_along():
     all_ranks(mpu, lambda: None)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_meetings_leave_no_keys_behind():
     mpu = MPU()
     store = dist.distributed_c10d._get_default_store()
@@ -100,7 +101,7 @@ def test_meetings_leave_no_keys_behind():
     assert len(set(counts)) == 1, counts
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_verdict_of_the_lowest_failing_rank_is_everybodys():
     mpu = MPU()
 
@@ -124,7 +125,7 @@ def test_the_verdict_of_the_lowest_failing_rank_is_everybodys():
         rank_zero(mpu, lambda: os.stat("/nowhere/x").st_size)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_interrupt_on_one_rank_is_an_error_on_the_other():
     mpu = MPU()
 

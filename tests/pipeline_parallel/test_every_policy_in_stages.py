@@ -21,7 +21,7 @@ from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.worlds import distributed, raises_everywhere
 
-_TOO_FEW = "1 blocks cannot be shared out over 2 stages"
+_TOO_FEW = "1 blocks cannot be split into 2 stages"
 _LAYERS = "later ones, or the head, read what earlier ones made: they form 1 groups"
 _ORDER = "its forward does not call each block once, in order"
 _FIXED = "its forward runs the blocks where no gradients are recorded"

@@ -28,7 +28,7 @@ from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
-from tests.worlds import distributed, raises_everywhere
+from tests.worlds import raises_everywhere
 
 _BERT = BertConfig(
     num_hidden_layers=2,
@@ -211,7 +211,7 @@ def _two_steps(piped: Any) -> None:
         optimizer.step()
 
 
-@distributed(world_size=6)
+@pooled(world_size=6)
 def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     """The stages' sizes are unlike, so that in common buffers other parts of the embedding would be added first."""
     model = gpt2(n_layer=4, vocab_size=2000)

@@ -23,7 +23,7 @@ import autopar.api
 from autopar.dry_run.tensor_parallel import rehearse
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
-from autopar.plan.matching import all_scopes, uses_of
+from autopar.plan.matching import all_scopes, matches_of
 from autopar.plan.plan import Plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.schema import Policy, Rule
@@ -178,7 +178,7 @@ def _read_in_another_branch(model: PreTrainedModel, path: str, where: str, plan:
 
 def _places(policy: Policy, model: PreTrainedModel, plan: Plan) -> set[str]:
     """The rules, attributes and inputs that met something in this model."""
-    uses = [use for scope in all_scopes(policy, "", model, 2) for use in uses_of(scope)]
+    uses = [use for scope in all_scopes(policy, "", model, 2) for use in matches_of(scope)]
     places = {str(use.rule.where) for use in uses} | {attribute.where for attribute in plan.attributes}
     return places | {cut.where for module in plan.modules.values() for cut in module.inputs}
 

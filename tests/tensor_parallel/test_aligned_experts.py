@@ -13,7 +13,7 @@ from autopar.plan.units import UnitTable
 from autopar.policy.schema import UnitSpec
 from autopar.policy.yaml_reader import Where
 from tests.parity import check, language_batches, randomise
-from tests.worlds import distributed
+from tests.pool import pooled
 
 
 def _mixtral(ffn: int) -> MixtralForCausalLM:
@@ -34,7 +34,7 @@ def test_units_are_aligned_where_there_are_enough() -> None:
         assert UnitTable({"ffn": spec}, None, "Model", size, frozenset()).shares("ffn", count, size) == shares
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_share_that_is_not_aligned_runs_and_is_exact() -> None:
     for ffn in (24, 32):  # 6 a rank, which is no multiple of 16 bytes; 8 a rank
         plain = _mixtral(ffn)

@@ -10,8 +10,8 @@ from torch import nn
 
 from autopar.errors import PolicyError
 from tests.parity import check
+from tests.pool import pooled
 from tests.tensor_parallel.toys import Toy, ToyConfig, batches, filled, rehearsed, share, toy, toy_policy
-from tests.worlds import distributed
 
 HEADS = {"heads": "heads"}
 
@@ -45,7 +45,7 @@ LATENT_RULES: dict[str, Any] = {
 }
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_an_output_that_is_used_inside_the_region() -> None:
     check(lambda: toy(Latent), batches(), 3, policy=toy_policy(HEADS, LATENT_RULES, attributes=HEADS))
 
@@ -66,7 +66,7 @@ class Selective(nn.Module):
         return self.down(x * self.step(low).sigmoid() + common)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_row_whose_output_is_used_inside_the_region() -> None:
     rules = {
         "up": {"column": "ffn"},
@@ -129,7 +129,7 @@ RANGED_RULES: dict[str, Any] = {
 }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_region_that_some_modules_open_and_another_closes() -> None:
     check(lambda: toy(Ranged), batches(), 2, policy=toy_policy({"ffn": "ffn"}, RANGED_RULES))
 
@@ -138,7 +138,7 @@ def test_regions_that_are_opened_and_never_closed() -> None:
     units = {"ffn": "ffn"}
     assert rehearsed(toy(Ranged), toy_policy(units, RANGED_RULES))
     rules = {name: rule for name, rule in RANGED_RULES.items() if name != "down"}
-    with pytest.raises(PolicyError, match="gate opens a region shared out by 'ffn' that no row closes"):
+    with pytest.raises(PolicyError, match="gate opens a region sharded by 'ffn' that no row closes"):
         rehearsed(toy(Ranged), toy_policy(units, rules))
 
 
@@ -170,7 +170,7 @@ def talking(**rule: Any) -> dict[str, Any]:
     return toy_policy(HEADS, rules, attributes=HEADS)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_module_that_works_on_all_heads_at_once() -> None:
     check(lambda: toy(TalkingHeads), batches(), 3, policy=talking(dim=2))
     check(lambda: toy(TalkingHeads), batches(), 3, policy=talking(dim=-2))
@@ -203,7 +203,7 @@ class TalkingKeys(nn.Module):
         return self.o((q * self.talk(k, 0.5).repeat_interleave(self.repeats, 2)).flatten(-2))
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_module_that_works_on_all_keys_at_once_where_ranks_hold_the_same() -> None:
     units = {"kv": {"count": "groups", "replicate": True}, "heads": {"count": "heads", "follows": "kv"}}
     rules = {"q": {"column": "heads"}, "k": {"column": "kv"}, "talk": {"gathered": "kv", "dim": 2}}
@@ -248,7 +248,7 @@ MIXTURE_RULES: dict[str, Any] = {
 }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_bare_experts_in_a_region_with_a_bias_that_counts_once() -> None:
     check(lambda: toy(Mixture), batches(), 2, policy=toy_policy({"ffn": "ffn"}, MIXTURE_RULES))
 
@@ -301,7 +301,7 @@ def biased(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**policy, "prefix": {"bias": "replicated"}}
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_arguments_are_cut_in_place_and_by_name_and_hand_their_gradient_back() -> None:
     check(lambda: filled(Biases(ToyConfig())), batches(), 3, policy=biased(INPUTS))
 

@@ -12,8 +12,8 @@ from torch import nn
 import autopar
 from autopar.errors import PolicyError
 from tests.parity import check
+from tests.pool import pooled
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, rehearsed, share, toy, toy_policy
-from tests.worlds import distributed
 
 FFN = {"ffn": "ffn"}
 
@@ -41,7 +41,7 @@ CONFORMER_RULES: dict[str, Any] = {
 }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_convolutions_are_columns_and_rows_and_a_batch_norm_is_cut() -> None:
     plain: list[Any] = []
     model = check(
@@ -101,7 +101,7 @@ class Region(nn.Module):
         return self.inner(x)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_module_whose_output_counts_once_in_a_region() -> None:
     rules = {"inner": {"region": "ffn"}, "inner.weight": {"cut": "ffn"}, "inner.beside": {"once": "ffn"}}
     check(lambda: toy(Region), batches(), 2, policy=toy_policy(FFN, rules))
@@ -137,7 +137,7 @@ class Holder(nn.Module):
         return self.inner(x)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_list_that_repeats_itself_for_each_expert() -> None:
     policy = toy_policy(FFN, STACKED, attributes={"inner.ffn": "ffn"})
     check(lambda: toy(Holder, n_experts=3), batches(), 2, policy=policy)

@@ -16,8 +16,8 @@ from torch import nn
 import autopar
 from autopar.errors import ConfigError, PolicyError
 from tests.parity import check
+from tests.pool import pooled
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, rehearsed, share, toy, toy_policy
-from tests.worlds import distributed
 
 WORLD = {"model_parallelism": {"tensor_parallel_size": 2}}
 
@@ -50,7 +50,7 @@ FUSED = toy_policy(
 )
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_parts_of_unequal_width_and_a_depthwise_filter_on_three() -> None:
     check(lambda: toy(Fused), batches(), 3, policy=FUSED)
 
@@ -118,7 +118,7 @@ ATTENTION_RULES: dict[str, Any] = {
 ATTENTION = toy_policy({"heads": "heads"}, ATTENTION_RULES, attributes={"heads": "heads"})
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_bare_parameters_buffers_and_the_columns_of_an_embedding_on_three() -> None:
     model = check(lambda: toy(Attention), batches(), 3, policy=ATTENTION)
     layer, own = model.layers[1], 2 if model.mpu.tp.rank == 0 else 1
@@ -133,7 +133,7 @@ def test_bare_parameters_buffers_and_the_columns_of_an_embedding_on_three() -> N
     }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
     plain, model = toy(Attention), autopar.initialize(toy(Attention), WORLD, policy=ATTENTION)
     folder: list[Any] = [tempfile.mkdtemp(prefix="autopar-") if dist.get_rank() == 0 else None]
@@ -159,8 +159,8 @@ def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("path", "rule", "message"),
     [
-        ("sinks", {"cut": "heads", "dim": 1}, "sinks has 1 dims, the rule cuts dim 1"),
-        ("distance", {"cut": "heads", "dim": 2}, "distance.weight has 2 dims, the rule cuts dim 2"),
+        ("sinks", {"cut": "heads", "dim": 1}, "sinks has 1 dims, the rule shards dim 1"),
+        ("distance", {"cut": "heads", "dim": 2}, "distance.weight has 2 dims, the rule shards dim 2"),
         ("slopes", "replicated", "slopes is a buffer, which can only be 'cut'"),
         ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'cut' or 'once'"),
         ("scale", {"cut": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not whole"),
@@ -194,7 +194,9 @@ def test_a_cut_module_tells_the_sizes_that_it_has(between: Any, attributes: tupl
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_whose_mean_would_be_cut_is_refused(norm: Any) -> None:
     policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"cut": "ffn"}})
-    with pytest.raises(PolicyError, match=r"between takes a mean over what would be cut: write \{norm_over: \.\.\.\}"):
+    with pytest.raises(
+        PolicyError, match=r"between takes a mean over what would be sharded: write \{norm_over: \.\.\.\}"
+    ):
         share(toy(lambda config: MLP(config, norm(6)), ffn=6), policy, 2, 1)
 
 
@@ -214,7 +216,7 @@ class Nested(nn.Module):
         return x
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_star_stands_for_every_member_of_a_list() -> None:
     rules = {f"branches.*.{name}.{path}": rule for name in ("a", "b?") for path, rule in MLP_RULES.items()}
     check(lambda: toy(Nested), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
@@ -233,7 +235,7 @@ def test_a_star_where_no_list_is_and_a_missing_member() -> None:
         assert str(info.value).startswith(f"policy dict:blocks.modules.{path}: {message}")
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_what_is_made_of_too_few_units_stays_whole_on_every_rank() -> None:
     policy = toy_policy({"heads": {"count": "heads", "or_whole": True}}, ATTENTION_RULES, attributes={"heads": "heads"})
     model = check(lambda: toy(Attention, heads=3), batches(), 4, policy=policy)
@@ -241,18 +243,18 @@ def test_what_is_made_of_too_few_units_stays_whole_on_every_rank() -> None:
     assert model.layers[0].heads == 3
     model = check(lambda: toy(Attention), batches(), 4, policy=policy)
     assert model.layers[0].heads == 1
-    with pytest.raises(ConfigError, match="3 heads cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match="3 heads cannot be sharded over 4 ranks"):
         rehearsed(toy(Attention, heads=3), ATTENTION, 4)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_units_go_out_in_multiples() -> None:
     policy = toy_policy({"ffn": {"count": "ffn", "multiple": 4}}, MLP_RULES)
     model = check(lambda: toy(MLP, ffn=12), batches(), 2, policy=policy)
     assert model.layers[0].up.weight.shape[0] == (8 if model.mpu.tp.rank == 0 else 4)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_module_that_several_blocks_share_is_cut_once() -> None:
     def build() -> Any:
         model = toy(Attention)
@@ -277,10 +279,10 @@ def test_a_tied_module_without_a_rule_that_cuts_it_is_refused() -> None:
         rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, MLP_RULES))
     assert str(info.value) == (
         "policy dict:blocks.modules.up: layers.0.inner.other.weight is the same tensor as layers.0.up.weight, "
-        "which this rule cuts, but has no rule that cuts it"
+        "which this rule shards, but has no rule that shards it"
     )
     with pytest.raises(
-        PolicyError, match=r"inner.other.weight is the same tensor as layers.0.up.weight, but whole here"
+        PolicyError, match=r"inner.other.weight is the same tensor as layers.0.up.weight, but replicated here"
     ):
         rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, {**MLP_RULES, "inner": "replicated"}))
     gathered = {**MLP_RULES, "inner.other": {"column": "ffn", "gather_output": True}}

@@ -24,7 +24,7 @@ from autopar.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from tests.parity import close
-from tests.worlds import distributed
+from tests.pool import pooled
 
 WIDTH, HEADS, FFN, VOCAB = 20, 5, 13, 31  # none of them divides by 2 or 4
 
@@ -74,7 +74,7 @@ def ids(seed: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_transformer_of_ones_own_is_exact() -> None:
     for tp in (2, 4):
         mpu = MPU(tensor_parallel_size=tp)
@@ -112,7 +112,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_mlp_as_in_megatron() -> None:
     mpu = MPU(tensor_parallel_size=2)
 
@@ -158,7 +158,7 @@ def test_an_mlp_as_in_megatron() -> None:
         autopar.initialize(sequential, policy={"units": {"f": "inferred"}, "prefix": {"0": {"column": "f"}}})
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_cannot_be_built_says_why() -> None:
     mpu = MPU(tensor_parallel_size=2)
     for wrong, text in [

@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import PolicyError
 from tests.parity import check
+from tests.pool import pooled
 from tests.tensor_parallel.toys import (
     MLP,
     MLP_RULES,
@@ -24,7 +25,6 @@ from tests.tensor_parallel.toys import (
     toy,
     toy_policy,
 )
-from tests.worlds import distributed
 
 NORMED = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"norm_over": "ffn"}})
 
@@ -75,13 +75,13 @@ def normed(name: str) -> Any:
     return toy(lambda config: MLP(config, NORMS[name](config.ffn)))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_norm_over_all_shared_out_features_in_each_way_it_is_written() -> None:
     for name in NORMS:
         check(lambda name=name: normed(name), batches(), 2, policy=NORMED)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_in_half_precision_the_sums_are_taken_in_full() -> None:
     for name in ("LayerNorm", "RMSNorm", "Mean"):
         plain, model = normed(name).bfloat16(), normed(name).bfloat16()
@@ -139,13 +139,13 @@ KEYS = toy_policy(
 )
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_norm_with_a_gate() -> None:
     rules = {**MLP_RULES, "gate": {"column": "ffn"}, "norm": {"norm_over": "ffn"}}
     check(lambda: toy(Gated), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_what_several_ranks_hold_counts_once_in_the_mean() -> None:
     check(lambda: toy(Keys), batches(), 4, policy=KEYS)
     check(lambda: toy(Keys, groups=1), batches(), 4, policy=KEYS)
@@ -172,7 +172,7 @@ GROUPED = toy_policy(
 )
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_groups_that_ranks_share_and_groups_that_a_rank_holds_alone() -> None:
     for heads, groups in ((4, 2), (4, 1), (8, 4), (8, 2), (6, 3), (10, 5)):
         check(lambda h=heads, g=groups: toy(Grouped, heads=h, groups=g), batches(), 4, policy=GROUPED)

@@ -15,8 +15,8 @@ from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import policy_folder, read_user_policy
 from autopar.policy.match import find_policy
+from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import distributed
 
 LLAMA = """
 match: {model_type: [llama]}
@@ -126,7 +126,7 @@ def test_hooks_of_the_user_have_no_part_in_it():
     assert calls == []
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_initialize_refuses_it_on_every_rank():
     policy = yaml.safe_load(LLAMA)
     policy["blocks"]["modules"]["self_attn.q_proj"] = "replicated"

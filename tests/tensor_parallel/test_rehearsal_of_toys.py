@@ -201,7 +201,9 @@ def test_outputs_are_whole_and_of_the_right_shape() -> None:
 def test_regions_that_names_alone_show_to_be_wrong() -> None:
     once = {**MIXTURE_RULES, "experts": "replicated"}
     policy = toy_policy({"ffn": "ffn", "other": "ffn"}, {**MIXTURE_RULES, "experts.down_bias": {"once": "other"}})
-    message = "experts.down_bias works on activations shared out by 'other', but no column opens them"
+    message = "experts.down_bias works on activations sharded by 'other', but no column opens them"
     refused(toy(Mixture), policy, "experts.down_bias", message)
-    with pytest.raises(PolicyError, match=r"layers.0.experts.up is covered here and, with layers.0.experts, by"):
+    with pytest.raises(
+        PolicyError, match=r"layers.0.experts.up is matched by two rules, here and, with layers.0.experts, in"
+    ):
         rehearsed(toy(Mixture), toy_policy({"ffn": "ffn"}, once))

@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2Model, PretrainedConfig, PreTrainedMode
 import autopar
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
 from tests.parity import check
+from tests.pool import pooled
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, filled, rehearsed, toy_policy
-from tests.worlds import distributed
 
 
 class Heads(nn.Module):
@@ -84,7 +84,7 @@ def towers(folder: Path) -> str:
     return str(folder / "towers.yaml")
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_towers_count_their_own_heads(tmp_path: Path) -> None:
     (folder := tmp_path / str(dist.get_rank())).mkdir()
     model = check(pair, batches(), 3, policy=towers(folder))
@@ -95,7 +95,7 @@ def test_towers_count_their_own_heads(tmp_path: Path) -> None:
 def test_a_size_that_one_tower_does_not_fit_says_which(tmp_path: Path) -> None:
     policy = towers(tmp_path)
     assert rehearsed(pair(), policy, 2)
-    with pytest.raises(ConfigError, match=r"=4 does not fit Pair: 3 heads cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match=r"=4 does not fit Pair: 3 heads cannot be sharded over 4 ranks"):
         rehearsed(pair(), policy, 4)
 
 
@@ -157,7 +157,7 @@ def two(model_type: str = "gpt2") -> Any:
 INSIDE = {**toy_policy({"ffn": "ffn"}, MLP_RULES), "match": {"model_type": "two"}, "models": ["inner", "absent?"]}
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_model_inside_is_shared_out_by_its_own_policy() -> None:
     model = check(two, batches(), 2, policy=INSIDE)
     assert model.inner.h[0].attn.c_attn.weight.shape == (6, 3 * 2 * (2 if model.mpu.tp.rank == 0 else 1))
@@ -207,7 +207,7 @@ BESIDE = {
 }
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_attributes_and_inputs_beside_the_blocks() -> None:
     policy = {**yaml.safe_load(TOWERS % ("layer", "layer")), **BESIDE}
     for tower in policy["towers"].values():
