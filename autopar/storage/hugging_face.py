@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, Permuted, RangeFile, Stored
+from autopar.storage.lazy_tensor import InMemory, LazyTensor, RangeFile, Stored
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
+from autopar.storage.views import Permuted
 
 __all__ = ["damage", "open_files", "same_values"]
 

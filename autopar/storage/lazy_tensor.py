@@ -1,4 +1,4 @@
-"""Tensors that lie in files and are read in ranges: stored ones, joined ones, slices and views of them.
+"""Tensors that lie in files and are read in ranges.
 
 A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
 straight into their final place when dtype and device are the file's. Nothing is mapped into memory: pages of a map
@@ -7,11 +7,8 @@ stay resident and count (measured: 1.5 times the shard, plain reads need 1.0).
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file
     ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
-    ├── Narrowed     a range of one along a dim
-    ├── Permuted     with its dims in another order
-    ├── Unsqueezed   with one more dim of size 1
-    ├── Squeezed     with one dim of size 1 less
-    └── InMemory     a tensor in memory
+    ├── InMemory     a tensor in memory
+    └── views.py     slices, dims moved, other dtypes
 """
 
 from __future__ import annotations
@@ -34,14 +31,11 @@ __all__ = [
     "InMemory",
     "Joined",
     "LazyTensor",
-    "Narrowed",
-    "Permuted",
     "RangeFile",
-    "Squeezed",
     "Stored",
-    "Unsqueezed",
     "memory",
     "read_shard",
+    "replaced",
     "whole_box",
 ]
 
@@ -136,7 +130,8 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield ((at, at + 1), *rest)
 
 
-def _with(box: Box, dim: int, wanted: Range) -> Box:
+def replaced(box: Box, dim: int, wanted: Range) -> Box:
+    """Return the box with another range along ``dim``."""
     return (*box[:dim], wanted, *box[dim + 1 :])
 
 
@@ -185,7 +180,7 @@ class Stored(LazyTensor):
         """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
         inner = self._run_dim(box)
         widened = self._scattered(box, inner)
-        wide = _with(box, inner, (0, self.shape[inner])) if widened else box
+        wide = replaced(box, inner, (0, self.shape[inner])) if widened else box
         for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
             part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
             buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
@@ -235,60 +230,9 @@ class Joined(LazyTensor):
             end = begin + part.shape[self.dim]
             low, high = max(start, begin), min(stop, end)
             if low < high:
-                wanted = _with(box, self.dim, (low - begin, high - begin))
+                wanted = replaced(box, self.dim, (low - begin, high - begin))
                 part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
             begin = end
-
-
-class Narrowed(LazyTensor):
-    """The range ``[start, stop)`` of ``base`` along ``dim``."""
-
-    def __init__(self, base: LazyTensor, dim: int, start: int, stop: int) -> None:
-        super().__init__((*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), base.dtype)
-        self.base, self.dim, self.start = base, dim, start
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        low, high = box[self.dim]
-        self.base.read_into(out, _with(box, self.dim, (low + self.start, high + self.start)))
-
-
-class Permuted(LazyTensor):
-    """``base`` with its dims in the order ``dims``, as ``Tensor.permute`` has them."""
-
-    def __init__(self, base: LazyTensor, dims: Sequence[int]) -> None:
-        super().__init__([base.shape[dim] for dim in dims], base.dtype)
-        self.base, self.dims = base, tuple(dims)
-
-    def slabs(self, limit: int) -> Iterator[Box]:
-        """Yield one box: a part of its rows lies in every row of ``base``."""
-        yield whole_box(self.shape)
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        back = [self.dims.index(dim) for dim in range(len(self.dims))]
-        self.base.read_into(out.permute(back), tuple(box[dim] for dim in back))
-
-
-class Unsqueezed(LazyTensor):
-    """``base`` with a dim of size 1 at ``dim``."""
-
-    def __init__(self, base: LazyTensor, dim: int) -> None:
-        super().__init__((*base.shape[:dim], 1, *base.shape[dim:]), base.dtype)
-        self.base, self.dim = base, dim
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        if box[self.dim] == (0, 1):
-            self.base.read_into(out.squeeze(self.dim), (*box[: self.dim], *box[self.dim + 1 :]))
-
-
-class Squeezed(LazyTensor):
-    """``base`` without ``dim``, whose size is 1."""
-
-    def __init__(self, base: LazyTensor, dim: int) -> None:
-        super().__init__((*base.shape[:dim], *base.shape[dim + 1 :]), base.dtype)
-        self.base, self.dim = base, dim
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        self.base.read_into(out.unsqueeze(self.dim), (*box[: self.dim], (0, 1), *box[self.dim :]))
 
 
 class InMemory(LazyTensor):
@@ -320,5 +264,5 @@ def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Te
         return
     offset = 0
     for start, stop in layout.ranges(rank):
-        lazy.read_into(out.narrow(layout.dim, offset, stop - start), _with(box, layout.dim, (start, stop)))
+        lazy.read_into(out.narrow(layout.dim, offset, stop - start), replaced(box, layout.dim, (start, stop)))
         offset += stop - start
