@@ -25,9 +25,8 @@ from autopar.errors import CheckpointError
 __all__ = ["check_keep_last", "is_checkpoint", "next_order", "place_in_series", "rotate", "series", "series_of"]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_DROPPED = re.compile(r"\.(.+)\.(old|removed)-[0-9a-f]{16}", re.DOTALL)
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|removed)-[0-9a-f]{16}", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
-_TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 _ABANDONED = 24 * 3600  # seconds after which a temporary folder of the series is nobody's any more
 
 
@@ -127,14 +126,14 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     check_keep_last(target, keep_last)
     target = Path(os.path.realpath(target))
     stem, _ = series(target)
-    for path in _half_deleted(target.parent, stem):
-        found = _DROPPED.fullmatch(path.name)
-        if found is not None and found[2] == "removed":
-            _finish_removal(path, found[1])
-        elif not is_checkpoint(path):  # a whole one may be what an interrupted save was about to replace
+    for path, kind, name in _folders(target.parent, stem):
+        if kind == "removed":
+            _finish_removal(path, name)
+        elif is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
+            continue
+        elif kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > _ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
-    for path in _folders(target.parent, stem):
-        if (path / REMOVED).is_file() and not is_checkpoint(path):
+        elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
     members = _members(target.parent, stem)
     left = _left_behind(members, target)
@@ -157,20 +156,26 @@ def _left_behind(members: list[_Member], target: Path) -> set[_Member]:
     return left
 
 
-def _folders(parent: Path, stem: str) -> list[Path]:
-    """Return the folders of a series, lowest number first; no symbolic links."""
+def _folders(parent: Path, stem: str) -> list[tuple[Path, str, str]]:
+    """List the folders of a series, lowest number first, and the hidden ones that a killed save or rotation has left.
+
+    Returns:
+        Path, ``tmp``, ``old`` or ``removed`` if it is hidden, and the name that it has or had. No symbolic links.
+    """
     found = []
-    for entry in os.scandir(parent):
-        numbered = _NUMBERED.fullmatch(entry.name)
+    for entry in os.scandir(parent) if parent.is_dir() else ():
+        hidden = _HIDDEN.fullmatch(entry.name)
+        name, kind = (hidden[1], hidden[2]) if hidden is not None else (entry.name, "")
+        numbered = _NUMBERED.fullmatch(name)
         if numbered is not None and numbered[1] == stem and entry.is_dir(follow_symlinks=False):
-            found.append((int(numbered[2]), entry.name))
-    return [parent / name for _, name in sorted(found)]
+            found.append((int(numbered[2]), Path(entry.path), kind, name))
+    return [(path, kind, name) for _, path, kind, name in sorted(found)]
 
 
 def _members(parent: Path, stem: str) -> list[_Member]:
-    """Return the checkpoints of a series, lowest number first."""
+    """List the checkpoints of a series, lowest number first."""
     found = []
-    for path in _folders(parent, stem) if parent.is_dir() else ():
+    for path in (path for path, kind, _ in _folders(parent, stem) if not kind):
         try:
             with open(path / MANIFEST, "rb") as file:
                 head = _HEAD.search(file.read(512))
@@ -179,20 +184,6 @@ def _members(parent: Path, stem: str) -> list[_Member]:
         order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
         found.append(_Member(path, series(path)[1], order, follows if follows < order else 0))
     return found
-
-
-def _half_deleted(parent: Path, stem: str) -> list[Path]:
-    """Return hidden folders that a killed rotation has left, or a save that was killed long ago."""
-    found = []
-    for entry in os.scandir(parent):
-        hidden = _DROPPED.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
-        numbered = _NUMBERED.fullmatch(hidden[1]) if hidden is not None else None
-        if numbered is None or numbered[1] != stem or entry.is_symlink():
-            continue
-        if _TEMPORARY.fullmatch(entry.name) and time.time() - entry.stat().st_mtime < _ABANDONED:
-            continue
-        found.append(Path(entry.path))
-    return sorted(found)
 
 
 def _try_to_remove(path: Path) -> bool:

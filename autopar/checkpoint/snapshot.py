@@ -21,6 +21,7 @@ from autopar.checkpoint.optimizer_weights import (
     differs_by_replica,
     loss_scale_state,
     owns,
+    parameters_by_name,
     saved_master_weights,
 )
 from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
@@ -128,7 +129,7 @@ def _optimizer_tensors(
     """Return the optimizer's tensors that this rank writes, how they are sharded, and its metadata."""
     plan, mpu = state.plan, state.mpu
     taken = take(optimizer, model, plan, mpu.tp.rank)
-    parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+    parameters = parameters_by_name(model, plan)
     held = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
     for name, weight in saved_master_weights(optimizer, model, plan).items():
         if held.setdefault(name, weight) is not weight:
