@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
 
-__all__ = ["Generators", "kept", "share"]
+__all__ = ["Generators", "base_seed", "kept", "share", "stream"]
 
 
 class Generators(NamedTuple):
@@ -44,11 +44,15 @@ class Generators(NamedTuple):
 
     def restore(self) -> None:
         """Go on from these states; a GPU's is left alone if there is none."""
+        self.restore_torch()
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def restore_torch(self) -> None:
+        """Go on from torch's states only."""
         torch.set_rng_state(self.torch)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
 
     def digests(self) -> dict[str, str]:
         """Hash each state: name for messages -> 12 characters."""
@@ -75,6 +79,42 @@ def kept() -> Iterator[Generators]:
         yield before
     finally:
         before.restore()
+
+
+@contextmanager
+def base_seed(needed: bool = True) -> Iterator[int | None]:
+    """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
+
+    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws in a :func:`stream`.
+    """
+    if not needed:
+        yield None
+        return
+    before = Generators.now()
+    try:
+        yield int(torch.randint(2**62, (), device="cpu").item())
+    except BaseException:
+        before.restore_torch()
+        raise
+
+
+@contextmanager
+def stream(seed: int | None, number: int) -> Iterator[None]:
+    """Draw inside from stream ``number`` of a seed; outside, torch's generators go on where they were.
+
+    Without a seed they simply go on.
+    """
+    if seed is None:
+        yield
+        return
+    outside = Generators.now()
+    torch.default_generator.manual_seed(seed + number)
+    if outside.cuda is not None:
+        torch.cuda.manual_seed(seed + number)
+    try:
+        yield
+    finally:
+        outside.restore_torch()
 
 
 def share(axis: Axis, device: torch.device) -> None:
