@@ -24,7 +24,7 @@ from torch import nn
 
 import autopar
 import autopar.api
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
@@ -117,7 +117,7 @@ def _run(
         thorough: two micro-batches, whose gradients add up, and a step; else one micro-batch.
     """
     transformers.logging.set_verbosity_error()
-    autopar.api.rehearse = lambda *_: True  # the tests of rehearsals have it, without a world
+    autopar.api.check_plan = lambda *_: True  # the tests of rehearsals have it, without a world
     heads, kv_heads = (heads, kv_heads) if heads else SIZES[tp]
     for case in wanted:
         try:
@@ -192,7 +192,7 @@ def _rehearse(case: Case, tp: int) -> bool:
     transformers.logging.set_verbosity_error()
     model = build(case, *SIZES[tp])
     try:
-        return rehearse(model, "", make_plan(model, find_policy(model), tp))
+        return check_plan(model, "", make_plan(model, find_policy(model), tp))
     except Exception as error:
         raise AssertionError(f"{case} at tp {tp}: {error}") from error
 

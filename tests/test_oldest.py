@@ -14,7 +14,7 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from transformers import CONFIG_MAPPING
 
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, policy_files, policy_folder
 from autopar.policy.match import find_policy
@@ -64,7 +64,7 @@ def test_a_policy_plans_and_rehearses(name: str) -> None:
             continue  # a newer model type of an old structure
         for case in _main(model_type)[:1]:
             model = build(case, 6, 3)
-            rehearse(model, "", make_plan(model, find_policy(model), 2))
+            check_plan(model, "", make_plan(model, find_policy(model), 2))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

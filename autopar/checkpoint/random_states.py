@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.distributed.rng import Generators
+from autopar.distributed.rng import Generators, TorchGenerators
 from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
 from autopar.storage.json_values import Json, decode, encode_inline
@@ -39,7 +39,7 @@ def take(tracker: RandomStateTracker | None = None) -> Json:
         raise CheckpointError(
             f"numpy's default generator is {now.numpy['bit_generator']}; only MT19937 can be restored"
         )
-    default = {"python": now.python, "numpy": now.numpy, "torch": now.torch, "cuda": now.cuda}
+    default = {"python": now.python, "numpy": now.numpy, "torch": now.torch.cpu, "cuda": now.torch.cuda}
     return encode_inline({**default, "streams": None if tracker is None else dict(tracker.get_states())}, _WHERE)
 
 
@@ -61,7 +61,7 @@ def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomSta
     if states["streams"] is not None:
         tracker = RandomStateTracker() if tracker is None else tracker
         tracker.set_states(states["streams"])
-    Generators(states["torch"], states["cuda"], states["python"], states["numpy"]).restore()
+    Generators(TorchGenerators(states["torch"], states["cuda"]), states["python"], states["numpy"]).restore()
     return tracker
 
 
@@ -99,7 +99,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int) -> Jso
 
 
 def _seeded(base: Json, tp: int, dp: int) -> Json:
-    """States of a new replica. The tensor-parallel ranks of a replica share the default generators, not the streams."""
+    """Seed the states of a new replica: default generators are alike on its tensor-parallel ranks, streams are not."""
     states = _checked(base)
     seed = _draw(states["torch"]) + dp * _SPREAD
     fresh = {

@@ -53,7 +53,7 @@ def trace_reads(
             reads.within = start
             taken = inspect.signature(copied.forward).parameters
             once = {**variant, **({"use_cache": False} if "use_cache" in taken else {})}
-            reads.rehearse = functools.partial(rehearse_stages, copied, start, inputs=once)
+            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=once)
             return reads
     return None
 

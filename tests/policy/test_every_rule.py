@@ -20,7 +20,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import autopar.api
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.matching import all_scopes, matches_of
@@ -189,14 +189,14 @@ def _elements(plan: Plan) -> int:
 
 def _refused(model: object, policy: Policy) -> bool:
     try:
-        rehearse(model, "", make_plan(model, policy, 2))
+        check_plan(model, "", make_plan(model, policy, 2))
     except AutoparError:
         return True
     return False
 
 
 def _wrong_in_numbers(wanted: list[tuple[str, str, str, Case]]) -> None:
-    autopar.api.rehearse = lambda *_: True
+    autopar.api.check_plan = lambda *_: True
     harmless = []
     for name, path, where, case in wanted:
         weak = next(changed for *key, changed in _weakened(_policy(name)) if key == [path, where])
