@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
 
-__all__ = ["Generators", "TorchGenerators", "kept", "same_draws", "seed_torch", "seeded", "share"]
+__all__ = ["Generators", "TorchGenerators", "kept", "same_draws", "seed_torch", "share"]
 
 
 class TorchGenerators(NamedTuple):
@@ -107,17 +107,6 @@ def seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed(seed)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw from torch's default generators as seeded with ``seed``; afterwards they go on where they were."""
-    before = TorchGenerators.now()
-    seed_torch(seed)
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 def _cuda_in_use() -> bool:
