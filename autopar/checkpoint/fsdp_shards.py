@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
-from autopar.storage.lazy_tensor import Joined, LazyTensor, Narrowed, read_shard, whole_box
+from autopar.storage.lazy_tensor import Joined, LazyTensor, read_shard, whole_box
+from autopar.storage.views import Narrowed
 
 __all__ = ["check_fsdp_shard", "gather", "read"]
 

@@ -16,7 +16,7 @@ from autopar.checkpoint.arguments import absolute, check_same_call, check_timeou
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
-from autopar.checkpoint.optimizer_weights import TrainingWeights, owns
+from autopar.checkpoint.optimizer_weights import TrainingWeights, owns, parameters_by_name
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
@@ -126,7 +126,7 @@ class _Loader:
         optimizer, plan = self.training.optimizer, self.state.plan
         if optimizer is not None:
             self.weights = TrainingWeights(optimizer, model, plan, self.shards.manifest)
-            parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+            parameters = parameters_by_name(model, plan)
             self.restoration = prepare(
                 optimizer,
                 model,

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.checkpoint.optimizer_metadata import OptimizerMetadata, StateEntry
+from autopar.checkpoint.state import canonical_names
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
@@ -215,7 +216,7 @@ def _kind_name(value: object) -> str:
 
 def _named(model: nn.Module, plan: Plan) -> dict[int, str]:
     """Return ``id(parameter)`` -> canonical name, of the parameters that the plan knows."""
-    canonical = {alias: t.name for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+    canonical = canonical_names(plan)
     parameters = model.named_parameters(remove_duplicate=False)
     return {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
 

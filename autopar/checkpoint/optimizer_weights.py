@@ -28,6 +28,7 @@ __all__ = [
     "differs_by_replica",
     "loss_scale_state",
     "owns",
+    "parameters_by_name",
     "saved_master_weights",
     "states_only",
     "step_of",
@@ -80,7 +81,8 @@ def differs_by_replica(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and any(step.owner(parameter) is not None for parameter in _parameters(optimizer))
 
 
-def _named(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by their canonical names."""
     return {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
 
 
@@ -90,7 +92,7 @@ def _master_weights(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Pl
     if step is None or step.masters is None:
         return {}
     stepped = {id(parameter) for parameter in _parameters(optimizer)}
-    for name, parameter in _named(model, plan).items():
+    for name, parameter in parameters_by_name(model, plan).items():
         if (
             id(parameter) in stepped
             and parameter.requires_grad
@@ -149,7 +151,6 @@ class TrainingWeights:
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, manifest: Manifest) -> None:
         self._optimizer, self._model, self._plan, self._manifest = optimizer, model, plan, manifest
         self._step = step_of(optimizer)
-        self._stepped = {id(parameter) for parameter in _parameters(optimizer)}
         metadata = OptimizerMetadata.parse(manifest.training["optimizer"])
         self._saved: dict[str, str] = {}
         tensors = manifest.parts["optimizer"].tensors

@@ -99,7 +99,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int) -> Jso
 
 
 def _seeded(base: Json, tp: int, dp: int) -> Json:
-    """States of a new replica. The tensor-parallel ranks of a replica share the default generators, not the streams."""
+    """Seed the states of a new replica: default generators are alike on its tensor-parallel ranks, streams are not."""
     states = _checked(base)
     seed = _draw(states["torch"]) + dp * _SPREAD
     fresh = {

@@ -14,8 +14,9 @@ from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.storage.checksum import file_checksum
-from autopar.storage.lazy_tensor import Joined, LazyTensor, Narrowed
+from autopar.storage.lazy_tensor import Joined, LazyTensor
 from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
+from autopar.storage.views import Narrowed
 
 __all__ = ["Shards", "StoredShard", "assign_verification"]
 

@@ -21,9 +21,10 @@ from autopar.checkpoint.optimizer_weights import (
     differs_by_replica,
     loss_scale_state,
     owns,
+    parameters_by_name,
     saved_master_weights,
 )
-from autopar.checkpoint.state import State, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU, MeshSizes
 from autopar.errors import CheckpointError
@@ -128,7 +129,7 @@ def _optimizer_tensors(
     """Return the optimizer's tensors that this rank writes, how they are sharded, and its metadata."""
     plan, mpu = state.plan, state.mpu
     taken = take(optimizer, model, plan, mpu.tp.rank)
-    parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+    parameters = parameters_by_name(model, plan)
     held = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
     for name, weight in saved_master_weights(optimizer, model, plan).items():
         if held.setdefault(name, weight) is not weight:
@@ -173,7 +174,7 @@ def _training_values(
 @torch.no_grad()
 def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
     """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
-    canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in (tensor.name, *tensor.aliases)}
+    canonical = canonical_names(plan)
     found: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters():
         if name in canonical and not parameter.is_meta:

@@ -22,6 +22,7 @@ from autopar.plan.plan import Plan
 __all__ = [
     "STATE",
     "State",
+    "canonical_names",
     "config_writer",
     "listed",
     "local_tensors",
@@ -73,6 +74,11 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def canonical_names(plan: Plan) -> dict[str, str]:
+    """Return every name of the plan's tensors -> the canonical one; tied tensors have several."""
+    return {name: tensor.name for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
+
+
 def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Tensor]:
     """Return this rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
 
@@ -84,7 +90,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     """
     state = state_of(model)
     plan, tp = state.plan, state.mpu.tp.rank
-    canonical = {alias: t.name for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+    canonical = canonical_names(plan)
     found: dict[str, torch.Tensor] = {}
     foreign = []
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -151,7 +151,7 @@ class PartialStateDict(OrderedDict[str, Any]):
     mark: Mark | None = None
 
     def items(self) -> Any:
-        """As ever; savers that take this for a whole model's state dict are warned about."""
+        """Return the items; warn about savers that take this for a whole model's state dict."""
         caller = sys._getframe(1)
         module = str(caller.f_globals.get("__name__"))
         if self.mark is not None and module.startswith(_READERS) and caller.f_code.co_name != "_find_shared_tensors":

@@ -7,7 +7,7 @@ encoder itself (its output is what the decoder reads), then the decoder's blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 @dataclass
 class Reads:
-    """What a model's own forward reads where (:func:`autopar.dry_run.block_reads.trace_reads`).
+    """Where a model's own forward reads what (:func:`autopar.dry_run.block_reads.trace_reads`).
 
     Attributes:
         order: places of the elements in the order in which they were called.
@@ -86,15 +86,7 @@ class StagePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "ranks": self.ranks,
-            "elements": list(self.elements),
-            "bounds": list(self.bounds),
-            "rank_of": list(self.rank_of),
-            "encoder": self.encoder,
-            "tensors": {name: list(stages) for name, stages in self.tensors.items()},
-            "costs": list(self.costs),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StagePlan:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.checkpoint.dtensor import _Pieces, cut_as_chunks, disjoint_ranges, to_dtensor_state_dict
+from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
@@ -150,8 +150,10 @@ def test_what_is_cut_as_torch_cuts_is_an_ordinary_dtensor(tmp_path):
         assert isinstance(tensor, DTensor) and tensor.shape == whole[name].shape, name
         assert tensor.stride() == whole[name].stride() and tensor.dtype == whole[name].dtype
         assert tensor.device_mesh.mesh_dim_names == ("tp",) and not tensor.requires_grad
-        assert isinstance(tensor._local_tensor, _Pieces) == any(x in name for x in ("q_proj", "k_proj", "v_proj", "o_"))
-        if not isinstance(tensor._local_tensor, _Pieces):
+        assert isinstance(tensor._local_tensor, _RangesShard) == any(
+            x in name for x in ("q_proj", "k_proj", "v_proj", "o_")
+        )
+        if not isinstance(tensor._local_tensor, _RangesShard):
             assert torch.equal(tensor.full_tensor(), whole[name]), name
     assert state["model.norm.weight"].placements == (Replicate(),)
     assert state["model.embed_tokens.weight"].placements == (Shard(0),)
@@ -284,5 +286,5 @@ def test_when_the_cut_is_torchs_own():
             chunks = [tuple(chunk.tolist()) for chunk in torch.arange(count).chunk(tp)]
             chunks += [()] * (tp - len(chunks))
             held = [tuple(i for a, b in layout.ranges(rank) for i in range(a, b)) for rank in range(tp)]
-            assert cut_as_chunks(layout) == (chunks == held), (count, tp)
-    assert not cut_as_chunks(make_plan(2).tensors["qkv.weight"].layout)
+            assert is_even_shard(layout) == (chunks == held), (count, tp)
+    assert not is_even_shard(make_plan(2).tensors["qkv.weight"].layout)

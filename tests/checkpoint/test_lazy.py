@@ -14,14 +14,11 @@ from autopar.storage.lazy_tensor import (
     InMemory,
     Joined,
     LazyTensor,
-    Narrowed,
-    Permuted,
     RangeFile,
-    Squeezed,
     Stored,
-    Unsqueezed,
     read_shard,
 )
+from autopar.storage.views import Narrowed, Permuted, Squeezed, Unsqueezed
 
 
 class Counting(RangeFile):

@@ -154,7 +154,7 @@ def test_an_interrupted_one_leaves_nothing_and_can_be_run_again(tmp_path, monkey
 
 
 def save_adafactor(folder, tp: int) -> None:
-    """The statistics of each rank's share, which no other sharing-out has."""
+    """The statistics of each rank's shard, which no other sharding has."""
     folder.mkdir()
     reports = []
     for t in range(tp):
@@ -171,7 +171,7 @@ def save_adafactor(folder, tp: int) -> None:
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (2, 1), (1, 2)])
 def test_statistics_of_a_share_are_refused_by_name(tmp_path, old, new):
     save_adafactor(tmp_path / "old", old)
-    message = rf"optimizer's \S+::\w+_var.* at tensor_parallel_size={old}; they cannot be cut for {new}"
+    message = rf"optimizer's \S+::\w+_var.* at tensor_parallel_size={old}; they cannot be resharded for {new}"
     with pytest.raises(CheckpointError, match=message):
         reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=new)
     assert os.listdir(tmp_path) == ["old"]

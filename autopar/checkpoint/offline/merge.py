@@ -198,7 +198,7 @@ class _Source:
                 self.outside[name] = (written(name), tensor.shape)
 
     def lazy(self, saved_as: str) -> LazyTensor:
-        """One tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
+        """Return one tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
         name, piece = self._places[saved_as]
         return self._shards.lazy(name) if piece is None else open_piece(piece, name, self._shards.lazy)
 

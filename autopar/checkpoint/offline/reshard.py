@@ -53,8 +53,8 @@ def reshard_checkpoint(
     """Write the shards of a mesh of ``tp`` x ``pp``; state of the optimizer included.
 
     Loading does not need this: ``from_parallelized`` reads the shards of any mesh. It saves each rank from opening
-    files that it needs a part of only. Each kind of unit is shared out by itself: where query heads are uneven, a rank
-    may still find one of its heads in its neighbour's file.
+    files that it needs a part of only. Each kind of unit is sharded by itself: where query heads are uneven, a rank may
+    still find one of its heads in its neighbour's file.
 
     Args:
         source: folder that ``save_parallelized`` wrote.
@@ -140,17 +140,17 @@ def _refuse_own_statistics(parts: Mapping[str, Part], before: int, tp: int) -> N
     own = [name for name, tensor in tensors.items() if _is_statistics(tensor, parts["model"].tensors)]
     if own and before != tp:
         raise CheckpointError(
-            f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's share at "
-            f"tensor_parallel_size={before}; they cannot be cut for {tp}\n"
+            f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's shard at "
+            f"tensor_parallel_size={before}; they cannot be resharded for {tp}\n"
             "  Pass optimizer=False (--no-optimizer) to leave the optimizer's state out."
         )
 
 
 def _is_statistics(state: TensorPlan, model: Mapping[str, TensorPlan]) -> bool:
-    """Whether a state of the optimizer is not element by element that of a parameter which is shared out."""
+    """Tell whether a state of the optimizer is not element by element that of a sharded parameter."""
     parameter, _, key = state.name.partition("::")
-    cut = parameter in model and model[parameter].layout is not None
-    return cut and state.layout is None and not (state.shape == () and key in COUNTERS)
+    sharded = parameter in model and model[parameter].layout is not None
+    return sharded and state.layout is None and not (state.shape == () and key in COUNTERS)
 
 
 def write_part(
@@ -211,7 +211,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def _holds(key: str, plan: TensorPlan, t: int) -> bool:
-    """Whether the file of tensor-parallel rank ``t`` holds its share of a tensor."""
+    """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
     if plan.layout is not None:
         return True
     _, own, rank = key.rpartition("@tp")
