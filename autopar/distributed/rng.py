@@ -18,17 +18,7 @@ import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
 
-__all__ = [
-    "Generators",
-    "TorchGenerators",
-    "base_seed",
-    "kept",
-    "same_draws",
-    "seed_torch",
-    "seeded",
-    "share",
-    "stream",
-]
+__all__ = ["Generators", "TorchGenerators", "base_seed", "kept", "same_draws", "seed_torch", "share", "stream"]
 
 
 class TorchGenerators(NamedTuple):
@@ -119,17 +109,6 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw from torch's default generators as seeded with ``seed``; afterwards they go on where they were."""
-    before = TorchGenerators.now()
-    seed_torch(seed)
-    try:
-        yield
-    finally:
-        before.restore()
-
-
 def _cuda_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
@@ -184,8 +163,12 @@ def stream(seed: int | None, number: int) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with seeded(seed + number):
+    outside = TorchGenerators.now()
+    seed_torch(seed + number)
+    try:
         yield
+    finally:
+        outside.restore()
 
 
 def share(axis: Axis, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.tensor_tracking import storage_id, written_in_place
+from autopar.tensor_tracking import storage_key, written_in_place
 
 __all__ = ["Provenance"]
 
@@ -52,11 +52,11 @@ class Provenance(TorchDispatchMode):
         return frozenset().union(*found)
 
     def _of(self, tensor: torch.Tensor) -> frozenset[str]:
-        key = storage_id(tensor)
+        key = storage_key(tensor)
         return self._origins.get(key, frozenset()) if key is not None else frozenset()
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
-        key = storage_id(tensor)
+        key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return
         if names and key not in self._origins:
