@@ -1,4 +1,4 @@
-"""from_pretrained(): a checkpoint becomes this rank's share of a parallel model; the whole model is never in memory."""
+"""from_pretrained(): a checkpoint as this rank's shards of a parallel model; the whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSED = {
     "state_dict": "initialize takes a model that sits in memory",
     **dict.fromkeys(
         ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config"),
-        "autopar gives every rank its own share of the model",
+        "autopar gives every rank its own shards of the model",
     ),
 }
 
@@ -75,7 +75,7 @@ def from_pretrained(
     verify: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint as this rank's share of a parallel model; each rank reads the bytes of its own shards.
+    """Load a checkpoint as this rank's shards of a parallel model; each rank reads the bytes of its own.
 
     Equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``, which needs
     memory for the whole model. Every rank calls it. What the checkpoint lacks (a head that is new for the task) is

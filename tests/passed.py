@@ -46,8 +46,9 @@ class Passed:
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.reused, self.new = config, 0, list[str]()
         self.is_worker = hasattr(config, "workerinput")  # of pytest-xdist: its reports go to the main process
-        self.digest = digest() if config.cache is not None else None
-        self.file = Path(str(config.cache.mkdir("passed")), self.digest) if config.cache and self.digest else None
+        cache = getattr(config, "cache", None)  # there is none with -p no:cacheprovider
+        self.digest = digest() if cache is not None else None
+        self.file = cache.mkdir("passed") / self.digest if cache is not None and self.digest else None
         self.failed: set[str] = set()
 
     @pytest.hookimpl(trylast=True)

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors", "class_swap"],
+    ["errors", "class_swap", "tensor_tracking"],
     ["layout", "policy", "call_site"],
     ["config", "plan"],
     ["distributed"],

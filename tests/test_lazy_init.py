@@ -240,17 +240,17 @@ def test_only_one_block_is_whole_at_a_time():
     held: list[int] = []
     from autopar.deferred_init import materialize
 
-    real = materialize.swap
+    real = materialize.replace_storage
 
     def counting(parameter: nn.Parameter, data: torch.Tensor) -> None:
         real(parameter, data)
         held.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
 
-    materialize.swap = counting  # type: ignore[assignment]
+    materialize.replace_storage = counting  # type: ignore[assignment]
     try:
         parallel(model, 2)
     finally:
-        materialize.swap = real
+        materialize.replace_storage = real
     drawing = held[: held.index(0, 1) + 1]
     block = sum(p.numel() for p in gpt2().transformer.h[0].parameters())
     largest = max(p.numel() for p in gpt2().parameters())

@@ -109,7 +109,7 @@ def test_fp16_and_bf16_forward_stays_near_fp32():
 
 @pooled(world_size=2)
 def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
-    from autopar.tensor_parallel import causal_loss
+    from autopar.tensor_parallel import loss as causal_loss
 
     calls = []
     original = causal_loss.vocab_parallel_cross_entropy

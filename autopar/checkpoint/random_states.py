@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.distributed.rng import Generators
+from autopar.distributed.rng import Generators, TorchGenerators
 from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
 from autopar.storage.json_values import Json, decode, encode_inline
@@ -39,7 +39,7 @@ def take(tracker: RandomStateTracker | None = None) -> Json:
         raise CheckpointError(
             f"numpy's default generator is {now.numpy['bit_generator']}; only MT19937 can be restored"
         )
-    default = {"python": now.python, "numpy": now.numpy, "torch": now.torch, "cuda": now.cuda}
+    default = {"python": now.python, "numpy": now.numpy, "torch": now.torch.cpu, "cuda": now.torch.cuda}
     return encode_inline({**default, "streams": None if tracker is None else dict(tracker.get_states())}, _WHERE)
 
 
@@ -61,7 +61,7 @@ def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomSta
     if states["streams"] is not None:
         tracker = RandomStateTracker() if tracker is None else tracker
         tracker.set_states(states["streams"])
-    Generators(states["torch"], states["cuda"], states["python"], states["numpy"]).restore()
+    Generators(TorchGenerators(states["torch"], states["cuda"]), states["python"], states["numpy"]).restore()
     return tracker
 
 

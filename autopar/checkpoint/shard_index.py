@@ -136,7 +136,7 @@ def _check_layout(layout: Layout, tp: int) -> None:
         raise ValueError(f"a layout is for {layout.axis_size} ranks in a mesh of {tp}")
     for block in layout.blocks:
         reached = 0
-        for start, stop in sorted(block.shares):
+        for start, stop in sorted(block.ranges):
             if start > reached:
                 break
             reached = max(reached, stop)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.config.files import read_file
 from autopar.config.pipeline import PipelineConfig
 from autopar.config.sections import (
     FIELDS,
@@ -21,6 +22,7 @@ from autopar.config.sections import (
     explain_unknown,
 )
 from autopar.errors import ConfigError
+from autopar.policy.yaml_reader import plain, read_text, yaml_tree
 
 __all__ = ["ParallelConfig"]
 
@@ -111,7 +113,7 @@ class ParallelConfig:
             config = source or cls()
             _raise(_unfit(vars(config), world_size))
             return config
-        loaded = read_file(Path(source)) if isinstance(source, (str, Path)) else source
+        loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
         if not isinstance(loaded, Mapping):
             raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {describe(loaded)}")
         problems: list[str] = []
@@ -217,6 +219,37 @@ def _does_not_divide(tp: int, pp: int, world_size: int) -> str:
         )
         + f"; or start a multiple of {tp * pp} processes (torchrun --nproc-per-node {tp * pp})."
     )
+
+
+def _read(path: Path) -> object:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"config file '{path}' must end in .json, .yaml or .yml")
+
+    def fail(problem: str, line: int | str | None) -> ConfigError:
+        return ConfigError(f"config file '{path}'{f', line {line}:' if line else ''} {problem}")
+
+    text = read_text(path, fail)
+    if path.suffix != ".json":
+        return plain(yaml_tree(text, str(path), fail))
+    try:
+        return json.loads(text, object_pairs_hook=_each_key_once)
+    except ValueError as error:
+        problem, line = getattr(error, "msg", error), getattr(error, "lineno", 1)
+        raise fail(f"cannot be parsed as JSON: {problem}", line) from error
+    except (KeyError, RecursionError) as error:
+        problem = (
+            f"has the key '{error.args[0]}' twice in one section"
+            if isinstance(error, KeyError)
+            else "is nested too deeply"
+        )
+        raise fail(problem, None) from error
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise KeyError(key)
+    return dict(pairs)
 
 
 def _raise(problems: list[str]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from autopar.data_parallel.process_hooks import forget, listen_to_steps
+from autopar.data_parallel.process_hooks import forget, listen
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
@@ -106,7 +106,7 @@ class StepCheck:
             self._before = mpu.dp.ranks[mpu.dp.rank - 1]
             self._others = [rank for rank in mpu.dp.ranks if rank != mpu.rank]
         self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
-        listen_to_steps(self)
+        listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
         return self

@@ -7,7 +7,7 @@ encoder itself (its output is what the decoder reads), then the decoder's blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,7 +26,7 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 @dataclass
 class Reads:
-    """What a model's own forward reads where (:func:`autopar.dry_run.block_reads.trace_reads`).
+    """Where a model's own forward reads what (:func:`autopar.dry_run.block_reads.trace_reads`).
 
     Attributes:
         order: places of the elements in the order in which they were called.
@@ -34,7 +34,7 @@ class Reads:
         earlier: place -> places of elements before the previous one whose output is read there.
         own_backward: whether blocks run where no gradients are recorded: then the model has a backward of its own.
         within: what names of the model that was seen begin with.
-        rehearse: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
+        dry_run: runs the stages of a plan; tensors that they read beside those that they hold: name -> stages.
     """
 
     order: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Reads:
     earlier: dict[int, set[int]] = field(default_factory=dict)
     own_backward: bool = False
     within: str = ""
-    rehearse: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
+    dry_run: Callable[[StagePlan], Mapping[str, set[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,7 @@ class StagePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "ranks": self.ranks,
-            "elements": list(self.elements),
-            "bounds": list(self.bounds),
-            "rank_of": list(self.rank_of),
-            "encoder": self.encoder,
-            "tensors": {name: list(stages) for name, stages in self.tensors.items()},
-            "costs": list(self.costs),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
@@ -148,8 +140,8 @@ def make_stages(
     )
     read_at, within = (None, "") if reads is None else (reads.parameters, reads.within)
     plan = replace(plan, tensors=dict(blocks.stages_of_tensors(root, plan.stages, plan.stage_of, read_at, within)))
-    while reads is not None and reads.rehearse is not None and stages > 1:
-        more = reads.rehearse(plan)
+    while reads is not None and reads.dry_run is not None and stages > 1:
+        more = reads.dry_run(plan)
         if not more:
             break
         wider = {name: tuple(sorted({*plan.tensors[name], *read_by})) for name, read_by in more.items()}

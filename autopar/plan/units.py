@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import ConfigError, PolicyError, nearest
-from autopar.layout import Block, Layout, Shares, follow, share_out, share_out_replicated
+from autopar.layout import Block, Layout, UnitRanges, aligned_shards, even_shards, replicated_shards
 from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
 from autopar.policy.yaml_reader import Where
 
@@ -43,7 +43,7 @@ class UnitTable:
         self.model = model
         self.size = size
         self.may_be_empty = may_be_empty | {HIDDEN}
-        self._shares: dict[tuple[str, int, int, int | None], Shares] = {}
+        self._shares: dict[tuple[str, int, int, int | None], UnitRanges] = {}
         self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
@@ -120,7 +120,7 @@ class UnitTable:
             return True
         return False
 
-    def shares(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> Shares:
+    def shares(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
         """Return which of ``count`` units each of ``size`` ranks holds. ``ValueError`` if one would hold none."""
         leader = self.specs[unit].follows
         leaders = self.count(leader, block) if leader is not None else None
@@ -129,21 +129,21 @@ class UnitTable:
             self._shares[key] = self._distribute(unit, count, size, leaders, block)
         return self._shares[key]
 
-    def _distribute(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> Shares:
+    def _distribute(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> UnitRanges:
         spec = self.specs[unit]
         if spec.follows is not None:
             if leaders is None:
                 raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
-            shares = follow(count, leaders, self.shares(spec.follows, leaders, size, block))
+            shares = aligned_shards(count, leaders, self.shares(spec.follows, leaders, size, block))
         elif spec.replicate:
-            shares = share_out_replicated(count, size)
+            shares = replicated_shards(count, size)
         elif count % spec.multiple:
             raise ValueError(f"{count} {unit} cannot be sharded in multiples of {spec.multiple}")
         else:
             each = spec.multiple
             if count % spec.align == 0 and count // spec.align >= size and spec.align % each == 0:
                 each = spec.align
-            shares = tuple((a * each, b * each) for a, b in share_out(count // each, size))
+            shares = tuple((a * each, b * each) for a, b in even_shards(count // each, size))
         if unit not in self.may_be_empty and any(start == stop for start, stop in shares):
             few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
             raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks{few}")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
+from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -51,60 +51,20 @@ def assert_holds(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None
             assert torch.equal(local[alias], due), alias
 
 
-def save_at(folder: str, kind: str, tp: int) -> None:
-    dcp.save(to_dtensor_state_dict(parallel(MODELS[kind](0), tp)), checkpoint_id=folder)
+def save(folder: str, tp: int) -> None:
+    """In the form of torch.distributed.checkpoint, a body for :func:`pooled` like :func:`load`."""
+    for kind, build in MODELS.items():
+        dcp.save(to_dtensor_state_dict(parallel(build(0), tp)), checkpoint_id=f"{folder}/{kind}")
 
 
-def load_at(folder: str, kind: str, tp: int) -> None:
-    model = parallel(MODELS[kind](1), tp)
-    objects = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    dcp.load(to_dtensor_state_dict(model), checkpoint_id=folder)
-    assert_holds(model, plain_state(MODELS[kind](0)))
-    assert objects == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
-
-
-@pooled(world_size=2)
-def save_two(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 2)
-
-
-@pooled(world_size=1)
-def load_one(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 1)
-
-
-@pooled(world_size=3)
-def load_three(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 3)  # grouped: 2 KV heads on 3 ranks
-
-
-@pooled(world_size=4)
-def load_four(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 4)  # grouped and uneven: KV heads on several ranks
-        load_at(f"{folder}/{kind}", kind, 2)  # two replicas
-
-
-@pooled(world_size=4)
-def save_four(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 4)
-
-
-@pooled(world_size=4)
-def save_replicas(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 2)
-
-
-@pooled(world_size=2)
-def load_two(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 2)
+def load(folder: str, *sizes: int) -> None:
+    for tp, kind in itertools.product(sizes, MODELS):
+        model = parallel(MODELS[kind](1), tp)
+        objects = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        dcp.load(to_dtensor_state_dict(model), checkpoint_id=f"{folder}/{kind}")
+        assert_holds(model, plain_state(MODELS[kind](0)))
+        assert objects == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
 
 
 def assert_merges(folder) -> None:
@@ -117,28 +77,22 @@ def assert_merges(folder) -> None:
 
 
 def test_two_ranks_to_any_number(tmp_path):
-    save_two(str(tmp_path))
+    pooled(2)(save)(str(tmp_path), 2)
     assert_merges(tmp_path)
-    load_one(str(tmp_path))
-    load_three(str(tmp_path))
-    load_four(str(tmp_path))
+    pooled(1)(load)(str(tmp_path), 1)
+    pooled(3)(load)(str(tmp_path), 3)  # grouped: 2 KV heads on 3 ranks
+    pooled(4)(load)(str(tmp_path), 4, 2)  # grouped and uneven: KV heads on several ranks; two replicas
 
 
 @pytest.mark.every
-def test_four_ranks_of_which_some_hold_the_same_heads_to_two(tmp_path):
-    save_four(str(tmp_path))
-    assert_merges(tmp_path)
-    load_two(str(tmp_path))
-
-
-@pytest.mark.every
-def test_two_replicas_write_everything_once(tmp_path):
-    save_replicas(str(tmp_path))
+@pytest.mark.parametrize("tp", [4, 2], ids=["of which some hold the same heads", "in two replicas"])
+def test_four_ranks_write_everything_once_and_two_read_it(tmp_path, tp):
+    pooled(4)(save)(str(tmp_path), tp)
     assert_merges(tmp_path)
     for kind in MODELS:
         for name, stored in dcp.FileSystemReader(tmp_path / kind).read_metadata().state_dict_metadata.items():
             assert sum(chunk.sizes.numel() for chunk in stored.chunks) == stored.size.numel(), name
-    load_two(str(tmp_path))
+    pooled(2)(load)(str(tmp_path), 2)
 
 
 @pooled(world_size=2)
@@ -223,12 +177,12 @@ def test_stacked_experts_and_ranks_without_units(tmp_path):
     from autopar.plan.plan import Plan, TensorPlan
 
     mpu = MPU(tensor_parallel_size=2)
-    shares, one = share_out(5, 2), ((0, 0), (0, 1))
+    shares, one = even_shards(5, 2), ((0, 0), (0, 1))
     layouts = {
         "gate_up": Layout.of(1, [Block("ffn", 5, 1, shares)] * 2),
         "late": Layout.of(0, [Block("heads", 1, 3, one)]),
         "qkv": Layout.of(
-            0, [Block("heads", 2, 4, share_out(2, 2)), *[Block("kv_heads", 1, 4, share_out_replicated(1, 2))] * 2]
+            0, [Block("heads", 2, 4, even_shards(2, 2)), *[Block("kv_heads", 1, 4, replicated_shards(1, 2))] * 2]
         ),
     }
     assert layouts["qkv"].ranges(0) == ((0, 4), (8, 16)) and layouts["qkv"].ranges(1) == ((4, 16),)
@@ -266,8 +220,8 @@ def test_what_does_not_fit_is_refused_by_torch(tmp_path):
 
 def test_ranges_of_any_two_ranks_are_equal_or_disjoint():
     for kv, tp in [(1, 4), (2, 3), (2, 4), (3, 4), (2, 8)]:
-        kv_shares = share_out_replicated(kv, tp)
-        heads = Block("heads", 2 * kv, 4, follow(2 * kv, kv, kv_shares))
+        kv_shares = replicated_shards(kv, tp)
+        heads = Block("heads", 2 * kv, 4, aligned_shards(2 * kv, kv, kv_shares))
         layout = Layout.of(0, [heads, *[Block("kv_heads", kv, 4, kv_shares)] * 2])
         pieces = [disjoint_ranges(layout, rank) for rank in range(tp)]
         every = {piece for held in pieces for piece in held}
@@ -282,7 +236,7 @@ def test_ranges_of_any_two_ranks_are_equal_or_disjoint():
 def test_when_the_cut_is_torchs_own():
     for count in (1, 2, 3, 7, 10, 131):
         for tp in (1, 2, 3, 4, 8):
-            layout = Layout.of(0, [Block("vocab", count, 1, share_out(count, tp))])
+            layout = Layout.of(0, [Block("vocab", count, 1, even_shards(count, tp))])
             chunks = [tuple(chunk.tolist()) for chunk in torch.arange(count).chunk(tp)]
             chunks += [()] * (tp - len(chunks))
             held = [tuple(i for a, b in layout.ranges(rank) for i in range(a, b)) for rank in range(tp)]

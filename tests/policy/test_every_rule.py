@@ -20,18 +20,18 @@ import pytest
 from transformers import PreTrainedModel
 
 import autopar.api
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.matching import all_scopes, matches_of
 from autopar.plan.plan import Plan
-from autopar.policy.load import load_policy, policy_files, policy_folder
+from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy, Rule
 from tests.parity import check
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.worlds import spawn
 
-POLICIES = [path.stem for path in policy_files()]
+POLICIES = list(own_policies())
 SECTIONS = ("prefix", "every_stage", "blocks", "suffix")
 ATTRIBUTES = ("block_attributes", "attributes", "block_inputs", "inputs")
 
@@ -61,7 +61,7 @@ UNTESTED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _policy(name: str) -> Policy:
-    return load_policy(policy_folder() / f"{name}.yaml")
+    return own_policies()[name]
 
 
 def _stands_alone(name: str) -> bool:
@@ -189,14 +189,14 @@ def _elements(plan: Plan) -> int:
 
 def _refused(model: object, policy: Policy) -> bool:
     try:
-        rehearse(model, "", make_plan(model, policy, 2))
+        check_plan(model, "", make_plan(model, policy, 2))
     except AutoparError:
         return True
     return False
 
 
 def _wrong_in_numbers(wanted: list[tuple[str, str, str, Case]]) -> None:
-    autopar.api.rehearse = lambda *_: True
+    autopar.api.check_plan = lambda *_: True
     harmless = []
     for name, path, where, case in wanted:
         weak = next(changed for *key, changed in _weakened(_policy(name)) if key == [path, where])

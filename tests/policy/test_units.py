@@ -48,7 +48,7 @@ def test_the_width_of_a_unit_is_inferred() -> None:
         ("kv", 3, 4),
         ("kv", 3, 4),
     ]
-    assert [block.shares for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
+    assert [block.ranges for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
     found = layout(table(2), ["ffn", "ffn"], 74)
     assert [(block.count, block.width) for block in found.blocks] == [(37, 1), (37, 1)]
 

@@ -313,7 +313,7 @@ class OneBias(Biases):
 
 def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
     assert rehearsed(filled(Biases(ToyConfig())), biased(INPUTS), 3)
-    with pytest.raises(PolicyError, match=r"bias.bias works on activations that are shared out, but its rule leaves"):
+    with pytest.raises(PolicyError, match=r"bias.bias works on sharded activations, but its rule leaves"):
         rehearsed(filled(OneBias(ToyConfig())), biased(INPUTS), 3)
 
 

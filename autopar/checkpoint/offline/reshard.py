@@ -21,7 +21,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import Staging
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, share_out_replicated
+from autopar.layout import Block, Layout, replicated_shards
 from autopar.plan.plan import TensorPlan
 from autopar.storage.checksum import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
@@ -131,7 +131,7 @@ def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
     """Plan the same units over ``tp`` ranks. With fewer units than ranks several ranks hold the same one."""
     if tensor.layout is None:
         return tensor
-    blocks = [Block(b.unit, b.count, b.width, share_out_replicated(b.count, tp)) for b in tensor.layout.blocks]
+    blocks = [Block(b.unit, b.count, b.width, replicated_shards(b.count, tp)) for b in tensor.layout.blocks]
     return replace(tensor, layout=Layout.of(tensor.layout.dim, blocks))
 
 

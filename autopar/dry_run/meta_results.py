@@ -21,7 +21,7 @@ _results: dict[Any, tuple[type | None, list[_Spec]]] = {}
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``; of fresh meta tensors only the first time, and after that tensors of the same form."""
+    """Run ``func``; with meta tensors once for each form of the arguments, then make tensors of the same form."""
     key = _key(func, args, kwargs) if _is_functional(func) else None
     if key is None:
         return func(*args, **kwargs)
@@ -48,7 +48,7 @@ def _is_functional(func: Any) -> bool:
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What decides the form of the result; None if something else could."""
+    """The key of the result's form; None if it could depend on something else."""
     leaves, structure = tree_flatten((args, kwargs))
     parts: list[Any] = [func, structure, torch.get_default_dtype()]
     some = False
