@@ -264,7 +264,7 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
     """Return modules whose parameters are on other stages, with all parameters that they had."""
     pipeline = vars(model).get("_autopar_pipeline")
-    return () if pipeline is None else pipeline.dropped.orders
+    return () if pipeline is None else pipeline.released.orders
 
 
 _CALLED = {"should_save_on_this_rank": "save_pretrained"}

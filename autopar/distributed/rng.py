@@ -18,7 +18,17 @@ import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
 
-__all__ = ["Generators", "TorchGenerators", "kept", "same_draws", "seed_torch", "seeded", "share"]
+__all__ = [
+    "Generators",
+    "TorchGenerators",
+    "base_seed",
+    "kept",
+    "same_draws",
+    "seed_torch",
+    "seeded",
+    "share",
+    "stream",
+]
 
 
 class TorchGenerators(NamedTuple):
@@ -146,6 +156,36 @@ def same_draws(device: torch.device) -> Iterator[None]:
     finally:
         if not torch.equal(own.cpu, first.cpu):
             own.restore()
+
+
+@contextmanager
+def base_seed(needed: bool = True) -> Iterator[int | None]:
+    """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
+
+    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws in a :func:`stream`.
+    """
+    if not needed:
+        yield None
+        return
+    before = TorchGenerators.now(cuda=False)
+    try:
+        yield int(torch.randint(2**62, (), device="cpu").item())
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextmanager
+def stream(seed: int | None, number: int) -> Iterator[None]:
+    """Draw inside from stream ``number`` of a seed; outside, torch's generators go on where they were.
+
+    Without a seed they simply go on.
+    """
+    if seed is None:
+        yield
+        return
+    with seeded(seed + number):
+        yield
 
 
 def share(axis: Axis, device: torch.device) -> None:

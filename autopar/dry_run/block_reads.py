@@ -1,4 +1,4 @@
-"""What the blocks of a model read: one forward on the meta device, with the graph cut behind every block.
+"""What the blocks of a model read: one forward on the meta device, with the graph detached behind every block.
 
 Stages hold what they read, so it must be known which blocks read tensors that lie outside of them (relative positions
 that one embedding makes for all layers, an image encoder that every layer looks at), and that a block reads nothing of
@@ -20,9 +20,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from autopar.distributed.rng import Generators
 from autopar.dry_run.inputs import meta_copy
-from autopar.dry_run.pipeline_parallel import rehearse_stages
+from autopar.dry_run.pipeline_parallel import evaluating, rehearse_stages
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.plan.stages import Reads
 
@@ -51,9 +50,7 @@ def trace_reads(
             except Exception:  # it does not run so, which says nothing about the model
                 continue
             reads.within = start
-            taken = inspect.signature(copied.forward).parameters
-            once = {**variant, **({"use_cache": False} if "use_cache" in taken else {})}
-            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=once)
+            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=_without_cache(copied, variant))
             return reads
     return None
 
@@ -61,27 +58,23 @@ def trace_reads(
 def _trace(
     model: PreTrainedModel, start: str, elements: tuple[str, ...], encoder: int | None, inputs: dict[str, Any]
 ) -> Reads:
-    watch = _Watch({id(p): start + name for name, p in model.named_parameters()}, encoder)
+    reading = _Reading({id(p): start + name for name, p in model.named_parameters()}, encoder)
     modules = dict(model.named_modules(remove_duplicate=False))
-    modes = [(module, module.training) for module in model.modules()]
-    state = Generators.now()
     hooks = []
     try:
         for place, path in enumerate(elements):
-            hooks.append(modules[path.removeprefix(start)].register_forward_hook(watch.behind(place)))
-        model.eval()
-        with torch.enable_grad(), warnings.catch_warnings():
+            hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
+        with evaluating(model), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            taken = inspect.signature(model.forward).parameters
-            outputs = model(**inputs, **({"use_cache": False} if "use_cache" in taken else {}))
-        watch.read(len(elements), outputs)
+            reading.note(len(elements), model(**_without_cache(model, inputs)))
     finally:
-        state.restore()
         for hook in hooks:
             hook.remove()
-        for module, training in modes:
-            module.training = training
-    return watch.reads
+    return reading.reads
+
+
+def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inputs, **({"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {})}
 
 
 def _with_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,23 +97,23 @@ def _with_images(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str,
     return {**dict.fromkeys(names, pixels), **inputs}
 
 
-class _Watch:
+class _Reading:
     def __init__(self, names: dict[int, str], encoder: int | None) -> None:
         self.names, self.encoder = names, encoder
         self.reads = Reads()
-        self.outputs: dict[int, int] = {}  # id of a cut output -> place
+        self.outputs: dict[int, int] = {}  # id of a detached output -> place
         self.alive: list[torch.Tensor] = []
 
     def behind(self, place: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             self.reads.order.append(place)
             self.reads.own_backward |= not torch.is_grad_enabled()
-            self.read(place, output)
-            return map_tensors(output, lambda tensor: self.cut(place, tensor))
+            self.note(place, output)
+            return map_tensors(output, lambda tensor: self.detach(place, tensor))
 
         return hook
 
-    def cut(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    def detach(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
         leaf = tensor.detach().requires_grad_()
@@ -129,7 +122,7 @@ class _Watch:
         # A view that is no leaf: models may work in place on it.
         return leaf.clone()
 
-    def read(self, place: int, output: Any) -> None:
+    def note(self, place: int, output: Any) -> None:
         for leaf in _leaves_below(output):
             if id(leaf) in self.outputs:
                 origin = self.outputs[id(leaf)]

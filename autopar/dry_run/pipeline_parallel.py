@@ -1,4 +1,4 @@
-"""The stages of a plan, run one after the other in this process, before anything is cut: does each hold what it reads?
+"""Dry run of a plan's stages, one after the other in this process, before the model is split: does each hold its reads?
 
 What :mod:`autopar.dry_run.block_reads` sees are gradients' paths. Here every operation of every stage is followed,
 so what goes through whole numbers, comparisons and masks is seen too, and what a model collects beside its blocks.
@@ -15,19 +15,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.distributed.rng import Generators
+from autopar.distributed.failures import first_line
+from autopar.distributed.rng import kept
 from autopar.errors import UnsupportedModelError
 from autopar.pipeline_parallel.stage import examine
-from autopar.pipeline_parallel.stage_forward import Conductor, Course, element_class, plain_element_class
+from autopar.pipeline_parallel.stage_forward import (
+    StageContext,
+    StageForward,
+    mark_boundaries,
+    unmark_boundaries,
+)
 from autopar.plan.stages import StagePlan
 
-__all__ = ["rehearse_stages"]
+__all__ = ["evaluating", "rehearse_stages"]
 
 
 def rehearse_stages(
     model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any]
 ) -> dict[str, set[int]]:
-    """Tensors that stages read though the plan does not give them: name -> stages.
+    """Find the tensors that stages read though the plan does not give them: name -> stages.
 
     Args:
         model: whole; changed while this runs. Names in the plan begin with ``start``.
@@ -44,27 +50,27 @@ def rehearse_stages(
     by_id = {id(tensor): tensor for _, tensor in tensors}
     missing: dict[str, set[int]] = {}
     received: Any = None
-    conductor = Conductor(plan.encoder)
-    with torch.no_grad(), warnings.catch_warnings(), _quiet(model), _cut(model, start, plan, conductor):
+    context = StageContext(plan.encoder)
+    with torch.no_grad(), warnings.catch_warnings(), evaluating(model), _boundaries(model, start, plan, context):
         warnings.simplefilter("ignore")
         for stage in range(plan.stages):
-            absent = {same[0]: by_id[key] for key, same in names.items() if stage not in plan.tensors[same[0]]}
-            course = Course(plan.bounds[stage], plan.bounds[stage + 1], stage == plan.stages - 1, received)
+            foreign = {same[0]: by_id[key] for key, same in names.items() if stage not in plan.tensors[same[0]]}
+            forward = StageForward(plan.bounds[stage], plan.bounds[stage + 1], stage == plan.stages - 1, received)
             try:
-                examined = examine(model, conductor, course, (), dict(inputs), absent)
+                examined = examine(model, context, forward, (), dict(inputs), foreign)
             except Exception as error:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} cannot be cut into pipeline stages: its forward does not run with the "
-                    f"blocks {course.start} to {course.stop - 1} alone ({type(error).__name__}: "
-                    f"{(str(error).splitlines() or [''])[0]}), though it does with all.\n  It reads more from its "
+                    f"{type(model).__name__} cannot be split into pipeline stages: its forward does not run with the "
+                    f"blocks {forward.start} to {forward.stop - 1} alone ({type(error).__name__}: "
+                    f"{first_line(error)}), though it does with all.\n  It reads more from its "
                     "blocks than the last one's output. Use pipeline_parallel_size=1."
                 ) from error
             for name in examined.missing:
                 if name not in plan.tensors:
                     raise UnsupportedModelError(
-                        f"{type(model).__name__} cannot be cut into pipeline stages in front of block {course.start}: "
-                        f"what comes behind reads {name}, and not only that of the block before.\n  Cut it elsewhere "
-                        "(pipeline.layers_per_stage), or use pipeline_parallel_size=1."
+                        f"{type(model).__name__} cannot be split into pipeline stages in front of block "
+                        f"{forward.start}: what comes behind reads {name}, and not only that of the block before.\n"
+                        "  Split it elsewhere (pipeline.layers_per_stage), or use pipeline_parallel_size=1."
                     )
                 for same in next(same for same in names.values() if same[0] == name):
                     missing.setdefault(same, set()).add(stage)
@@ -73,31 +79,22 @@ def rehearse_stages(
 
 
 @contextmanager
-def _cut(model: nn.Module, start: str, plan: StagePlan, conductor: Conductor) -> Iterator[None]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    elements = [modules[path.removeprefix(start)] for path in plan.elements]
+def _boundaries(model: nn.Module, start: str, plan: StagePlan, context: StageContext) -> Iterator[None]:
     try:
-        for place, module in enumerate(elements):
-            kind: Any = type(module)
-            module.__class__ = element_class(kind)
-            module.conductor, module.place = conductor, place
+        mark_boundaries(model, plan, context, start)
         yield
     finally:
-        for module in elements:
-            if "conductor" in vars(module):
-                module.__class__ = plain_element_class(module)
-                del module.conductor, module.place
+        unmark_boundaries(model, plan, start)
 
 
 @contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; modes and the random state are as before afterwards."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode; modes and random generators are as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    state = Generators.now()
     try:
-        model.eval()
-        yield
+        with kept():
+            model.eval()
+            yield
     finally:
-        state.restore()
         for module, training in modes:
             module.training = training

@@ -1,4 +1,4 @@
-"""A backward pass in two halves: first the gradients of what a stage received, later those of its weights.
+"""Split backward of a stage: first the gradients of what it received, later those of its weights.
 
 The nodes of the graph from which something received can be reached are *on the way*. The first half runs along them
 and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
@@ -19,25 +19,30 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Rest", "backward_input", "backward_weights"]
+__all__ = ["WeightGradients", "stage_backward_input", "stage_backward_weight"]
 
 _Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
-class Rest:
-    """What the second half starts from: for each part, its edges with their gradients, and the weights it reaches."""
+class WeightGradients:
+    """The second half of a backward pass, which is still to run.
+
+    Attributes:
+        parts: edges from which it starts, their gradients, and the weights that it reaches.
+        arrived: gradients that arrived at nodes in the first half.
+    """
 
     parts: list[tuple[list[GradientEdge], list[torch.Tensor], list[torch.Tensor]]]
     arrived: dict[Node, _Gradients]
 
 
-def backward_input(
+def stage_backward_input(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, leaves: Sequence[torch.Tensor]
-) -> Rest:
-    """The gradients of ``leaves``, added to their ``grad``; None stays where no root depends on one.
+) -> WeightGradients:
+    """Add the gradients of ``leaves`` to their ``grad``; None stays where no root depends on one.
 
-    Where the halves cannot be told apart also those of the weights, and nothing is left.
+    Where the halves cannot be told apart also those of the weights, and nothing is left for the second half.
 
     Args:
         roots: what is differentiated.
@@ -56,7 +61,7 @@ def backward_input(
     starts = [node for node in on_way if any(child not in on_way for child in graph[node])]
     if any(isinstance(node, BackwardCFunction) for node in starts):
         torch.autograd.backward(roots, gradients)
-        return Rest([], {})
+        return WeightGradients([], {})
     arrived: dict[Node, _Gradients] = {}
 
     def note(node: Node) -> Callable[..., None]:
@@ -90,11 +95,11 @@ def backward_input(
         if gradient is not None
     ]
     sources += [(edge, g) for edge, g in zip(edges, gradients, strict=True) if edge.node not in on_way]
-    return Rest(_parts(graph, on_way, sources), arrived)
+    return WeightGradients(_parts(graph, on_way, sources), arrived)
 
 
-def backward_weights(rest: Rest) -> None:
-    """Add the gradients of the weights to their ``grad``. Once for each :func:`backward_input`."""
+def stage_backward_weight(rest: WeightGradients) -> None:
+    """Add the gradients of the weights to their ``grad``. Once for each :func:`stage_backward_input`."""
     while rest.parts:
         edges, gradients, weights = rest.parts.pop()
         # From one node of a part the way may lead to another one, where the gradients have arrived already.

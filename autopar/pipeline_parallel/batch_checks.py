@@ -1,8 +1,13 @@
-"""What ranks agree on before and after a step: stages that they have one batch, replicas that each has its own."""
+"""Checks of the batch: all stages of a replica have the same one, and every replica has one, or none has.
+
+The first step of a mode compares whole batches over the replica before it begins. Later ones send digests along with
+the activations, which cost nothing; a rank that has no batch then says so at the others' first receive from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,24 +16,13 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import hexdigest
 from autopar.distributed.failures import FailureLog
-from autopar.errors import ConsistencyError
-from autopar.pipeline_parallel.p2p import Post, map_tensors
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConsistencyError, PipelineError
+from autopar.pipeline_parallel.p2p import P2P, Failure, Message, map_tensors
 
-__all__ = [
-    "DONE",
-    "END",
-    "ENDED",
-    "check_batch",
-    "check_digest",
-    "counts_of_replicas",
-    "data_ended",
-    "digest_of",
-    "end_pass",
-    "weights_over_replicas",
-]
+__all__ = ["check_microbatch", "digest_of", "end_pass", "read_batch"]
 
-END: dict[str, Any] = {"way": "forward", "tag": 1_000_000_000, "what": "its word on how the step ended"}
-DONE, ENDED = "done", "ended"  # the words: all actions are done; the data has ended, so there is no step
+_END = Message("its report on the end of the step", 1_000_000_000)
 _SAMPLE = 65536  # elements that a digest looks at
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _HINT = (
@@ -40,16 +34,47 @@ _HINT = (
 Batch = TypeVar("Batch")
 
 
-def check_batch(read: Callable[[], Batch], axis: Axis, failures: FailureLog) -> Batch:
-    """What ``read`` gives, compared over all ranks of a model replica (``axis``); one object exchange.
+def read_batch(
+    read: Callable[[], Batch],
+    p2p: P2P,
+    mpu: MPU,
+    unchecked: set[bool],
+    backward: bool,
+    count: Callable[[Batch], int] | None,
+) -> tuple[Batch, list[int]]:
+    """Return the next batch, on the first step of a mode the same one on all ranks of the replica.
 
-    A list of nothing but None is no data, and not compared: the rank gets its own otherwise.
+    Args:
+        unchecked: the modes (with backward or not) without a first step so far.
+        count: how much a batch counts among those of the replicas; None if replicas need not agree on a step.
+
+    Returns:
+        The batch, and each replica's count; nothing if they need not agree, or there is one replica.
 
     Raises:
-        StopIteration: the data has ended on every rank.
-        ConsistencyError: it has ended on some; or another rank has no batch; or, naming the arguments that differ, the
-            batches are different. Whatever is raised, every rank of the axis raises something.
-        PipelineError: one of the ranks did not answer.
+        StopIteration: on all ranks; where the data has ended on some only, all raise an AutoparError.
+        ConsistencyError: the data has ended on some ranks, or the batches differ.
+        PipelineError: another rank did not answer within ``pipeline.timeout``.
+    """
+    count = count if mpu.dp.size > 1 else None
+    try:
+        if p2p.others and backward in unchecked:
+            with _raised_by_all(p2p):
+                batch = _read_alike(read, mpu.model, p2p.failures)
+            unchecked.discard(backward)
+        else:
+            batch = _read(read, p2p)
+    except StopIteration:
+        if count is not None:
+            _counts_of_replicas(None, mpu.dp, p2p)
+        raise
+    return batch, [] if count is None else _counts_of_replicas(count(batch), mpu.dp, p2p)
+
+
+def _read_alike(read: Callable[[], Batch], axis: Axis, failures: FailureLog) -> Batch:
+    """The next batch, compared over all ranks of a model replica; whatever is raised, every rank raises something.
+
+    A list of nothing but None is no data, and not compared: the rank gets its own otherwise.
     """
     batch: Batch | None = None
     failure: Exception | None = None
@@ -59,22 +84,19 @@ def check_batch(read: Callable[[], Batch], axis: Axis, failures: FailureLog) -> 
         nothing = isinstance(batch, list) and all(entry is None for entry in batch)
         mine = ("batch", None if nothing else {name: _exact(value) for name, value in _entries(batch).items()})
     except StopIteration as error:
-        failure, mine = error, (ENDED, None)
+        failure, mine = error, ("ended", None)
     except Exception as error:  # whatever it is, the peers must not wait for this rank
         failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
-    everyone: list[tuple[str, Any]] = [mine] * axis.size
-    with failures.blame("comparing the batch over the stages", axis.ranks):
-        dist.all_gather_object(everyone, mine, group=axis.group)
-    ended = [rank for rank, (word, _) in zip(axis.ranks, everyone, strict=True) if word == ENDED]
-    if failure is not None and (mine[0] != ENDED or len(ended) == axis.size):
+    everyone = _gather(mine, axis, failures, "comparing the batch over the stages")
+    ended = [rank for rank, (status, _) in everyone.items() if status == "ended"]
+    if failure is not None and (mine[0] == "failed" or len(ended) == axis.size):
         raise failure
-    for rank, (word, text) in zip(axis.ranks, everyone, strict=True):
-        if word == "failed":
+    for rank, (status, text) in everyone.items():
+        if status == "failed":
             raise ConsistencyError(f"rank {rank} could not read its batch, so no stage begins:\n{text}")
     if ended:
-        raise data_ended(ended)
-    reading = [place for place, (_, digests) in enumerate(everyone) if digests is not None]
-    lines = _differences([everyone[place][1] for place in reading], [axis.ranks[place] for place in reading])
+        raise _data_ended(ended)
+    lines = _differences({rank: digests for rank, (_, digests) in everyone.items() if digests is not None})
     if lines:
         raise ConsistencyError(
             f"the stages of one model replica (ranks {list(axis.ranks)}) got different batches ({len(lines)} "
@@ -83,8 +105,64 @@ def check_batch(read: Callable[[], Batch], axis: Axis, failures: FailureLog) -> 
     return batch  # type: ignore[return-value]
 
 
-def data_ended(ranks: list[int]) -> ConsistencyError:
-    """The error of every stage, if only some have a batch."""
+def _read(read: Callable[[], Batch], p2p: P2P) -> Batch:
+    """The next batch; where it has ended, the other stages are told, and StopIteration means that none has one."""
+    try:
+        return read()
+    except StopIteration:
+        p2p.begin_pass()
+        here = p2p.axis.ranks[p2p.axis.rank]
+        p2p.send_failure(_data_ended([here]), _END.tag)
+        try:
+            ended = _others_ended(p2p)
+        except PipelineError as error:
+            p2p.send_failure(_data_ended([here]))
+            raise _data_ended([here]) from error
+        if len(ended) < len(p2p.others):
+            raise _data_ended(sorted([here, *ended])) from None
+        p2p.failures.publish("the data iterator has ended on this rank, which takes no part in another step.")
+        raise
+
+
+def _counts_of_replicas(count: int | None, axis: Axis, p2p: P2P) -> list[int]:
+    """Each replica's count (of labels, or samples), None if its data has ended; raises on all if on some it has."""
+    purpose = "agreeing with the other data-parallel replicas that each has a batch"
+    counts = list(_gather(count, axis, p2p.failures, purpose).values())
+    ended = [str(place) for place, other in enumerate(counts) if other is None]
+    if ended and len(ended) < axis.size:
+        going = [str(place) for place, other in enumerate(counts) if other is not None]
+        with _raised_by_all(p2p):
+            raise ConsistencyError(
+                f"the data iterator has ended on data-parallel replica{'s' if len(ended) > 1 else ''} "
+                f"{', '.join(ended)} of {axis.size}, and not on {', '.join(going)}.\n"
+                "  A step averages gradients over all replicas, so each needs as many batches as the others: leave the "
+                "rest out\n  (drop_last=True), or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu), which "
+                "evens them out."
+            )
+    return counts
+
+
+def end_pass(p2p: P2P) -> None:
+    """Wait until all ranks of the pipeline have done their actions: nobody is left in a collective of a failed stage.
+
+    Raises:
+        ConsistencyError: the data of another rank has ended, so it took no part.
+        PipelineError: another rank failed or did not answer.
+    """
+    p2p.send_to_others("done", _END)
+    ended = _others_ended(p2p)
+    if ended:
+        raise _data_ended(ended)
+    p2p.wait_sent()
+
+
+def _others_ended(p2p: P2P) -> list[int]:
+    """Receive the reports of all others; returns the ranks whose data has ended."""
+    reports = {p2p.axis.ranks[place]: p2p.receive(place, _END) for place in p2p.others}
+    return [rank for rank, report in reports.items() if isinstance(report, Failure)]
+
+
+def _data_ended(ranks: list[int]) -> ConsistencyError:
     return ConsistencyError(
         f"the data iterator has ended on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}, and not on "
         "every stage of this model replica.\n  All its ranks read the same batches, so their iterators must be equally "
@@ -92,50 +170,53 @@ def data_ended(ranks: list[int]) -> ConsistencyError:
     )
 
 
+@contextmanager
+def _raised_by_all(p2p: P2P) -> Iterator[None]:
+    """An error inside is raised on all ranks: none needs to be told."""
+    try:
+        yield
+    except Exception:
+        p2p.begin_pass()
+        raise
+
+
+def _gather(value: Any, axis: Axis, failures: FailureLog, purpose: str) -> dict[int, Any]:
+    """Values of all ranks of the axis, by rank."""
+    everyone = [value] * axis.size
+    with failures.blame(purpose, axis.ranks):
+        dist.all_gather_object(everyone, value, group=axis.group)
+    return dict(zip(axis.ranks, everyone, strict=True))
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
 def digest_of(batch: Any, count: int) -> dict[str, str]:
-    """Argument -> shape and hash of its tensors (of an even sample of large ones), and how many micro-batches."""
+    """Digest a batch: argument -> shape and hash of its tensors (samples of large ones), number of micro-batches."""
     digests = {name: _sampled(value) for name, value in _entries(batch).items()}
     return {name: digest for name, digest in digests.items() if digest} | {"number of micro-batches": str(count)}
 
 
-def check_digest(mine: dict[str, str], theirs: dict[str, str], ranks: tuple[int, int], microbatch: int) -> None:
-    """Compare the digests of a micro-batch on two stages.
-
-    Args:
-        ranks: this one, and the sender.
+def check_microbatch(digests: Mapping[int, dict[str, str]], microbatch: int) -> None:
+    """Compare the digests of a micro-batch on two stages, by rank.
 
     Raises:
         ConsistencyError: they differ; names the arguments.
     """
-    lines = _differences([mine, theirs], ranks)
+    lines = _differences(digests)
     if lines:
         raise ConsistencyError(
-            f"two stages of one model replica (ranks {ranks[0]} and {ranks[1]}) got different batches (micro-batch "
-            f"{microbatch}):\n" + "\n".join(lines) + _HINT
+            f"two stages of one model replica (ranks {' and '.join(map(str, digests))}) got different batches "
+            f"(micro-batch {microbatch}):\n" + "\n".join(lines) + _HINT
         )
 
 
-def end_pass(post: Post, word: str) -> list[int]:
-    """Tell all ranks of the pipeline this rank's word, and hear theirs; returns the ranks whose data has ended.
-
-    Raises:
-        PipelineError: another rank failed or did not answer.
-    """
-    others = [place for place in range(post.axis.size) if place != post.axis.rank]
-    for place in others:
-        post.send(word, place, **END)
-    words = {post.axis.rank: word} | {place: post.receive(place, **END) for place in others}
-    if len(set(words.values())) == 1:  # a rank without data takes nothing of what was sent
-        post.settle()
-    return [post.axis.ranks[place] for place in sorted(words) if words[place] == ENDED]
-
-
-def _differences(everyone: list[dict[str, str]], ranks: tuple[int, ...] | list[int]) -> list[str]:
+def _differences(digests: Mapping[int, dict[str, str]]) -> list[str]:
     lines = []
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        seen = [theirs.get(name, "missing") for theirs in everyone]
-        if len(set(seen)) > 1:
-            lines.append(f"  {name}: " + ", ".join(f"rank {r}: {s}" for r, s in zip(ranks, seen, strict=True)))
+    for name in dict.fromkeys(name for theirs in digests.values() for name in theirs):
+        seen = {rank: theirs.get(name, "missing") for rank, theirs in digests.items()}
+        if len(set(seen.values())) > 1:
+            lines.append(f"  {name}: " + ", ".join(f"rank {rank}: {digest}" for rank, digest in seen.items()))
     return lines
 
 
@@ -166,54 +247,3 @@ def _hashes(value: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> str:
 
     map_tensors(value, note)
     return ", ".join(found)
-
-
-# -- over data-parallel replicas --------------------------------------------------------------------------------------
-
-
-def counts_of_replicas(count: int | None, axis: Axis, device: torch.device, failures: FailureLog) -> list[int]:
-    """Each replica's count (labels, or samples); a collective over ``axis`` (dp).
-
-    Args:
-        count: this one's; None if its data has ended.
-
-    Returns:
-        The counts, or nothing if the data has ended on all replicas.
-
-    Raises:
-        ConsistencyError: it has ended on some of them only; on all ranks.
-        PipelineError: a replica did not answer within ``pipeline.timeout``.
-    """
-    mine = torch.tensor([-1 if count is None else count], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(axis.size)]
-    with failures.blame("agreeing with the other data-parallel replicas that each has a batch", axis.ranks):
-        dist.all_gather(everyone, mine, group=axis.group)
-    counts = torch.cat(everyone).tolist()
-    ended = [place for place, other in enumerate(counts) if other < 0]
-    if len(ended) == axis.size:
-        return []
-    if ended:
-        going = [place for place, other in enumerate(counts) if other >= 0]
-        raise ConsistencyError(
-            f"the data iterator has ended on data-parallel replica{'s' if len(ended) > 1 else ''} "
-            f"{', '.join(map(str, ended))} of {axis.size}, and not on {', '.join(map(str, going))}.\n"
-            "  A step averages gradients over all replicas, so each needs as many batches as the others: leave the "
-            "rest out\n  (drop_last=True), or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu), which "
-            "evens them out."
-        )
-    return counts
-
-
-def weights_over_replicas(weights: list[float], counts: list[int], replica: int) -> list[float]:
-    """Weights that make the mean of the replicas' gradients that of the global batch.
-
-    Args:
-        weights: of the micro-batches within this replica.
-        counts: of every replica; each counts by its own.
-        replica: this one's place.
-    """
-    total = sum(counts)
-    if not total:
-        return weights
-    factor = counts[replica] * len(counts) / total
-    return [weight * factor for weight in weights]

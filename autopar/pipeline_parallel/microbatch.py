@@ -1,4 +1,4 @@
-"""Micro-batches: cutting a batch into some, how much the loss of each counts, and putting their outputs together."""
+"""Micro-batches: split a batch, weigh their losses, merge their outputs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ __all__ = [
     "shifts_labels",
     "split",
     "weights_of",
+    "weights_over_replicas",
 ]
 
 _MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
@@ -41,7 +42,7 @@ _OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indi
 
 
 def next_batch(data: Any) -> dict[str, Any]:
-    """The batch in ``data``: itself if it is a mapping, else the next one of an iterator.
+    """Return the batch in ``data``: itself if it is a mapping, else the next one of an iterator.
 
     Raises:
         ConfigError: it is neither, or what the iterator gives is no mapping.
@@ -63,7 +64,7 @@ def next_batch(data: Any) -> dict[str, Any]:
 
 
 def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
-    """Samples in a batch: the length of dim 0 of the model's main input, or of the first tensor that has one.
+    """Count the samples in a batch: the length of dim 0 of the model's main input, or of the first tensor that has one.
 
     Raises:
         ConfigError: there is no tensor.
@@ -77,11 +78,11 @@ def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
 
 
 def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int | None) -> list[dict[str, Any]]:
-    """Micro-batches of ``size`` samples (the last one may be smaller), or ``count`` of them as even as can be.
+    """Split a batch into micro-batches of ``size`` samples (the last may be smaller), or ``count`` as even as can be.
 
-    Every tensor whose dim 0 is ``samples`` long is cut, also inside tuples, lists and dicts; everything else goes into
-    each micro-batch whole. ``position_ids`` of several kinds, ``[kinds, batch, seq]``, are cut in dim 1. A batch of
-    fewer samples than ``count`` gives that many micro-batches of one.
+    Every tensor whose dim 0 is ``samples`` long is split, also inside tuples, lists and dicts; everything else goes
+    into each micro-batch whole. ``position_ids`` of several kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch
+    of fewer samples than ``count`` gives that many micro-batches of one.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -92,8 +93,8 @@ def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int |
 
     def part(start: int, stop: int) -> dict[str, Any]:
         def narrow(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-            cut = tensor.ndim > dim and tensor.shape[dim] == samples
-            return tensor.narrow(dim, start, stop - start) if cut else tensor
+            has_rows = tensor.ndim > dim and tensor.shape[dim] == samples
+            return tensor.narrow(dim, start, stop - start) if has_rows else tensor
 
         return {
             name: narrow(value, 1) if _of_several_kinds(name, value) else map_tensors(value, narrow)
@@ -109,7 +110,7 @@ def _of_several_kinds(name: str, value: Any) -> bool:
 
 
 def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: str, shifted: bool) -> list[float]:
-    """How much the loss of each micro-batch counts in that of the batch; weights of means add up to 1.
+    """Return how much the loss of each micro-batch counts in that of the batch; weights of means add up to 1.
 
     Args:
         reduction: ``tokens``: by the labels that count (those that are not -100; without labels, by samples), which
@@ -126,7 +127,7 @@ def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: s
 
 
 def own_loss(outputs: Any) -> Any:
-    """The loss in what a model returns: ``outputs.loss``, ``outputs["loss"]``, or the only number; None without one.
+    """Return the loss of a model's outputs: ``outputs.loss``, ``outputs["loss"]``, or the only number; or None.
 
     A plain module often returns ``(logits, loss)``, or its loss alone.
     """
@@ -140,7 +141,7 @@ def own_loss(outputs: Any) -> Any:
 
 
 def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -> str:
-    """How the model's own losses of micro-batches make up that of the batch: a ``reduction`` of :func:`weights_of`.
+    """Return how the model's own losses of micro-batches make up that of the batch: see :func:`weights_of`.
 
     ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
     ``num_items_in_batch``. What is neither cannot be put together, and is one micro-batch's mean.
@@ -193,8 +194,21 @@ def _divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     return not {"loss_function", "num_items_in_batch"}.isdisjoint(_names_in_forward(model))
 
 
+def weights_over_replicas(weights: list[float], counts: list[int], replica: int) -> list[float]:
+    """Return weights that make the mean of the replicas' gradients that of the global batch.
+
+    Args:
+        weights: of the micro-batches within this replica.
+        counts: of every replica; each counts by its own.
+        replica: place of this one.
+    """
+    total = sum(counts)
+    factor = counts[replica] * len(counts) / total if total else 1.0
+    return [weight * factor for weight in weights]
+
+
 def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
-    """Labels of a batch that count in its loss; its samples, if it has none."""
+    """Count the labels of a batch that count in its loss; its samples, if it has none."""
     labels = microbatch.get("shift_labels", microbatch.get("labels"))
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
         return batch_size(microbatch, main_input)
@@ -204,7 +218,7 @@ def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) -> Any:
-    """One output from those of the micro-batches: tensors with one row per sample are put together, others averaged.
+    """Merge the outputs of the micro-batches: tensors with one row per sample are concatenated, others averaged.
 
     Args:
         sizes: samples of each micro-batch.
@@ -240,7 +254,7 @@ def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether the model's own loss leaves out the first label of each sequence, as those of causal models do."""
+    """Check whether the model's own loss leaves out the first label of each sequence, as those of causal models do."""
     function = _loss_function(model)
     if function is not None:
         return function is ForCausalLMLoss

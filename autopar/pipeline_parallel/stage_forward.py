@@ -1,87 +1,92 @@
-"""One forward of one stage through the model's own code, from what it received to what it hands on.
+"""One forward of one stage through the model's own code, from what it received to what it sends on.
 
-The elements of a model (its blocks, and an encoder) change class. While a :class:`Course` runs, an element before the
-stage returns what the stage received, the stage's own elements compute, and the last of them ends the forward by an
-exception that carries its output. Everything around the blocks (masks, positions, heads) is the model's own code.
+The elements of a model (its blocks, and an encoder) are the boundaries of its stages: their classes are swapped. While
+a :class:`StageForward` runs, an element before the stage returns what the stage received, the stage's own elements
+compute, and the last of them ends the forward by an exception that carries its output. Everything around the blocks
+(masks, positions, heads) is the model's own code.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from autopar.class_swap import swap, unswap
+from autopar.errors import UnsupportedModelError
+from autopar.pipeline_parallel.kv_cache import find_cache, record_length
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.pipeline_parallel.provenance import Absent
+from autopar.pipeline_parallel.provenance import Provenance
+from autopar.plan.stages import StagePlan
 
-__all__ = [
-    "Conductor",
-    "Course",
-    "Handed",
-    "StageDone",
-    "WrittenInPlace",
-    "element_class",
-    "keep_length",
-    "plain_element_class",
-]
+__all__ = ["StageContext", "StageEnd", "StageForward", "StageOutput", "mark_boundaries", "unmark_boundaries"]
 
 
-class Handed:
-    """What goes from one stage to the next.
+class StageOutput(NamedTuple):
+    """Output of one stage, input of the next one.
 
     Attributes:
         output: of the last element, in exactly the form in which it returned it.
         encoder: the encoder's output, for the stages behind it; None before.
     """
 
-    __slots__ = ("encoder", "output")
-
-    def __init__(self, output: Any, encoder: Any = None) -> None:
-        self.output, self.encoder = output, encoder
+    output: Any
+    encoder: Any = None
 
 
-class StageDone(Exception):
-    """The stage's last element has its output."""
+class StageEnd(Exception):
+    """End of a stage's forward: its last element has its output."""
 
     completes = True  # the forward has done all that it had to do
 
-    def __init__(self, handed: Handed) -> None:
+    def __init__(self, result: StageOutput) -> None:
         super().__init__("a pipeline stage ended")
-        self.handed = handed
+        self.result = result
 
 
-class WrittenInPlace(Exception):
-    """A model wrote into the output of an earlier block, which every block before this stage returned."""
-
-
-class Course:
-    """Which elements one forward runs: those from ``start`` up to, not including, ``stop``.
+class StageContext:
+    """State that the boundaries of one model share on this rank.
 
     Attributes:
-        watch: where a forward is examined: then only ``source``, the element in front of the stage, returns what was
-            received, and earlier ones a copy that is marked as absent.
-        before: earlier blocks that were called.
-        loss: what was made of the result.
+        encoder: place of the encoder among the elements.
+        forward: the stage forward that runs now; None outside of the pipeline (then elements do as they always did).
+        placeholders: name -> placeholder of each tensor that this rank does not hold.
+        examined: kinds of calls that were examined -> entries of the result that the last stage cannot make.
     """
 
-    def __init__(self, start: int, stop: int, last: bool, received: Handed | None) -> None:
+    def __init__(self, encoder: int | None) -> None:
+        self.encoder = encoder
+        self.forward: StageForward | None = None
+        self.placeholders: dict[str, torch.Tensor] = {}
+        self.examined: dict[Any, tuple[str, ...]] = {}
+
+
+class StageForward:
+    """One forward of the elements from ``start`` up to, not including, ``stop``.
+
+    Attributes:
+        provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
+            was received, and earlier ones a copy that is marked.
+        before: earlier blocks that were called.
+        cache: KV cache that the model's blocks were called with.
+        loss: computed from the result of the last stage.
+    """
+
+    def __init__(self, start: int, stop: int, last: bool, received: StageOutput | None) -> None:
         self.start, self.stop, self.last = start, stop, last
         self.received = received
-        self.watch: Absent | None = None
+        self.provenance: Provenance | None = None
         self.loss: Any = None
         self.restart(start - 1)
 
     def restart(self, source: int) -> None:
-        """Ready to run, again if it ran before."""
-        received = self.received
+        """Reset, to run for the first time or again."""
         self.source = source
-        self.encoder = received.encoder if received is not None else None
-        self.output = received.output if received is not None else None  # of the last element so far
+        # the output of the last element so far, and the encoder's
+        self.output, self.encoder = self.received or StageOutput(None)
         self.cache: Cache | None = None
         self.before: list[int] = []
         self._copies: list[tuple[int, torch.Tensor, int]] = []
@@ -91,128 +96,91 @@ class Course:
         """Whether earlier blocks were called, but not the last of them."""
         return bool(self.before) and self.source not in self.before
 
-    def arrived(self, place: int) -> Any:
-        """What the earlier block ``place`` returns."""
+    def run(
+        self, model: Callable[..., Any], context: StageContext, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the stage: returns its :class:`StageOutput`, or on the last stage what the model returns."""
+        context.forward = self
+        try:
+            result = model(*args, **kwargs)
+        except StageEnd as end:
+            return end.result
+        finally:
+            context.forward = None
+        return result if self.last else self.result()
+
+    def result(self) -> StageOutput:
+        """Return the output of the last element so far."""
+        return StageOutput(self.output, self.encoder)
+
+    def output_before(self, place: int) -> Any:
+        """Return the output of the earlier block ``place``, as far as this stage has it."""
         assert self.received is not None, f"element {place} of a stage that received nothing"
         self.before.append(place)
-        if self.watch is None or place == self.source:
+        if self.provenance is None or place == self.source:
             return self.received.output
 
-        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
             copied = tensor.detach().clone()
             self._copies.append((place, copied, copied._version))
             return copied
 
-        made = map_tensors(self.received.output, stand_in)
-        self.watch.mark(made, [f"the output of block {place}"])
+        made = map_tensors(self.received.output, copy)
+        self.provenance.mark(made, [f"the output of block {place}"])
         return made
 
     def check_copies(self) -> None:
-        """Raise if the model wrote into what :meth:`arrived` gave it."""
+        """Raise UnsupportedModelError if the model wrote into what :meth:`output_before` returned."""
         for place, copied, version in self._copies:
             if copied._version != version:
-                raise WrittenInPlace(place)
+                raise UnsupportedModelError(
+                    "this model cannot be split into pipeline stages: its forward writes in place into the output of "
+                    f"block {place}, which a later stage does not have"
+                )
 
 
-class Conductor:
-    """What the elements of one model on this rank share.
+class StageBoundary:
+    """Class before that of a block, or an encoder: a forward may start behind it, and stop there."""
 
-    Attributes:
-        encoder: place of the encoder among the elements.
-        course: what runs now; None outside of the pipeline's forwards (then elements are what they were).
-        absent: name -> placeholder of each tensor that this rank does not hold.
-        proven: kinds of calls that were examined -> entries of the result that the last stage cannot make.
-    """
-
-    def __init__(self, encoder: int | None) -> None:
-        self.encoder = encoder
-        self.course: Course | None = None
-        self.absent: dict[str, torch.Tensor] = {}
-        self.proven: dict[Any, tuple[str, ...]] = {}
-
-    @contextmanager
-    def running(self, course: Course) -> Iterator[Course]:
-        """Run the model inside of it."""
-        self.course = course
-        try:
-            yield course
-        finally:
-            self.course = None
-
-
-class _Element:
-    """A block, or an encoder, of a model that is cut into stages."""
-
-    conductor: Conductor
-    place: int
+    stage_context: StageContext
+    stage_place: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        course = self.conductor.course
-        if course is None:
+        context, place = self.stage_context, self.stage_place
+        forward, is_encoder = context.forward, place == context.encoder
+        if forward is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if self.place != self.conductor.encoder:
-            course.cache = course.cache or _cache_among(args, kwargs)
-        if self.place < course.start:
-            if self.place == self.conductor.encoder:
-                return course.encoder
-            if course.cache is not None:
-                _keep_length_of(self, course.cache, args, kwargs)
-            return course.arrived(self.place)
-        if course.watch is not None:
-            course.check_copies()
-        if self.place >= course.stop and self.place != self.conductor.encoder and not course.last:
-            # The element that ends the stage was not called.
-            raise StageDone(Handed(course.output, course.encoder))
+        if not is_encoder:
+            forward.cache = forward.cache or find_cache(args, kwargs)
+        if place < forward.start:
+            if is_encoder:
+                return forward.encoder
+            if forward.cache is not None:
+                record_length(self, forward.cache, args, kwargs)  # type: ignore[arg-type]
+            return forward.output_before(place)
+        if forward.provenance is not None:
+            forward.check_copies()
+        if place >= forward.stop and not is_encoder and not forward.last:
+            raise StageEnd(forward.result())  # the element that ends the stage was not called
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if self.place == self.conductor.encoder:
-            course.encoder, course.output = output, None
+        if is_encoder:
+            forward.encoder, forward.output = output, None
         else:
-            course.output = output
-        if self.place == course.stop - 1 and not course.last:
-            raise StageDone(Handed(course.output, course.encoder))
+            forward.output = output
+        if place == forward.stop - 1 and not forward.last:
+            raise StageEnd(forward.result())
         return output
 
 
-@functools.cache
-def element_class(plain: Any) -> Any:
-    """``plain`` as an element; it keeps its name and is still a ``plain``."""
-    return type(plain.__name__, (_Element, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
+def mark_boundaries(model: nn.Module, plan: StagePlan, context: StageContext, prefix: str = "") -> None:
+    """Swap the classes of the plan's elements (their names begin with ``prefix``): a forward may start there."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for place, path in enumerate(plan.elements):
+        swap(modules[path.removeprefix(prefix)], StageBoundary, stage_context=context, stage_place=place)
 
 
-def plain_element_class(module: nn.Module) -> type[nn.Module]:
-    """The class that an element had."""
-    kind = type(module)
-    return kind.__mro__[2] if issubclass(kind, _Element) else kind
-
-
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-
-
-def keep_length(cache: Any, index: int, batch: int, length: int, like: torch.Tensor) -> None:
-    """Tell layer ``index`` of a cache that runs elsewhere how long the sequence is: keys and values of width 1.
-
-    A model asks one layer, often the first, for the length from which it makes positions and masks.
-    """
-    cache = getattr(cache, "self_attention_cache", cache)
-    layers = getattr(cache, "layers", None)
-    if layers is None or (index < len(layers) and not hasattr(layers[index], "get_mask_sizes")):
-        return
-    narrow = torch.zeros(batch, 1, length, 1, device=like.device)
-    cache.update(narrow, narrow, index)
-
-
-def _keep_length_of(block: Any, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-    index = _layer_index(block)
-    if index is not None and hidden is not None and hidden.ndim == 3:
-        keep_length(cache, index, hidden.shape[0], hidden.shape[1], hidden)
-
-
-def _layer_index(block: nn.Module) -> int | None:
-    for module in block.modules():
-        for name in ("layer_idx", "layer_index"):
-            value = vars(module).get(name)
-            if type(value) is int:
-                return value
-    return None
+def unmark_boundaries(model: nn.Module, plan: StagePlan, prefix: str = "") -> None:
+    """Undo :func:`mark_boundaries`."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path in plan.elements:
+        unswap(modules[path.removeprefix(prefix)], StageBoundary, "stage_context", "stage_place")

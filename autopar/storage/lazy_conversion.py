@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from autopar.errors import CheckpointError
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
 from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped
+from autopar.tensor_tracking import written_in_place
 
 __all__ = ["Computed", "Sketch"]
 
@@ -80,7 +81,7 @@ class Sketch(torch.Tensor):
         moved = _moved(func, args, kwargs)
         if moved is not None:
             return [Sketch(lazy) for lazy in moved] if isinstance(moved, list) else Sketch(moved)
-        if func._schema.is_mutable and any(isinstance(leaf, Sketch) for leaf in _written(func, args, kwargs)):
+        if any(isinstance(leaf, Sketch) for leaf in written_in_place(func, args, kwargs)):
             raise CheckpointError(
                 f"a conversion writes into a tensor of the checkpoint ({func}), which lazy loading cannot follow: "
                 "load the model with transformers' from_pretrained and pass it to autopar.initialize"
@@ -96,16 +97,6 @@ class Sketch(torch.Tensor):
             ],
             form,
         )
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes into."""
-    written = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            written += tree_leaves(value)
-    return written
 
 
 def _gives_tensors(func: Any, kwargs: Any) -> bool:
