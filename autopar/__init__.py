@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
     from autopar.config import ParallelConfig
     from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
-    from autopar.data_parallel.gradients import GradScaler, average_gradients, clip_grad_norm_
+    from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
+    from autopar.data_parallel.loss_scale import GradScaler
     from autopar.deferred_init.context import lazy_init
     from autopar.distributed.mesh import MPU
     from autopar.pretrained import from_pretrained
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GradScaler": "autopar.data_parallel.gradients",
+    "GradScaler": "autopar.data_parallel.loss_scale",
     "MPU": "autopar.distributed.mesh",
     "ParallelConfig": "autopar.config",
     "average_gradients": "autopar.data_parallel.gradients",

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
-__all__ = ["keep", "keep_on_cpu", "recompute"]
+from autopar.class_swap import swap, unswap
+from autopar.errors import ConfigError
+
+__all__ = ["apply", "check", "keep", "keep_on_cpu", "recompute", "undo"]
+
+
+def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
+    """Check that the activations of a model's blocks can be recomputed.
+
+    Args:
+        blocks: paths of a plain module's blocks.
+        policy: where they are described.
+
+    Raises:
+        ConfigError: transformers does not support it for this model; or a plain module's policy names no blocks.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; leave it out.")
+    if not isinstance(model, PreTrainedModel) and not blocks:
+        raise ConfigError(
+            f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(model).__name__} "
+            f"names no 'blocks' ({policy}); leave it out."
+        )
+
+
+def apply(model: nn.Module, blocks: Iterable[nn.Module], *, on_cpu: bool) -> None:
+    """Recompute the activations of a model's blocks in the backward pass.
+
+    Args:
+        blocks: of a plain module; transformers knows those of a Hugging Face model.
+        on_cpu: keep the inputs of the blocks in the CPU's memory.
+    """
+    if isinstance(model, PreTrainedModel):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        recompute(blocks)
+    if on_cpu:
+        keep_on_cpu(model)
+
+
+def undo(model: nn.Module) -> None:
+    """Keep activations again: the inverse of :func:`apply`."""
+    if isinstance(model, PreTrainedModel):
+        model.gradient_checkpointing_disable()
+    else:
+        keep(model)
 
 
 class _Recomputed:
@@ -26,33 +72,20 @@ class _Recomputed:
         return self._gradient_checkpointing_func(plain, *args, **kwargs)
 
 
-@functools.cache
-def _recomputed_class(plain: Any) -> Any:
-    return type(
-        plain.__name__, (_Recomputed, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    )
-
-
 def recompute(blocks: Iterable[nn.Module]) -> None:
     """Do for the blocks of a plain module what ``gradient_checkpointing_enable`` does for a Hugging Face model's."""
     for block in blocks:
-        if not isinstance(block, _Recomputed):
-            kind: Any = type(block)
-            block.__class__ = _recomputed_class(kind)
-            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        swap(block, _Recomputed, _gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False))
 
 
 def keep(model: nn.Module) -> None:
-    """Inverse of :func:`recompute`."""
+    """Undo :func:`recompute`."""
     for module in model.modules():
-        if isinstance(module, _Recomputed):
-            module.__class__ = type(module).__mro__[2]
-        if "_gradient_checkpointing_func" in vars(module):
-            del module._gradient_checkpointing_func
+        unswap(module, _Recomputed, "_gradient_checkpointing_func")
 
 
 def keep_on_cpu(model: nn.Module) -> None:
-    """Let the blocks that are recomputed keep their inputs on the CPU. Call it after transformers has enabled that.
+    """Keep the inputs of the blocks that are recomputed in the CPU's memory. Call it after :func:`recompute`.
 
     Only those inputs move: what else autograd saves stays where it is. On a CPU nothing changes.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,16 +24,15 @@ from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.replica_check import StepCheck
 from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.deferred_init.context import in_lazy_init
-from autopar.deferred_init.materialize import Materializer, lazy_facts
+from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import share
 from autopar.dry_run.block_reads import trace_reads
-from autopar.dry_run.first_call import FirstCall
 from autopar.dry_run.inputs import sample_inputs
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import FirstForward, check_plan, warn_no_dry_run
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
@@ -51,8 +49,6 @@ from autopar.tensor_parallel.megatron import parameter_marks as megatron_marks
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["deparallelize", "initialize"]
-
-_log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -129,17 +125,17 @@ def initialize(
             lambda made: _facts(made[0], model),
         )
         stages = same_on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
-        lazy.make_equal(mpu)
+        lazy.sync_parameters(mpu)
         lazy.draw(mpu, lambda name: mpu.pp.rank in stages.holders(name))
     except Exception:
         mpu.destroy()
         raise
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parallelize.make_equal(model, mpu)
+    parallelize.sync_parameters(model, mpu)
     share(mpu.model, mpu.device)
     region = Region(mpu.tp)
     plain = not isinstance(inner, PreTrainedModel)
-    first_call = FirstCall(inner, plan) if plain else None
+    first_forward = FirstForward(inner, plan) if plain else None
     parallelize.apply(model, plan, mpu.tp, region)
     blocks = [model.get_submodule(path) for path in stages.elements]
     if parsed.activation_checkpointing and plain:
@@ -160,13 +156,13 @@ def initialize(
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if parsed.activation_checkpointing and parsed.cpu_checkpointing:
         keep_on_cpu(inner)
-    region.watch(model)
+    region.find_dropout(model)
     check = _forward_check(parsed, mpu, failures, region, steps)
     if check is not None:
-        check.learn(inner)
+        check.find_sharded(inner)
     attach(inner, plan, mpu, region, failures, check)
-    if first_call is not None:
-        first_call.attach(inner)
+    if first_forward is not None:
+        first_forward.attach(inner)
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
@@ -294,13 +290,9 @@ def _plan(
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     if optimizer is not None:
         check_state(optimizer, model, plan, stage)
-    rehearsed = rehearse(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
-    if not rehearsed and policy is not None and plan.tp > 1:
-        _log.warning(
-            "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
-            "the plain model's once.",
-            type(inner).__name__,
-        )
+    checked = check_plan(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
+    if not checked and policy is not None and plan.tp > 1:
+        warn_no_dry_run(inner)
     return plan, Materializer(model, inner, plan)
 
 
@@ -354,5 +346,5 @@ def _facts(plan: Plan, model: nn.Module) -> Any:
         "modules": {module.path: module.facts() for module in plan.modules.values()},
         "attributes": {f"{a.path}.{a.name}": a.values for a in plan.attributes},
         "parameters": {n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()},
-        "lazy": lazy_facts(model),
+        "lazy": deferred_fingerprint(model),
     }

@@ -1,4 +1,4 @@
-"""from_pretrained(): a checkpoint becomes this rank's share of a parallel model; the whole model is never in memory."""
+"""from_pretrained(): a checkpoint as this rank's shards of a parallel model; the whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
-from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.verification import share_of_verification
+from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init
 from autopar.deferred_init.files import differs, explained, point_to
@@ -32,7 +31,7 @@ _REFUSED = {
     "state_dict": "initialize takes a model that sits in memory",
     **dict.fromkeys(
         ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config"),
-        "autopar gives every rank its own share of the model",
+        "autopar gives every rank its own shards of the model",
     ),
 }
 
@@ -76,7 +75,7 @@ def from_pretrained(
     verify: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint as this rank's share of a parallel model; each rank reads the bytes of its own shards.
+    """Load a checkpoint as this rank's shards of a parallel model; each rank reads the bytes of its own.
 
     Equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``, which needs
     memory for the whole model. Every rank calls it. What the checkpoint lacks (a head that is new for the task) is
@@ -180,7 +179,7 @@ def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, give
         shards.verify_along()
         tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
         now = MeshSizes(tp, pp, world // (tp * pp))
-        for held in share_of_verification(list(shards.held(("model",))), shards.manifest.sizes, now, rank):
+        for held in assign_verification(list(shards.stored(("model",))), shards.manifest.sizes, now, rank):
             shards.verify(held)
     options = {
         name: value

@@ -1,8 +1,8 @@
 """What the body of a test may leave behind in its process, put back before the next body runs there.
 
 Without it a rank could not be used twice: process groups of MPUs that nobody destroyed, random generators, the default
-dtype and device, the environment, hooks for exceptions, levels and handlers of loggers. What
-cannot be put back (the world's own process group) is an error of the test that took it.
+dtype and device, the environment, hooks for exceptions, levels and handlers of loggers, functions of autopar that a
+body has replaced. What cannot be put back (the world's own process group) is an error of the test that took it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import os
 import random
 import sys
 import threading
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
-_LOGGERS = (None, "autopar", "torch", "transformers")
+_LOGGERS = ("autopar", "torch", "transformers")
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
 
 
 class Settings:
@@ -38,6 +42,12 @@ class Settings:
         self.environment, self.folder, self.path = dict(os.environ), os.getcwd(), list(sys.path)
         self.hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
         self.loggers = _loggers()
+        self.functions = [
+            (holder, name, value)
+            for holder in _namespaces()
+            for name, value in vars(holder).items()
+            if type(value) in _FUNCTIONS
+        ]
 
     def restore(self) -> None:
         """Put all of it back, drop what the body left, and meet the other ranks.
@@ -49,7 +59,6 @@ class Settings:
             "the test has destroyed the process group of its world: it cannot share its ranks, use @distributed"
         )
         gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
-        _destroy_groups()
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         numpy.random.set_state(self.numpy_state)
@@ -68,6 +77,9 @@ class Settings:
         sys.path[:] = self.path
         sys.excepthook, sys.unraisablehook, threading.excepthook = self.hooks
         transformers.utils.logging.warning_once.cache_clear()
+        for holder, name, value in self.functions:
+            if vars(holder).get(name) is not value:
+                setattr(holder, name, value)
         for name, (level, handlers, disabled) in self.loggers.items():
             logger = logging.getLogger(name)
             logger.setLevel(level)
@@ -76,6 +88,7 @@ class Settings:
             logging.getLogger(name).handlers.clear()
             logging.getLogger(name).setLevel(logging.NOTSET)
         _trim()
+        _destroy_groups()
 
 
 def _loggers() -> dict[str | None, tuple[int, list[logging.Handler], bool]]:
@@ -87,12 +100,21 @@ def _loggers() -> dict[str | None, tuple[int, list[logging.Handler], bool]]:
     }
 
 
+def _namespaces() -> list[Any]:
+    """The modules and classes of autopar, and others in which tests have put functions of their own."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "autopar"]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    own = [value for value in dict.fromkeys(classes) if value.__module__.partition(".")[0] == "autopar"]
+    return [*modules, *own, Path, dist, torch.cuda]
+
+
 def _destroy_groups() -> None:
     """Destroy all process groups but the world's; from here on all ranks number new groups alike."""
     state = dist.distributed_c10d._world
     for group in list(state.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    clear_sharding_prop_cache()  # DTensor remembers meshes over the groups that are gone
     number = torch.tensor(state.group_count)
     dist.all_reduce(number, dist.ReduceOp.MAX)  # a rank that is still in a collective of the body shows here
     state.group_count = int(number)

@@ -63,6 +63,7 @@ class World:
                     try:
                         text = pipe.recv()
                     except EOFError:
+                        self.processes[rank].join(_GRACE)
                         text = f"the process died with code {self.processes[rank].exitcode}"
                     if text is not None:
                         failures[rank] = text

@@ -8,12 +8,13 @@ that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage coll
 from __future__ import annotations
 
 import gc
+import importlib
+import pkgutil
 
 from transformers import AutoConfig, BertForMaskedLM, GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
-import autopar.checkpoint
-import autopar.pretrained  # noqa: F401
-from autopar.dry_run.tensor_parallel import rehearse
+import autopar
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from tests.small import gpt2
@@ -21,9 +22,11 @@ from tests.small import gpt2
 
 def _plan_once() -> None:
     model = gpt2()
-    assert rehearse(model, "", make_plan(model, find_policy(model), 2))
+    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
 
 
+for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
+    importlib.import_module(module.name)
 _plan_once()
 gc.collect()
 gc.freeze()

@@ -16,6 +16,7 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
+from tests.compare import same_gradients
 from tests.parity import check, close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -106,9 +107,7 @@ def test_a_module_of_the_users_own_with_a_model_inside():
     close(actual, expected, "output")
     expected.square().mean().backward()
     actual.square().mean().backward()
-    gradients = whole(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name)
+    same_gradients(model, plain)
 
 
 @pooled(world_size=2)
@@ -164,7 +163,7 @@ def test_what_would_be_silently_wrong_raises():
     with pytest.raises(ConfigError, match="resize_token_embeddings: the vocabulary of this GPT2LMHeadModel"):
         model.resize_token_embeddings(140)
     with pytest.raises(
-        ConfigError, match=r"save_pretrained: this rank holds only its share.*\n?.*merge_checkpoints=True"
+        ConfigError, match=r"save_pretrained: this rank holds only its part.*\n?.*merge_checkpoints=True"
     ):
         model.save_pretrained("nowhere")
     with pytest.raises(ConfigError, match=r"resize_token_embeddings: the vocabulary of this GPT2Model"):
@@ -270,8 +269,8 @@ def test_a_size_that_does_not_fit_says_what_does():
     with pytest.raises(ConfigError) as info:
         make_plan(model, find_policy(model), 16)
     assert str(info.value) == (
-        "tensor_parallel_size=16 does not fit GPT2LMHeadModel: 9 heads cannot be shared out over 16 ranks.\n"
-        "  'heads' is num_attention_heads=9 (policies/gpt2.yaml:7), cut by attn.c_attn (policies/gpt2.yaml:17).\n"
+        "tensor_parallel_size=16 does not fit GPT2LMHeadModel: 9 heads cannot be sharded over 16 ranks.\n"
+        "  'heads' is num_attention_heads=9 (policies/gpt2.yaml:7), sharded by attn.c_attn (policies/gpt2.yaml:17).\n"
         "  Largest size that fits this model: 9."
     ).replace("gpt2.yaml:7", f"gpt2.yaml:{find_policy(model).units['heads'].where.line}").replace(
         "gpt2.yaml:17", f"gpt2.yaml:{find_policy(model).towers[0].blocks['attn.c_attn'].where.line}"
@@ -284,7 +283,7 @@ def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
     before = copy.deepcopy(model.state_dict())
     with pytest.raises((ConfigError, ConsistencyError)) as info:
         parallel(model, 2)
-    expected = "1 heads cannot be shared out over 2 ranks"
+    expected = "1 heads cannot be sharded over 2 ranks"
     assert expected in str(info.value)
     if dist.get_rank() == 0:
         assert str(info.value).startswith("rank 1 cannot initialize its model, so no rank does:")

@@ -251,7 +251,7 @@ def test_a_policy_that_is_wrong_is_found_at_the_first_call() -> None:
         model(**tokens(1))
     partial = {**PATCHES, "units": {"heads": 3}}
     partial["blocks"] = {**partial["blocks"], "modules": {**partial["blocks"]["modules"], "query": "replicated"}}
-    with pytest.raises(PolicyError, match=r"an activation that is whole meets sh|fails in layers\.0"):
+    with pytest.raises(PolicyError, match=r"a replicated activation meets sh|fails in layers\.0"):
         parallel(patches(), 2, policy=partial)(**images(1))
 
 

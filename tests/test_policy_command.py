@@ -152,7 +152,7 @@ def test_a_policy_of_the_user(tmp_path: Path, folder: Path) -> None:
 MISTAKES = {
     "no rule covers 6 parameters of GPT2LMHeadModel": ("    ln_1: replicated\n", ""),
     "GPT2Block has no module 'ln_3'. Did you mean 'ln_2'?": ("ln_2:", "ln_3:"),
-    "the share of one of 2 ranks fails in transformer.h.0.attn": ("    attn.split_size: heads\n", ""),
+    "the shard of one of 2 ranks fails in transformer.h.0.attn": ("    attn.split_size: heads\n", ""),
     "mlp.c_proj closes a region": ("{column: ffn}", "replicated"),
     "no value": ("path: h", "path:"),
 }

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import autopar
-from tests.parity import check, close, language_batches, whole
+from tests.compare import same_gradients, same_weights
+from tests.parity import check, close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
@@ -46,9 +47,7 @@ def test_optimizers_made_after_and_param_groups_of_the_users_own():
                 optimizer.zero_grad()
             for s in scheduler:
                 s.step()
-        weights = whole(model, lambda parameter: parameter.data)
-        for name, parameter in plain.named_parameters():
-            close(weights[name], parameter.data, name, 2e-5)
+        same_weights(model, plain, 2e-5)
 
 
 @pooled(world_size=2)
@@ -110,7 +109,7 @@ def test_fp16_and_bf16_forward_stays_near_fp32():
 
 @pooled(world_size=2)
 def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
-    from autopar.tensor_parallel import causal_loss
+    from autopar.tensor_parallel import loss as causal_loss
 
     calls = []
     original = causal_loss.vocab_parallel_cross_entropy
@@ -125,9 +124,7 @@ def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
                 close(actual.logits, expected.logits, "logits")
                 (expected.loss + expected.logits.square().mean()).backward()  # logits may be used besides
                 (actual.loss + actual.logits.square().mean()).backward()
-        gradients = whole(model, lambda parameter: parameter.grad)
-        for name, parameter in plain.named_parameters():
-            close(gradients[name], parameter.grad, name, 2e-5)
+        same_gradients(model, plain, 2e-5)
         region = model.lm_head.region
         assert region._gathered is None and region._local is None  # nothing is kept alive
         assert isinstance(copy.deepcopy(model)._loss_function, causal_loss.CausalLoss)

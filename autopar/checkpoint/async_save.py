@@ -52,7 +52,7 @@ class Background:
         return Background()
 
     def start(self, mpu: MPU, copied: Copy, work: Callable[[Ranks, Copy], None]) -> None:
-        """Return, and do the work in a thread. Every rank calls it; the last work has been waited for."""
+        """Start ``work(channel, copied)`` in a thread and return. Collective, after :meth:`wait`."""
         if self._channel is None:
             self._channel = _Channel(mpu)
         channel = self._channel
@@ -85,7 +85,7 @@ class Background:
             raise CheckpointError(f"the save in the background failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Wait, and give the connections back; every rank calls it."""
+        """Wait, and close the connections. Collective."""
         try:
             self.wait()
         finally:

@@ -1,7 +1,7 @@
-"""Tensors that the data-parallel replicas share out (``zero.stage: 3``, torch's ``fully_shard``).
+"""Tensors that are sharded over the data-parallel replicas too (``zero.stage: 3``, torch's ``fully_shard``).
 
-A DTensor of this kind is the shard of one tensor-parallel rank, cut over dp into runs of equally many rows, the last
-ones shorter. A checkpoint knows nothing of it: the first replica writes whole shards, and any rank reads its rows.
+A DTensor of this kind is one tensor-parallel rank's shard, split over dp into runs of equally many rows, the last ones
+shorter. A checkpoint does not record it: dp rank 0 writes the tensor-parallel shard, and any rank reads its rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
-from autopar.storage.lazy_tensor import Joined, LazyTensor, Narrowed, read_shard, whole_box
+from autopar.storage.lazy_tensor import Joined, LazyTensor, read_shard, whole_box
+from autopar.storage.views import Narrowed
 
-__all__ = ["check_share", "gather", "read"]
+__all__ = ["check_fsdp_shard", "gather", "read"]
 
 
-def check_share(name: str, tensor: torch.Tensor, replicas: int) -> None:
-    """Raise CheckpointError if ``tensor`` is a DTensor that is not cut over the replicas as ``fully_shard`` cuts."""
+def check_fsdp_shard(name: str, tensor: torch.Tensor, replicas: int) -> None:
+    """Raise CheckpointError if ``tensor`` is a DTensor that ``fully_shard`` would shard otherwise."""
     if not isinstance(tensor, DTensor):
         return
     mesh = tensor.device_mesh
@@ -33,7 +34,7 @@ def check_share(name: str, tensor: torch.Tensor, replicas: int) -> None:
 
 
 def _rows(tensor: DTensor, replica: int, replicas: int) -> tuple[int, int]:
-    """The rows ``[start, stop)`` of a replica."""
+    """Return the rows ``[start, stop)`` of a replica."""
     size = tensor.shape[0]
     each = -(-size // replicas)
     return min(replica * each, size), min((replica + 1) * each, size)
@@ -41,41 +42,41 @@ def _rows(tensor: DTensor, replica: int, replicas: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def gather(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torch.Tensor]:
-    """Whole shards in host memory on the first replica, nothing on the others; what is no DTensor stays as it is.
+    """Gather DTensors over dp: full on the CPU of dp rank 0, none on other ranks; other tensors stay as they are.
 
-    A collective over dp, whose ranks give the same DTensors in the same order.
+    Collective: all ranks give the same DTensors in the same order.
     """
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             result[name] = tensor
             continue
-        whole = _gather(tensor, mpu)
-        if whole is not None:
-            result[name] = whole
+        full = _gather(tensor, mpu)
+        if full is not None:
+            result[name] = full
     return result
 
 
 def _gather(tensor: DTensor, mpu: MPU) -> torch.Tensor | None:
     axis, local = mpu.dp, tensor.to_local()
-    cuts = [_rows(tensor, replica, axis.size) for replica in range(axis.size)]
-    sent = torch.zeros((cuts[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
+    rows = [_rows(tensor, replica, axis.size) for replica in range(axis.size)]
+    sent = torch.zeros((rows[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
     sent[: local.shape[0]].copy_(local)
-    parts = [torch.empty_like(sent) for _ in cuts] if axis.rank == 0 else []
+    parts = [torch.empty_like(sent) for _ in rows] if axis.rank == 0 else []
     if axis.size == 1 or sent.numel() == 0:
         parts = [sent for _ in parts]
     else:
         dist.gather(_raw(sent), [_raw(part) for part in parts] or None, dst=axis.ranks[0], group=axis.group)
     if axis.rank != 0:
         return None
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for part, (start, stop) in zip(parts, cuts, strict=True):
-        whole[start:stop].copy_(part[: stop - start])
-    return whole
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for part, (start, stop) in zip(parts, rows, strict=True):
+        full[start:stop].copy_(part[: stop - start])
+    return full
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory as bytes: not every backend knows every dtype."""
+    """View its memory as bytes: not every backend knows every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,9 +1,15 @@
-"""The methods that a parallelized model gets: ``save_parallelized``, ``wait_for_save`` and ``from_parallelized``."""
+"""The methods of a parallelized model: ``save_parallelized`` and others, and those of transformers that it refuses.
+
+Methods that speak of the whole model (``save_pretrained``, ``num_parameters``) are replaced where a rank holds a part
+of it: they raise, or answer for the whole model.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -11,15 +17,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checkpoint.foreign_arguments import place
-from autopar.checkpoint.load import Wanted, load
-from autopar.checkpoint.load_state_dict import TakeShare
-from autopar.checkpoint.local_shard import SHARE, Share
-from autopar.checkpoint.partial_state_dict import MarkPart
+from autopar.checkpoint.arguments import directory_of
+from autopar.checkpoint.load import TrainingObjects, load
 from autopar.checkpoint.save import save
 from autopar.checkpoint.state import STATE, State, state_of
-from autopar.checkpoint.whole_model_methods import METHODS, refuse_pickle
+from autopar.checkpoint.state_dict import (
+    MODEL_SHARD,
+    MarkPartial,
+    ModelShard,
+    ShardOnLoad,
+    describe_ranks,
+    shard_of,
+    use_instead,
+)
 from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
 __all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
@@ -71,7 +83,7 @@ def save_parallelized(
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
     arguments = {
-        "directory": lambda: place(save_parallelized, directory, others),
+        "directory": lambda: directory_of(save_parallelized, directory, others),
         "merge_checkpoints": merge_checkpoints,
         "max_shard_size": max_shard_size,
         "format": format,
@@ -114,7 +126,7 @@ def from_parallelized(
             random state of every rank is restored as well.
         lr_scheduler: gets the saved ``state_dict()``.
         extra: a dict that receives what was saved with ``extra=``.
-        verify: first read every byte once, each rank its part, and compare checksums.
+        verify: first read every byte once, each rank a part, and compare checksums.
 
     Raises:
         CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
@@ -123,9 +135,9 @@ def from_parallelized(
     state_of(self).background.wait()
     load(
         self,
-        lambda: place(from_parallelized, directory, others),
+        lambda: directory_of(from_parallelized, directory, others),
         timeout,
-        Wanted(optimizer, lr_scheduler, extra),
+        TrainingObjects(optimizer, lr_scheduler, extra),
         verify,
     )
     return self
@@ -158,33 +170,33 @@ def attach(
     # A bound method copies well: deepcopy binds it to the copy.
     for method in (save_parallelized, wait_for_save, from_parallelized):
         model.__dict__[method.__name__] = MethodType(method, model)
-    _attach_share(model, plan, mpu)
+    _attach_hooks(model, plan, mpu)
 
 
-def _attach_share(model: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Whoever takes a rank's part for the whole model is told."""
-    model.__dict__["__reduce_ex__"] = MethodType(refuse_pickle, model)
-    mark, take = MarkPart(), TakeShare()
+def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
+    model.__dict__["__reduce_ex__"] = MethodType(_refuse_pickle, model)
+    mark, take = MarkPartial(), ShardOnLoad()
     for path, module in model.named_modules():
         if module is not model and not isinstance(module, PreTrainedModel):
             continue
-        module.__dict__[SHARE] = Share(plan, mpu, path, type(model).__name__)
+        module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
         module._register_state_dict_hook(mark)
         module.register_load_state_dict_pre_hook(take)
-        for name, method in METHODS.items():
+        for name, method in _WHOLE_MODEL_METHODS.items():
             if isinstance(module, PreTrainedModel):
                 module.__dict__[name] = MethodType(method, module)
 
 
-def _detach_share(model: nn.Module) -> None:
+def _detach_hooks(model: nn.Module) -> None:
     model.__dict__.pop("__reduce_ex__", None)
     for module in model.modules():
-        if module.__dict__.pop(SHARE, None) is None:
+        if module.__dict__.pop(MODEL_SHARD, None) is None:
             continue
-        for hooks, kind in ((module._state_dict_hooks, MarkPart), (module._load_state_dict_pre_hooks, TakeShare)):
+        for hooks, kind in ((module._state_dict_hooks, MarkPartial), (module._load_state_dict_pre_hooks, ShardOnLoad)):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]
-        for name in METHODS:
+        for name in _WHOLE_MODEL_METHODS:
             module.__dict__.pop(name, None)
 
 
@@ -195,4 +207,88 @@ def detach(model: nn.Module) -> None:
     finally:
         for name in (STATE, *_METHODS):
             model.__dict__.pop(name, None)
-        _detach_share(model)
+        _detach_hooks(model)
+
+
+# -- methods of the whole model ---------------------------------------------------------------------------------------
+
+
+def _refused(name: str, error: Callable[[Any, str], str]) -> Callable[..., Any]:
+    """Make a method that raises ConfigError if the model is not whole on this rank, else calls its class's."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shard = shard_of(self)
+        if shard is not None:
+            raise ConfigError(f"{_CALLED.get(name, name)}: {error(self, describe_ranks(shard.ranks(self)))}")
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    return method
+
+
+def _holds_a_part(model: Any, ranks: str) -> str:
+    return f"this rank holds only its part of {type(model).__name__}: that of {ranks}.\n{use_instead()}"
+
+
+def _embeddings_are_sharded(model: Any, ranks: str) -> str:
+    return (
+        f"the embeddings of this {type(model).__name__} lie on several ranks: this is {ranks}.\n"
+        "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
+    )
+
+
+def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Count the parameters of the whole model, as before ``initialize``; no communication."""
+    shard = shard_of(self)
+    if shard is None:
+        count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+        return count
+    found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
+    paths = {id(module): path for path, module in self.named_modules()}
+    for module, order in _elsewhere(self):
+        if id(module) in paths:
+            start = f"{paths[id(module)]}." if paths[id(module)] else ""
+            found |= {start + name: p for name, p in order.items() if p is not None and start + name not in found}
+    if exclude_embeddings:
+        tables = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Embedding)}
+        excluded = {id(found[name]) for name in tables if name in found}
+        found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
+    counted: dict[int, int] = {}
+    for name, parameter in found.items():
+        due = shard.planned(name)
+        if parameter.requires_grad or not only_trainable:
+            shape = parameter.shape if due is None else due.shape
+            counted.setdefault(id(parameter), math.prod(shape))
+    return sum(counted.values())
+
+
+def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
+    """Return modules whose parameters are on other stages, with all parameters that they had."""
+    pipeline = vars(model).get("_autopar_pipeline")
+    return () if pipeline is None else pipeline.released.orders
+
+
+_CALLED = {"should_save_on_this_rank": "save_pretrained"}
+_METHODS_REFUSED = {
+    "save_pretrained": _holds_a_part,
+    "push_to_hub": _holds_a_part,
+    "should_save_on_this_rank": _holds_a_part,  # save_pretrained asks it, also when it is called through the class
+    "set_input_embeddings": _embeddings_are_sharded,
+    "set_output_embeddings": _embeddings_are_sharded,
+}
+_WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
+    "num_parameters": _num_parameters,
+    **{name: _refused(name, error) for name, error in _METHODS_REFUSED.items() if hasattr(PreTrainedModel, name)},
+}
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    """``__reduce_ex__`` of a root model: copies go on, pickling raises ConfigError."""
+    if sys._getframe(1).f_globals.get("__name__") == "copy":
+        kind: Any = type(self)
+        return kind.__reduce_ex__(self, protocol)
+    shard = shard_of(self)
+    part = "" if shard is None else f", and this rank holds only what {describe_ranks(shard.ranks(self))} has of it"
+    raise ConfigError(
+        f"{type(self).__name__} is parallelized and cannot be pickled (torch.save): it has process groups{part}.\n"
+        f"{use_instead()}\n  Or pickle what autopar.deparallelize(model) gives back."
+    )

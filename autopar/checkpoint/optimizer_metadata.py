@@ -1,4 +1,4 @@
-"""What is saved of an optimizer beside its tensors: plain JSON, alike on all ranks that hold the same parameters.
+"""The metadata of a saved optimizer, beside its tensors: JSON, the same on all ranks with the same parameters.
 
     {"class": "torch.optim.adamw.AdamW", "tp": 2,
      "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
@@ -22,11 +22,11 @@ from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import decode
 
-__all__ = ["Entry", "Facts", "merge"]
+__all__ = ["OptimizerMetadata", "StateEntry", "merge_metadata"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One state of one parameter: its kind, the parameter's layout if that is ``own``, its value if it is ``value``."""
 
     kind: str
@@ -34,31 +34,31 @@ class Entry:
     value: Any
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any], where: str, tp: int) -> Entry:
-        """Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
+    def parse(cls, data: Mapping[str, Any], where: str, tp: int) -> StateEntry:
+        """Check one. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
         kind = data["kind"]
         if kind not in ("like", "whole", "own", "value"):
             raise ValueError(f"{where} is of kind {kind!r}")
         layout = Layout.from_json(data["layout"]) if kind == "own" else None
         if layout is not None and layout.axis_size != tp:
-            raise ValueError(f"{where} is shared out over {layout.axis_size} ranks, the rest over {tp}")
-        return cls(kind, layout, decode(data["value"], where=where) if kind == "value" else None)
+            raise ValueError(f"{where} is sharded over {layout.axis_size} ranks, the rest over {tp}")
+        return cls(kind, layout, data["value"] if kind == "value" else None)
 
     def name(self, parameter: str, key: str, tp_rank: int) -> str:
-        """What its tensor is called."""
+        """Return the name of its tensor."""
         return f"{parameter}::{key}" + (f"@tp{tp_rank}" if self.kind == "own" else "")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts, decoded.
+class OptimizerMetadata:
+    """The metadata, decoded.
 
     Attributes:
         title: module and class of the optimizer.
         tp: tensor-parallel size.
         members: the names of each group's parameters.
         options: of each group.
-        state: parameter -> key -> :class:`Entry`.
+        state: parameter -> key -> :class:`StateEntry`.
         other: state that belongs to no parameter.
     """
 
@@ -66,34 +66,35 @@ class Facts:
     tp: int
     members: list[list[str]]
     options: list[dict[str, Any]]
-    state: dict[str, dict[str, Entry]]
+    state: dict[str, dict[str, StateEntry]]
     other: dict[Any, Any]
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> Facts:
-        """Raises CheckpointError if they are damaged."""
+    def parse(cls, data: Mapping[str, Any]) -> OptimizerMetadata:
+        """Decode and check. Raises CheckpointError if it is damaged."""
         try:
+            data = decode(data, where="the optimizer")
             tp = int(data["tp"])
-            facts = cls(
+            parsed = cls(
                 title=str(data["class"]),
                 tp=tp,
                 members=[[str(name) for name in group["params"]] for group in data["groups"]],
-                options=[dict(decode(group["options"], where="the options")) for group in data["groups"]],
+                options=[dict(group["options"]) for group in data["groups"]],
                 state={
-                    str(name): {str(key): Entry.parse(entry, f"{name}::{key}", tp) for key, entry in keys.items()}
+                    str(name): {str(key): StateEntry.parse(entry, f"{name}::{key}", tp) for key, entry in keys.items()}
                     for name, keys in data["state"].items()
                 },
-                other=dict(decode(data["other"], where="what belongs to no parameter")),
+                other=dict(data["other"]),
             )
-            names = [name for group in facts.members for name in group]
-            if len(set(names)) != len(names) or not set(facts.state) <= set(names):
+            names = [name for group in parsed.members for name in group]
+            if len(set(names)) != len(names) or not set(parsed.state) <= set(names):
                 raise ValueError("its groups do not have each parameter once")
-            if any("params" in options for options in facts.options):
+            if any("params" in options for options in parsed.options):
                 raise ValueError("'params' is no option")
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, CheckpointError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, CheckpointError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"the state of the optimizer in the checkpoint is damaged: {why}") from error
-        return facts
+        return parsed
 
     def check_class(self, title: str) -> None:
         """Raise CheckpointError unless the optimizer is of the same class; its module may have moved."""
@@ -108,7 +109,7 @@ class Facts:
     ) -> None:
         """Raise CheckpointError unless each parameter is in the group in which it was.
 
-        Their order in a group decides nothing. Parameters that other stages hold are not looked at.
+        Their order in a group decides nothing. Parameters of other stages are not compared.
 
         Args:
             groups: the optimizer's, with names.
@@ -132,15 +133,15 @@ class Facts:
                     f"{name} is in parameter group {index} of this {title}; it was saved in group {then[name]}\n"
                     "  Make the same groups as in the run that saved it."
                 )
-        absent = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
-        if absent:
+        missing = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
+        if missing:
             raise CheckpointError(
-                f"{len(absent)} of the {len(then)} parameters in the optimizer that was saved are not in this {title}: "
-                f"{listed(absent)}"
+                f"{len(missing)} of the {len(then)} parameters in the optimizer that was saved are not in this "
+                f"{title}: {listed(missing)}"
             )
 
     def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
-        """Raise CheckpointError unless the checkpoint has the tensors that the facts speak of, and no others."""
+        """Raise CheckpointError unless the checkpoint has the tensors that the metadata names, and no others."""
         due = {
             entry.name(name, key, rank)
             for name, keys in self.state.items()
@@ -158,18 +159,16 @@ class Facts:
             )
 
 
-def merge(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of an optimizer from those of several ranks: stages hold other parameters, ZeRO replicas other states.
-
-    Give it those of all ranks: what tensor-parallel ranks should agree about is checked too.
+def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the metadata of all ranks: stages hold other parameters, ZeRO replicas other states.
 
     Raises:
         CheckpointError: they contradict each other: another class, other options, or another state of one parameter.
     """
-    first = facts[0]
+    first = ranks[0]
     groups = [{"options": group["options"], "params": dict.fromkeys(group["params"])} for group in first["groups"]]
     state: dict[str, Any] = dict(first["state"])
-    for rank, other in enumerate(facts[1:], 1):
+    for rank, other in enumerate(ranks[1:], 1):
         for key in ("class", "tp", "other"):
             if other[key] != first[key]:
                 raise CheckpointError(

@@ -1,4 +1,4 @@
-"""One part of a checkpoint (the model, the optimizer's state): its tensors, its files, and who holds what."""
+"""One part of a checkpoint (the model, the optimizer's state): its tensors, its files, and which holds which shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEX = re.compile(r"[0-9a-f]{16}")
 
 
 def shard_name(part: str, tp: int, pp: int, dp: int | None = None) -> str:
-    """File of a part on tensor-parallel rank ``tp`` of stage ``pp``; ``dp`` if the replicas hold different tensors."""
+    """Return the file of tensor-parallel rank ``tp``, stage ``pp``; ``dp`` if the replicas hold different tensors."""
     replica = "" if dp is None else f"-dp{dp}"
     return f"{part}-tp{tp}-pp{pp}{replica}.safetensors"
 
@@ -44,7 +44,7 @@ class FileRecord:
     checksums: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         place = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
         return {**place, "bytes": self.bytes, f"header_{NAME}": self.header, NAME: dict(self.checksums)}
 
@@ -66,12 +66,11 @@ class FileRecord:
 class Part:
     """The tensors of one part and the files that they lie in.
 
-    A tensor that all tensor-parallel ranks hold whole lies in one file; one that is shared out lies in one file of
-    each tensor-parallel rank.
+    A replicated tensor lies in one file; a sharded one lies in one file of each tensor-parallel rank.
 
     Attributes:
         name: ``model``, ``optimizer`` or ``extra``; the beginning of its files' names.
-        tensors: canonical name -> how it is shared out.
+        tensors: canonical name -> shape and layout.
         files: file name -> :class:`FileRecord`.
     """
 
@@ -81,7 +80,7 @@ class Part:
 
     @cached_property
     def holders(self) -> dict[str, dict[int, str]]:
-        """Tensor -> tensor-parallel rank -> the file that has this rank's shard of it."""
+        """Tensor -> tensor-parallel rank -> the file with this rank's shard of it."""
         found: dict[str, dict[int, str]] = {}
         for name, record in self.files.items():
             for tensor in record.checksums:
@@ -89,12 +88,12 @@ class Part:
         return found
 
     def holder(self, name: str, tp: int) -> str:
-        """The file that has the shard of rank ``tp``; of a whole tensor, its only file."""
+        """Return the file with the shard of rank ``tp``; of a replicated tensor, its only file."""
         holders = self.holders[name]
         return holders[tp] if self.tensors[name].layout is not None else next(iter(holders.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "files": {name: record.to_json() for name, record in self.files.items()},
             "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
@@ -134,10 +133,10 @@ class Part:
 @lru_cache(maxsize=4096)
 def _check_layout(layout: Layout, tp: int) -> None:
     if layout.axis_size != tp:
-        raise ValueError(f"a layout is shared out over {layout.axis_size} ranks in a mesh of {tp}")
+        raise ValueError(f"a layout is for {layout.axis_size} ranks in a mesh of {tp}")
     for block in layout.blocks:
         reached = 0
-        for start, stop in sorted(block.shares):
+        for start, stop in sorted(block.ranges):
             if start > reached:
                 break
             reached = max(reached, stop)

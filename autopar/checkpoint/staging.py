@@ -1,7 +1,7 @@
 """Folders that appear whole or not at all.
 
 A checkpoint is written into a hidden sibling ``.name.tmp-<id>`` of its target and takes the target's place in one
-step, so that whoever is killed at whatever moment leaves either the previous checkpoint or the new one.
+step, so that a process that is killed at any moment leaves either the previous checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "
 
 MANIFEST = "autopar.json"
 REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
-# What a checkpoint consists of, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
+# The files of a checkpoint, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
 _OURS = re.compile(
     r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
     r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
@@ -50,7 +50,7 @@ def fsync(path: Path) -> None:
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Siblings of ``target`` that a killed save left behind."""
+    """Return siblings of ``target`` that a killed save left behind."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
     try:
         return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
@@ -133,7 +133,7 @@ def _check_replaceable(target: Path, replace: bool) -> None:
 
 
 def _merged(path: Path) -> bool:
-    """Whether a file was merged from the shards of a plain module, which has no ``config.json`` beside it."""
+    """Tell whether a file was merged from the shards of a plain module, which has no ``config.json`` beside it."""
     if path.suffix == ".json":  # the index of several
         path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
     try:

@@ -193,7 +193,7 @@ def in_words(layout: Layout | None) -> str:
         return "whole on every rank"
     blocks = []
     for block in layout.blocks:
-        counts = [stop - start for start, stop in block.shares]
+        counts = [stop - start for start, stop in block.ranges]
         shown = f"{counts[0]} on each of {len(counts)}" if len(set(counts)) == 1 else "+".join(map(str, counts))
         blocks.append(f"{block.unit} {shown}" + (f" (x {block.width})" if block.width > 1 else ""))
     note = ", some on several ranks" if layout.replicated else ""

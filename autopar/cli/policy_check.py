@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.api import _reads
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.layout import Layout
 from autopar.plan.make_plan import make_plan
@@ -69,7 +69,7 @@ def check_policy(
     stages: list[StagePlan] = []
 
     def dry_run() -> None:
-        done = rehearse(inner, prefix, plan)
+        done = check_plan(inner, prefix, plan)
         report["dry_run"] = "ok" if done else _why_not_run(inner, tp)
 
     def split() -> None:

@@ -208,7 +208,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
 
 
 def explain(key: object, value: Any = None) -> str | None:
-    """What to write here for a key of another library; None for a key that none of them has.
+    """Return what to write here for a key of another library; None for a key that none of them has.
 
     Args:
         value: what the user gave, which goes into the advice where it means the same.

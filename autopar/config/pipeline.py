@@ -27,7 +27,7 @@ class PipelineConfig:
             whole batch); at more stages the default is 1.
         num_microbatches: or the number of micro-batches: at least as many as ranks of the pipeline, twice as many with
             ``dualpipev``. A smaller batch gives fewer.
-        layers_per_stage: blocks of each stage, in order; empty: shared out by parameters.
+        layers_per_stage: blocks of each stage, in order; empty: split by parameters.
         loss_reduction: ``tokens``: the loss of the whole batch, whatever the padding; ``microbatch``: the mean of the
             micro-batches' means.
         timeout: seconds that a rank waits for another one, over any axis, in a step or a plain call.

@@ -1,4 +1,4 @@
-"""prepare_dataloader: each data-parallel replica its share of the data, the tp ranks of a replica the same batches."""
+"""prepare_dataloader: the data sharded over data-parallel replicas, the same batches on all tp ranks of a replica."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def prepare_dataloader(
     even_batches: bool = True,
     **kwargs: Any,
 ) -> ReplicaDataLoader:
-    """A ``DataLoader`` that is right under tensor and data parallelism.
+    """Return a ``DataLoader`` that is right under tensor and data parallelism.
 
     Replica ``d`` of ``dp`` sees every ``dp``-th sample of the (shuffled) dataset; the tensor-parallel ranks of one
     replica see the same batches in the same order. The order follows from ``seed`` and the epoch alone: the global
@@ -167,7 +167,7 @@ def prepare_dataloader(
 def gather_for_metrics(
     values: torch.Tensor | Sequence[torch.Tensor], *, mpu: MPU, samples: int | None = None
 ) -> torch.Tensor:
-    """Every replica's values of samples, in the order of the dataset (as the loader shuffled it), on every rank.
+    """All-gather every replica's values of samples, in the order of the dataset (as the loader shuffled it).
 
     All ranks of a data-parallel group call it, once after a pass over the loader of :func:`prepare_dataloader`
     (those of the last stage, if only they have values)::

@@ -19,10 +19,10 @@ __all__ = ["blocks_of", "check_offload", "fully_shard"]
 
 
 def check_offload(cpu_offload: bool) -> None:
-    """Raises ConfigError where FSDP2 cannot offload: it copies through an accelerator's streams."""
+    """Raise ConfigError where FSDP2 cannot offload: it copies through an accelerator's streams."""
     if cpu_offload and not torch.accelerator.is_available():
         raise ConfigError(
-            "zero.cpu_offload moves shares between the CPU and an accelerator, and this machine has none; leave it out"
+            "zero.cpu_offload moves shards between the CPU and an accelerator, and this machine has none; leave it out"
         )
 
 
@@ -34,13 +34,13 @@ def fully_shard(
     cpu_offload: bool = False,
     blocks: Sequence[nn.Module] = (),
 ) -> None:
-    """Share weights, gradients and what an optimizer will keep out over dp, block by block, in place.
+    """Shard weights, gradients and the optimizer's future state over dp, block by block, in place.
 
-    ``Parameter`` objects are replaced by ones that hold a ``DTensor`` of this rank's share.
+    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard.
 
     Args:
         dtype: in which the model computes; weights, gradients and their sums stay in fp32.
-        cpu_offload: shares lie in the CPU's memory.
+        cpu_offload: shards lie in the CPU's memory.
         blocks: of a plain module, what its policy names so.
     """
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
@@ -55,13 +55,13 @@ def fully_shard(
 
 
 def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """The modules that transformers says must not be cut in two, or recomputes one by one, and ``blocks``.
+    """Return the modules that transformers says must not be split, or recomputes one by one, and ``blocks``.
 
     Inner ones first; without those that share a weight with a module outside: it would no longer be one weight.
     """
     listed = set(getattr(inner, "_no_split_modules", None) or ())
     named = {id(block) for block in blocks}
-    uses = _uses(inner)
+    holders = _holders(inner)
     found = [
         module
         for module in inner.modules()
@@ -72,12 +72,12 @@ def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Mod
             or any(c.__name__ in listed for c in type(module).__mro__)
             or id(module) in named
         )
-        and (own := _uses(module))
-        and all(uses[key] == count for key, count in own.items())
+        and (own := _holders(module))
+        and all(holders[key] == count for key, count in own.items())
     ]
     return found[::-1]
 
 
-def _uses(root: nn.Module) -> Counter[int]:
+def _holders(root: nn.Module) -> Counter[int]:
     """``id(parameter)`` -> how many modules below ``root`` have it."""
     return Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)

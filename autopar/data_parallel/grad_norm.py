@@ -20,7 +20,7 @@ __all__ = ["counted_here", "gradient_norm", "local_part", "own_axis", "own_norm"
 
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
-    """Of the parameters that this stage holds, by canonical name, those that no earlier stage holds too.
+    """Return the parameters of this stage, by canonical name, that no earlier stage holds too.
 
     Tied embeddings lie on the first and on the last stage. A collective over pp.
     """
@@ -35,7 +35,7 @@ def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
 def gradient_norm(
     parameters: Mapping[str, nn.Parameter], plan: Plan, mpu: MPU, counted: frozenset[str], p: float = 2.0
 ) -> torch.Tensor:
-    """The p-norm over one whole model replica, a scalar in fp32 (fp64 for fp64 gradients), the same on every rank.
+    """Return the p-norm over one model replica, a scalar in fp32 (fp64 for fp64 gradients), the same on every rank.
 
     A shard counts where it lies; what several ranks hold (replicated parameters, KV heads on more ranks than one,
     tied weights on two stages) counts once. A collective over all ranks of the replica.
@@ -55,7 +55,7 @@ def gradient_norm(
 
 
 def own_axis(model: nn.Module) -> Axis | None:
-    """The axis of a model that was built of parallel layers by hand; None if there are none.
+    """Return the axis of a model that was built of parallel layers by hand; None if there are none.
 
     Raises:
         ConfigError: they lie on several axes.
@@ -67,7 +67,7 @@ def own_axis(model: nn.Module) -> Axis | None:
 
 
 def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
-    """The p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
+    """Return the p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
     held = list(model.parameters())
     sharded = {
         id(module._parameters.get(name))
@@ -81,7 +81,7 @@ def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies on this rank of a tensor that FSDP may have shared out."""
+    """Return the shard on this rank of a tensor that FSDP may have sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

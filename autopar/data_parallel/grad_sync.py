@@ -1,4 +1,4 @@
-"""Sums of gradients over a group: of what several stages hold, and of data-parallel replicas, with the same bits."""
+"""All-reduce gradients: of weights on several stages, and of data-parallel replicas, with the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 
-__all__ = ["Alike", "average_over_replicas", "buckets", "held_alike", "runs_of", "sum_gradients"]
+__all__ = [
+    "Alike",
+    "average_over_replicas",
+    "buckets",
+    "extremes",
+    "flattened",
+    "held_alike",
+    "runs_of",
+    "sum_gradients",
+]
 
 Alike = Mapping[int, tuple[int, ...]]
-"""``id(parameter)`` -> the tensor-parallel ranks that hold the same part of it."""
+"""``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it."""
 
 _BUCKET = 32 * 1024 * 1024  # bytes that travel at once
 
 
 def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
-    """``id(parameter)`` -> the tensor-parallel ranks that hold the same part of it as this one, of all parameters."""
+    """Return ``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it, for all parameters."""
     rank, size = mpu.tp.rank, mpu.tp.size
     layouts = {name: tensor.layout for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
     alike: dict[int, tuple[int, ...]] = {}
@@ -40,7 +49,7 @@ def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
 
 
 def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Parameter]]:
-    """Each list by who holds the same: such a run has the same content and order on all of these ranks.
+    """Group each list by the ranks that hold the same: such a run has the same content and order on all of these ranks.
 
     An all-reduce over three ranks or more adds in an order that depends on the place in the buffer. Ranks that hold the
     same would drift apart by rounding if it lay at another place there.
@@ -53,7 +62,7 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
 
 
 def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
-    """Average all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
+    """All-reduce the mean of all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
 
     A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. What several
     ranks of a replica hold gets the same bits on all of them.
@@ -74,7 +83,7 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
 def sum_gradients(
     runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0, names: Mapping[int, str] | None = None
 ) -> None:
-    """Scale gradients, then sum them over a group. Every rank gives the same parameters in the same order.
+    """Scale gradients, then all-reduce them over a group. Every rank gives the same parameters in the same order.
 
     A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all.
 
@@ -91,14 +100,11 @@ def sum_gradients(
         return
     device = parameters[0].device
     trained = [int(parameter.requires_grad) for parameter in parameters]
-    present = torch.tensor(
-        [[_kind_of_gradient(parameter) for parameter in parameters], trained, [-flag for flag in trained]],
-        device=device,
-    )
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
-    found, most, least = present.tolist()
-    kinds = {id(parameter): kind for parameter, kind in zip(parameters, found, strict=True)}
-    mixed = [p for p, high, low in zip(parameters, most, least, strict=True) if high != -low]
+    found = [_kind_of_gradient(parameter) for parameter in parameters]
+    largest, smallest = extremes([*found, *trained], group, device)
+    kinds = {id(parameter): kind for parameter, kind in zip(parameters, largest, strict=False)}
+    count = len(parameters)
+    mixed = [p for p, high, low in zip(parameters, largest[count:], smallest[count:], strict=True) if high != low]
     if mixed:
         name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
         raise ConsistencyError(
@@ -112,13 +118,18 @@ def sum_gradients(
             if kinds[id(parameter)]:
                 gradient = _gradient_in(parameter, torch.float32 if kinds[id(parameter)] == 2 else parameter.dtype)
                 gradients.setdefault(gradient.dtype, []).append(gradient)
-        for bucket in (bucket for same in gradients.values() for bucket in buckets(same)):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        for flat in (flat for same in gradients.values() for flat in flattened(same)):
             if scale != 1.0:
                 flat.mul_(scale)
             dist.all_reduce(flat, group=group)
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view(gradient.shape))
+
+
+def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest of each number over the ranks of a group. One collective."""
+    pair = torch.tensor([[*numbers], [-number for number in numbers]], device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = pair.tolist()
+    return largest, [-number for number in smallest]
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:
@@ -139,7 +150,7 @@ def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of at most ``limit`` bytes together, or of one tensor: what travels in one flat buffer."""
+    """Yield runs of tensors of at most ``limit`` bytes together, or of one tensor: what travels in one flat buffer."""
     bucket: list[torch.Tensor] = []
     filled = 0
     for tensor in tensors:
@@ -151,3 +162,12 @@ def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[l
         filled += size
     if bucket:
         yield bucket
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield buckets of tensors in one flat buffer each, and copy it back when the next one is asked for."""
+    for bucket in buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        yield flat
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

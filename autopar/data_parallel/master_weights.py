@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "Masters", "fp32_gradients", "to_half"]
+__all__ = ["DTYPES", "MasterWeights", "fp32_gradients", "to_fp32", "to_half"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Masters:
-    """The fp32 weight of each half-precision parameter that this rank steps.
+class MasterWeights:
+    """The fp32 master weight of each half-precision parameter that this rank steps.
 
     A parameter whose half-precision value was changed by somebody else (a loaded checkpoint) wins: what differs from
     the rounded fp32 weight is taken over at the next step.
@@ -26,11 +26,11 @@ class Masters:
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
 
     def keep(self, parameter: torch.Tensor, weight: torch.Tensor) -> None:
-        """Let ``weight``, fp32, be what ``parameter`` rounds."""
+        """Register the fp32 master weight of a half-precision parameter."""
         self._weights[parameter] = weight
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The fp32 weight of ``parameter`` as it is at this moment; None for one that is no half-precision number.
+        """Return the fp32 weight of ``parameter`` as it is at this moment; None if that is not half-precision.
 
         Made from the parameter if there was none (it was on the meta device).
         """
@@ -50,7 +50,7 @@ def to_half(
     model: nn.Module,
     inner: nn.Module,
     dtype: torch.dtype,
-    masters: Masters,
+    masters: MasterWeights,
     keep: Callable[[nn.Parameter], bool],
 ) -> None:
     """Turn the floating parameters and saved buffers of ``model`` into ``dtype``, in place; ``id(parameter)`` stays.
@@ -62,26 +62,45 @@ def to_half(
         masters: gets the fp32 weights, unrounded.
         keep: whether this rank steps a parameter, and so needs its fp32 weight.
     """
-    whole = _stays_whole(inner, dtype)
+    stays_fp32 = _keeps_fp32(inner, dtype)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
         value, gradient = parameter.data, parameter.grad
         parameter.grad = None
-        parameter.data = value.float() if whole(name) else value.to(dtype)
+        parameter.data = value.float() if stays_fp32(name) else value.to(dtype)
         if gradient is not None:
             parameter.grad = gradient.to(parameter.dtype)
         if parameter.dtype == dtype and not value.is_meta and keep(parameter):
             masters.keep(parameter, value.float() if value.dtype != torch.float32 else value)
     saved = set(model.state_dict())
     for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point() and not whole(name):
+        if name in saved and buffer.is_floating_point() and not stays_fp32(name):
             buffer.data = buffer.data.to(dtype)
+
+
+@torch.no_grad()
+def to_fp32(model: nn.Module, weights: Mapping[int, torch.Tensor | None]) -> None:
+    """Turn half-precision parameters and buffers of ``model`` into fp32, in place.
+
+    Args:
+        weights: ``id(parameter)`` -> its master weight; what has none becomes fp32 as it is.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype in DTYPES.values():
+            weight, gradient = weights.get(id(parameter)), parameter.grad
+            parameter.grad = None
+            parameter.data = parameter.data.float() if weight is None else weight
+            if gradient is not None:
+                parameter.grad = gradient.float()
+    for buffer in model.buffers():
+        if buffer.dtype in DTYPES.values():
+            buffer.data = buffer.data.float()
 
 
 @contextmanager
 def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Gradients of half-precision parameters add up in fp32 inside, also on those that are there; they stay fp32.
+    """Accumulate gradients of half-precision parameters in fp32 inside, on those that are there too; they stay fp32.
 
     Afterwards a gradient may have any dtype: without one, torch makes the next one in the parameter's.
     """
@@ -98,7 +117,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.grad_dtype = None
 
 
-def _stays_whole(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+def _keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """Whether transformers keeps a parameter of that name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["StandIn"]
+__all__ = ["OptimizerProxy"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-class StandIn:
+class OptimizerProxy:
     """``optimizer``: of the class of ``plain``, with other tensors in its groups; ``plain`` stays as it is meanwhile.
 
     Args:
-        stepped: parameter -> the tensor that stands for it; parameters that are not in it are left out, and groups of
-            which nothing is left too.
+        stepped: parameter -> the tensor that is stepped instead; parameters that are not in it are left out, and groups
+            of which nothing is left too.
     """
 
     def __init__(self, plain: Any, stepped: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -35,8 +35,8 @@ class StandIn:
             if parameter in plain.state:
                 self.optimizer.state[tensor] = plain.state[parameter]
 
-    def give_back(self) -> None:
-        """After the step: what it has written goes to the user's optimizer, new values of fp32 weights to the model."""
+    def write_back(self) -> None:
+        """Write what the step has changed to the user's optimizer, and new values of fp32 weights to the model."""
         for group, ours in self.groups:
             group.update({key: value for key, value in ours.items() if key != "params"})
         own = ("param_groups", "state", *_HOOKS)

@@ -1,7 +1,7 @@
-"""Wrappers that average over the wrong ranks, noticed when they are made: DistributedDataParallel over all, say.
+"""Refuse wrappers that average over the wrong ranks when they are made: DistributedDataParallel over all, say.
 
 Tensor-parallel ranks and stages hold different shards under the same names. What copies or averages parameters over
-them makes one shard of all, without a word where the shards are equally large. torch calls its global hooks when a
+them makes one shard of all, silently where the shards are equally large. torch calls its global hooks when a
 module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything) and
 before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
 axis partition the world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.data_parallel.process_hooks import forget, listen_to_registrations, listen_to_steps
+from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
@@ -32,7 +32,7 @@ _MESH = 'mesh=model.mpu.mesh["dp"]'
 
 
 class WrapperCheck:
-    """Hangs on torch's global hooks as long as ``model`` lives and is parallel, where ranks hold different shards."""
+    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards."""
 
     def __init__(self, model: nn.Module, mpu: MPU) -> None:
         self.mpu = mpu
@@ -40,8 +40,7 @@ class WrapperCheck:
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
         if mpu.model.size > 1:
-            listen_to_registrations(self)
-            listen_to_steps(self)
+            listen(self)
             self._handle = model.register_forward_pre_hook(self._on_forward)
         self._kind = type(model)
 
@@ -49,7 +48,7 @@ class WrapperCheck:
         return self
 
     def remove(self) -> None:
-        """Check nothing any more."""
+        """Remove the hooks."""
         forget(self)
         if self._handle is not None:
             self._handle.remove()

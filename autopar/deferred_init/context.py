@@ -1,9 +1,9 @@
 """Build a model without memory for its weights: ``with autopar.lazy_init(): model = GPT2LMHeadModel(config)``.
 
-Inside the ``with``, parameters are made on the meta device; beside them each module remembers where their values will
-come from: bytes in a checkpoint's files (``from_pretrained``), a value that the constructor computed
-(``torch.ones(hidden)``), or the module's own random initialization. ``autopar.initialize`` then plans and cuts shapes,
-and only this rank's shards ever get memory. Buffers are made as always.
+Inside the ``with``, parameters are made on the meta device; each module records the sources of their values: bytes in
+files of a checkpoint (``from_pretrained``), a value that the constructor computed (``torch.ones(hidden)``), or its own
+random initialization. ``autopar.initialize`` then plans and shards shapes, and only this rank's shards ever get
+memory. Buffers are made as always.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.deferred_init.files import load_lazily
-from autopar.deferred_init.sources import Init, by_parameter, noted_of, remember, swap
+from autopar.deferred_init.sources import Init, by_parameter, replace_storage, set_source, versions_of
 from autopar.errors import ConfigError
 from autopar.storage.lazy_tensor import InMemory
 
@@ -33,7 +33,7 @@ __all__ = ["in_lazy_init", "lazy_init"]
 
 
 _WRITE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
-_DO_NOT_WRITE = {"requires_grad_", "detach_", "share_memory_"}
+_NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
 
 
 @contextmanager
@@ -47,8 +47,8 @@ def lazy_init() -> Iterator[None]:
     A module around the Hugging Face model that has parameters of its own fills them with ``torch.nn.init``, has a
     ``reset_parameters``, or computes them (``nn.Parameter(torch.zeros(3))``).
 
-    The weights have no values before ``initialize``: what writes into them after the model was built is refused, here
-    or by ``initialize``. Only what goes through ``weight.data`` after the ``with`` cannot be noticed, and is lost.
+    The weights have no values before ``initialize``: a write into them after the model was built is refused, here or by
+    ``initialize``. Only a write through ``weight.data`` after the ``with`` is not noticed, and lost.
     Buffers are on the CPU, whatever torch's default device is.
 
     Raises:
@@ -59,7 +59,7 @@ def lazy_init() -> Iterator[None]:
         CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
     """
     patches = _Patches()
-    made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are thrown away again
+    made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are temporary
     models = _Models()
     empty = _EmptyOnMeta(models)
 
@@ -95,7 +95,7 @@ def lazy_init() -> Iterator[None]:
 
     def register_parametrization(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
         if patches.mine and (parameter := module._parameters.get(tensor_name)) is not None:
-            empty.realise(parameter)  # what the new parameters are computed from
+            empty.materialize(parameter)  # the new parameters are computed from it
         return patches.original(parametrize, "register_parametrization")(module, tensor_name, *args, **kwargs)
 
     patches.set(nn.Module, "register_parameter", register_parameter)
@@ -131,7 +131,7 @@ class _Models:
     """The Hugging Face models that are built inside, from the first line of their constructor to ``post_init``.
 
     Attributes:
-        loaded: those with values from files; what they have memory for is final.
+        loaded: those with values from files; their materialized weights are final.
     """
 
     def __init__(self) -> None:
@@ -140,19 +140,19 @@ class _Models:
         self.loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def begin(self, model: nn.Module) -> None:
-        """Its constructor starts."""
+        """Record that a model's constructor starts."""
         self._begun[id(model)] = model
 
     def end(self, model: nn.Module) -> None:
-        """Its constructor has done what there is to do; one that is part of another waits for that."""
+        """Record that a constructor is done; a model inside another is built when the outer one is."""
         self._begun.pop(id(model), None)
         if not self._begun:
             self._built.add(model)
 
     def refuse(self, values: Any) -> None:
-        """Raise ConfigError if a weight of a model that is ready is among what an operation writes or is given.
+        """Raise ConfigError if a weight of a model that is built is among an operation's arguments.
 
-        A constructor may write what it likes: random initialization, or the files, have the last word.
+        A constructor may write anything: random initialization, or the files, overwrite it.
         """
         if self._begun or not self._built:
             return
@@ -160,8 +160,8 @@ class _Models:
         storages = {leaf.untyped_storage()._cdata for leaf in leaves}
         for model in self._built:
             for name, parameter in model.named_parameters():
-                due = parameter.is_meta or model not in self.loaded  # initialize is going to give it its value
-                if due and parameter.untyped_storage()._cdata in storages:
+                pending = parameter.is_meta or model not in self.loaded  # initialize gives it its value
+                if pending and parameter.untyped_storage()._cdata in storages:
                     raise ConfigError(
                         f"{name} of {type(model).__name__} has no value yet inside lazy_init: nothing can be written "
                         "into it, or computed from it\n"
@@ -170,7 +170,7 @@ class _Models:
 
 
 class _Patches:
-    """Attributes of classes and modules that are replaced for a while, for the thread that does it."""
+    """Attributes of classes and modules that are replaced inside the ``with``, for this thread."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -195,23 +195,23 @@ class _Patches:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Memory that somebody is going to initialize later is not taken; what is computed is computed.
+    """Make uninitialized memory on the meta device.
 
-    ``torch.empty`` gives a tensor on the meta device. What ``torch.nn.init`` is then called with is recorded; any other
-    operation that writes into the tensor gets real memory for it.
+    ``torch.empty`` gives a tensor on the meta device. Calls of ``torch.nn.init`` on it are recorded; any other write
+    materializes it.
     """
 
     def __init__(self, models: _Models) -> None:
         super().__init__()
         self._models = models
         self._on = True
-        self._born: dict[int, torch.Tensor] = {}  # by storage; kept, so that no other storage gets the same number
+        self._made: dict[int, torch.Tensor] = {}  # by storage; kept alive, so that the number stays its own
         self._inits: dict[int, list[Init]] = {}
-        self._recorded: list[Any] = []  # kept, so that no other storage gets the number of one with inits
+        self._alive: list[Any] = []  # the storages with inits
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Take all memory for a while."""
+        """Allocate all memory inside."""
         was, self._on = self._on, False
         try:
             yield
@@ -224,37 +224,37 @@ class _EmptyOnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
             made = func(*args, **{**kwargs, "device": "meta"})
-            self._born[made.untyped_storage()._cdata] = made
+            self._made[made.untyped_storage()._cdata] = made
             return made
         if args and isinstance(args[0], torch.Tensor) and _writes(func):
             self._models.refuse((args, kwargs))
             if args[0].is_meta:
-                self.realise(args[0])
+                self.materialize(args[0])
         return func(*args, **kwargs)
 
-    def born(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of a tensor was not taken here."""
-        return tensor.untyped_storage()._cdata in self._born
+    def is_empty(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the meta device because of this mode."""
+        return tensor.untyped_storage()._cdata in self._made
 
     def inits(self, tensor: torch.Tensor) -> list[Init]:
-        """What was recorded for a tensor on the meta device."""
+        """Return the recorded ``torch.nn.init`` calls of a tensor on the meta device."""
         return self._inits.get(tensor.untyped_storage()._cdata, [])
 
-    def realise(self, tensor: torch.Tensor) -> None:
-        """Give a whole tensor that was born here its memory, and do what was recorded."""
-        if not self.born(tensor) or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+    def materialize(self, tensor: torch.Tensor) -> None:
+        """Give a full tensor that this mode left empty its memory, and run the recorded calls."""
+        if not self.is_empty(tensor) or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             return
         recorded = self.inits(tensor)
         real = torch.empty_like(tensor, device="cpu")
         if isinstance(tensor, nn.Parameter):
-            swap(tensor, real)
+            replace_storage(tensor, real)
         else:
             torch.utils.swap_tensors(tensor, real)
         for init in recorded:
             init.function(tensor, *init.args, **init.kwargs)
 
     def recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """One of ``torch.nn.init``, that is recorded instead of run where there is no memory."""
+        """Wrap a function of ``torch.nn.init``: recorded instead of run where there is no memory."""
         thread = threading.get_ident()
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +263,7 @@ class _EmptyOnMeta(TorchFunctionMode):
             if threading.get_ident() != thread or not tensor.is_meta:
                 return function(tensor, *args, **kwargs)
             storage = tensor.untyped_storage()
-            self._recorded.append(storage)
+            self._alive.append(storage)
             self._inits.setdefault(storage._cdata, []).append(Init(function, args, kwargs))
             return tensor
 
@@ -272,14 +272,14 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return name in _WRITE or (name.endswith("_") and not name.endswith("__") and name not in _DO_NOT_WRITE)
+    return name in _WRITE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITE)
 
 
 def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
-    """Move the values that constructors computed from the parameters of ``modules`` to their notes."""
+    """Move the values that constructors computed for parameters of ``modules`` to their sources."""
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and not empty.born(buffer):
+            if buffer is not None and buffer.is_meta and not empty.is_empty(buffer):
                 raise ConfigError(
                     f"the buffer {name} of a {type(module).__name__} was made on the meta device, where it has no "
                     "values\n  lazy_init leaves out the memory of weights by itself: leave out torch.device('meta')."
@@ -291,10 +291,10 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
                 continue
             if not parameter.is_meta:
                 values[id(parameter)] = InMemory(parameter.data)
-                swap(parameter, torch.empty_like(parameter, device="meta"))
-            elif noted_of(module).get(name, (None, 0))[0] is parameter:
+                replace_storage(parameter, torch.empty_like(parameter, device="meta"))
+            elif versions_of(module).get(name, (None, 0))[0] is parameter:
                 continue  # it comes from files
-            remember(module, name, values.get(id(parameter)), empty.inits(parameter))
+            set_source(module, name, values.get(id(parameter)), empty.inits(parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # torch.empty, to be filled by whoever uses it
+            if buffer is not None and buffer.is_meta:  # torch.empty, filled by its user
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")

@@ -1,4 +1,4 @@
-"""Where the weights of a lazy model lie: in the files of a Hugging Face checkpoint, or in the shards of one of ours.
+"""Sources of a lazy model in files: of a Hugging Face checkpoint, or in the shards of one of ours.
 
 The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
 data. In shards every tensor has the model's own name.
@@ -20,7 +20,7 @@ from transformers.utils import logging
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import listed
-from autopar.deferred_init.sources import remember, sources_of, swap
+from autopar.deferred_init.sources import replace_storage, set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
@@ -32,13 +32,13 @@ _log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, 
 
 
 def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
-    """transformers' ``_load_pretrained_model``, with sketches of the tensors in the files."""
+    """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
     if config.hf_quantizer is not None:
         raise ConfigError(
             "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained"
         )
     if config.device_map is not None:
-        raise ConfigError("device_map cannot be used here: autopar gives every rank its own share of the model")
+        raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
     tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     info, index = original(model, sketches, None, config, *rest, **kwargs)
@@ -73,7 +73,7 @@ def _keep_sources(model: nn.Module) -> None:
                 )
                 vars(plain).update(_is_hf_initialized=True)
                 module._parameters[name] = plain
-                remember(module, name, parameter.lazy)
+                set_source(module, name, parameter.lazy)
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Sketch):
                 module._buffers[name] = buffer.lazy.read()
@@ -105,10 +105,10 @@ def _untied(model: Any, target: str, source: str) -> None:
 
 
 def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -> None:
-    """Let every parameter come from its shards, and read the buffers.
+    """Set every parameter's source to its shards, and read the buffers.
 
     Args:
-        dtype: "auto" for that of each tensor in the shards; else what the model was built with, and holds but for what
+        dtype: "auto" for that of each tensor in the shards; else the model's, except for what
             transformers keeps in float32.
 
     Raises:
@@ -121,15 +121,15 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
         for name in (tensor.name, *tensor.aliases)
         if name.startswith(start)
     }
-    due = model.state_dict(keep_vars=True)
-    _check_fit(model, shards, due, saved)
+    expected = model.state_dict(keep_vars=True)
+    _check_fit(model, shards, expected, saved)
     _untie(model, shards, saved)
     kept = _kept_in_float32(model, dtype)
     cast: dict[str, str] = {}
     for path, module in model.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             full = f"{path}.{name}" if path else name
-            if tensor is None or full not in due:
+            if tensor is None or full not in expected:
                 continue
             lazy = shards.lazy(saved[full])
             wanted = lazy.dtype if dtype == "auto" else torch.float32 if kept(full) else tensor.dtype
@@ -139,8 +139,8 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
                 module._buffers[name] = tensor.to(wanted).copy_(lazy.read())
                 continue
             if wanted != tensor.dtype:
-                swap(tensor, torch.empty_like(tensor, dtype=wanted))
-            remember(module, name, lazy)
+                replace_storage(tensor, torch.empty_like(tensor, dtype=wanted))
+            set_source(module, name, lazy)
     if cast:
         first = next(iter(cast.values()))
         warnings.warn(
@@ -149,8 +149,8 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
         )
 
 
-def _check_fit(model: PreTrainedModel, shards: Shards, due: Mapping[str, Any], saved: Mapping[str, str]) -> None:
-    info = {"missing_keys": set(due) - set(saved), "unexpected_keys": set(saved) - set(due)}
+def _check_fit(model: PreTrainedModel, shards: Shards, expected: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+    info = {"missing_keys": set(expected) - set(saved), "unexpected_keys": set(saved) - set(expected)}
     if info["missing_keys"] or info["unexpected_keys"]:
         raise CheckpointError(
             f"{differs(str(shards.folder), model, info)}\n"
@@ -159,7 +159,7 @@ def _check_fit(model: PreTrainedModel, shards: Shards, due: Mapping[str, Any], s
     tensors = shards.manifest.tensors
     wrong = [
         f"  {name}: {list(tensors[saved[name]].shape)} in the files, {list(tensor.shape)} in the model"
-        for name, tensor in due.items()
+        for name, tensor in expected.items()
         if tensors[saved[name]].shape != tuple(tensor.shape)
     ]
     if wrong:
@@ -170,7 +170,7 @@ def _check_fit(model: PreTrainedModel, shards: Shards, due: Mapping[str, Any], s
 
 
 def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
-    """Give weights that the model ties, but that the shards hold as two with different values, a parameter each."""
+    """Give weights that the model ties, but that have different values in the shards, a parameter each."""
     groups: dict[int, dict[str, nn.Parameter]] = {}  # of each parameter: tensor in the shards -> what holds it
     for full, parameter in list(model.named_parameters(remove_duplicate=False)):
         holders = groups.setdefault(id(parameter), {saved[full]: parameter})
@@ -187,7 +187,7 @@ def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
 
 
 def _kept_in_float32(model: Any, dtype: str | torch.dtype) -> Callable[[str], bool]:
-    """Which tensors transformers keeps in float32 when a model is loaded in ``dtype``."""
+    """Return whether transformers keeps a tensor in float32 when a model is loaded in ``dtype``."""
     plan = {} if isinstance(dtype, str) else model._get_dtype_plan(dtype)
     if not plan:
         return lambda name: False
@@ -196,7 +196,7 @@ def _kept_in_float32(model: Any, dtype: str | torch.dtype) -> Callable[[str], bo
 
 
 def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
-    """What a checkpoint lacks for a model, and what it has beyond it."""
+    """Describe the tensors that a checkpoint lacks for a model, and those that it has beyond it."""
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     return (
         f"{path} does not hold the tensors of {type(model).__name__}: "
@@ -207,7 +207,7 @@ def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
 
 
 def explained(error: Exception, folder: Path, arguments: Mapping[str, Any]) -> AutoparError:
-    """What is raised instead of an error of transformers: it is about a file, or about one of the user's arguments."""
+    """Return the error to raise for one of transformers: about a file, or about one of the user's arguments."""
     text = " ".join(str(error).split())
     reason = text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
     wrong = [name for name in arguments if f"'{name}'" in text]

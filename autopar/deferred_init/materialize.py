@@ -1,34 +1,32 @@
-"""Give the parameters of a lazily built model their memory: this rank's shards, straight into final storage.
+"""Materialize the parameters of a lazily built model: this rank's shards, directly in final storage.
 
 Values come from the files of a checkpoint (each rank reads its own byte ranges), from the constructor, or from the
-model's own random initialization. That one works on whole modules, and draws the same numbers on every rank; a rank
-holds a parameter whole from the first step that touches it to the last one, then keeps its shard. Which step touches
-what is found by running all steps on the meta device first, where they cost nothing.
+model's own random initialization. That one works on full modules, and draws the same numbers on every rank; a parameter
+is full from the first step that touches it to the last one (:class:`~autopar.deferred_init.random_init.InitSteps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.checkpoint.state import listed
-from autopar.deferred_init.random_init import Pending, Steps
-from autopar.deferred_init.sources import by_parameter, forget, sources_of, swap, version
+from autopar.deferred_init.random_init import DeferredParameter, InitSteps
+from autopar.deferred_init.sources import by_parameter, clear_sources, replace_storage, sources_of, version
 from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, read_shard
-from autopar.tensor_parallel.parallelize import make_equal
+from autopar.tensor_parallel.parallelize import sync_parameters
 
-__all__ = ["Materializer", "lazy_facts"]
+__all__ = ["Materializer", "deferred_fingerprint"]
 
 
-def lazy_facts(model: nn.Module) -> list[list[str]]:
-    """Which parameters come from where; must be the same on every rank."""
+def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
+    """Return the kind of source of each parameter; must be the same on every rank."""
     return [
         [path, name, "draw" if source is None else "value" if isinstance(source, InMemory) else "file"]
         for path, module in model.named_modules()
@@ -37,10 +35,10 @@ def lazy_facts(model: nn.Module) -> list[list[str]]:
 
 
 class Materializer:
-    """What is missing in a model, and how it will be filled in. Made before the model is touched.
+    """The deferred parameters of a model and their sources. Made before the model is sharded.
 
     Args:
-        model: the root model; whole shapes, partly or all on the meta device.
+        model: the root model; full shapes, partly or all on the meta device.
         inner: the Hugging Face model in it, or a plain module.
         plan: of the model.
 
@@ -51,22 +49,22 @@ class Materializer:
     def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan) -> None:
         self._model = model
         self._pending = _pending(model, plan)
-        self._steps = Steps(model, inner, {key: p for key, p in self._pending.items() if p.drawn})
+        self._steps = InitSteps(model, inner, {key: p for key, p in self._pending.items() if p.drawn})
         touched = self._steps.touched()
         lacking = [p.name for key, p in self._pending.items() if p.source is None and key not in touched]
         if lacking:
             raise ConfigError(_uninitialised(model, lacking))
 
-    def make_equal(self, mpu: MPU) -> None:
-        """Give every rank the values that the first rank's constructors computed."""
+    def sync_parameters(self, mpu: MPU) -> None:
+        """Broadcast the values that rank 0's constructors computed."""
         holder = nn.Module()
         for number, pending in enumerate(self._pending.values()):
             if isinstance(pending.source, InMemory):
                 holder.register_buffer(str(number), pending.source.tensor)
-        make_equal(holder, mpu)
+        sync_parameters(holder, mpu)
 
     def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
-        """Run the random initialization; every rank draws what the first one does and keeps its shards.
+        """Run the random initialization; every rank draws rank 0's numbers and keeps its shards.
 
         Args:
             held_here: whether this rank's stage holds the parameter of a name.
@@ -76,33 +74,32 @@ class Materializer:
         """
         if not self._steps.last:
             return
-        held: dict[int, Pending] = {}
         unfilled: list[str] = []
 
-        def take(key: int) -> None:
-            held[key] = pending = self._pending[key]
-            whole = torch.full(pending.shape, float("nan"), dtype=pending.parameter.dtype, device="cpu")
+        def materialize(key: int) -> None:
+            pending = self._pending[key]
+            full = torch.full(pending.shape, float("nan"), dtype=pending.parameter.dtype, device="cpu")
             if pending.source is not None:
-                pending.source.read_into(whole, tuple((0, size) for size in pending.shape))
-            swap(pending.parameter, whole)
+                pending.source.read_into(full, tuple((0, size) for size in pending.shape))
+            replace_storage(pending.parameter, full)
 
-        def keep(key: int) -> None:
-            pending = held.pop(key)
-            whole = pending.parameter.data
-            if whole.is_floating_point() and whole.isnan().any():
+        def shard(key: int) -> None:
+            pending = self._pending[key]
+            full = pending.parameter.data
+            if full.is_floating_point() and full.isnan().any():
                 unfilled.append(pending.name)
             if held_here(pending.name):
-                shard = whole if pending.layout is None else pending.layout.shard(whole, mpu.tp.rank)
-                pending.shard = shard.to(mpu.device)
-            swap(pending.parameter, torch.empty(pending.shape, dtype=whole.dtype, device="meta"))
+                kept = full if pending.layout is None else pending.layout.shard(full, mpu.tp.rank)
+                pending.shard = kept.to(mpu.device)
+            replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
 
-        with _same_numbers(mpu):
-            self._steps.run(take, keep)
+        with same_draws(mpu.device):
+            self._steps.run(materialize, shard)
         if unfilled:
             raise ConfigError(_uninitialised(self._model, unfilled))
 
     def fill(self, mpu: MPU) -> None:
-        """Give every parameter of the model, which the plan has been applied to, its final storage.
+        """Give every parameter of the model, which is sharded already, its final storage.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -116,31 +113,31 @@ class Materializer:
             if shard is None:
                 assert pending.source is not None
                 shard = torch.empty(parameter.shape, dtype=parameter.dtype, device=mpu.device)
-                with torch.device("cpu"):  # of what is needed in between
+                with torch.device("cpu"):  # for temporary tensors
                     read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
             vars(parameter).pop("_is_hf_initialized", None)
-            swap(parameter, shard)
+            replace_storage(parameter, shard)
             pending.shard = pending.source = None
         for module in self._model.modules():
-            forget(module)
+            clear_sources(module)
 
 
-def _pending(model: nn.Module, plan: Plan) -> dict[int, Pending]:
-    noted = by_parameter(model.modules())
-    found: dict[int, Pending] = {}
+def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
+    recorded = by_parameter(model.modules())
+    found: dict[int, DeferredParameter] = {}
     written: list[str] = []
     foreign: list[str] = []
     for path, module in model.named_modules():
         sources = sources_of(module)
         for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta or id(parameter) in found or not noted:
+            if parameter is None or not parameter.is_meta or id(parameter) in found or not recorded:
                 continue
             full = f"{path}.{name}" if path else name
-            if id(parameter) not in noted and name not in sources:
+            if id(parameter) not in recorded and name not in sources:
                 foreign.append(full)
                 continue
-            # what the parameter was made for, also if it was moved to another module since
-            source, then = noted.get(id(parameter), (sources.get(name), version(parameter)))
+            # of the parameter, also if it was moved to another module since
+            source, then = recorded.get(id(parameter), (sources.get(name), version(parameter)))
             if version(parameter) != then:
                 written.append(full)
             shape = tuple(parameter.shape)
@@ -150,7 +147,7 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, Pending]:
                     "or resize parameters between lazy_init and initialize"
                 )
             layout = plan.tensors[plan.canonical(full)].layout
-            found[id(parameter)] = Pending(full, parameter, source, shape, layout)
+            found[id(parameter)] = DeferredParameter(full, parameter, source, shape, layout)
     if written:
         raise ConfigError(
             f"{len(written)} weights of {type(model).__name__} were written into before initialize: {listed(written)}\n"
@@ -171,21 +168,3 @@ def _uninitialised(model: nn.Module, names: list[str]) -> str:
         "  Initialize them with torch.nn.init in the constructor, write a reset_parameters (in a Hugging Face model an "
         "_init_weights), compute them\n  (nn.Parameter(torch.zeros(3))), or build the model without lazy_init."
     )
-
-
-@contextmanager
-def _same_numbers(mpu: MPU) -> Iterator[None]:
-    """Random numbers of the first rank on every rank; a rank that had another state goes back to it."""
-    if mpu.world_size == 1:
-        yield
-        return
-    own = torch.get_rng_state()
-    staged = own.to(mpu.device, copy=True)
-    dist.broadcast(staged, src=0)
-    first = staged.cpu()
-    torch.set_rng_state(first)
-    try:
-        yield
-    finally:
-        if not torch.equal(own, first):
-            torch.set_rng_state(own)

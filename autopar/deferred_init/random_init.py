@@ -1,7 +1,7 @@
-"""The random initialization of a lazily built model as steps: which module's touches which parameter, and when.
+"""Random initialization of a lazily built model in steps, one per module, so that few parameters are full at a time.
 
-All steps run on the meta device first, where they cost nothing, to find what each of them touches. So a parameter has
-to be whole only from the first step that touches it to the last one.
+All steps run on the meta device first, where they cost nothing, to find the parameters that each of them touches. So a
+parameter is full only from the first step that touches it to the last one.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.deferred_init.sources import inits_of, sources_of
+from autopar.distributed.rng import kept
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
+from autopar.tensor_tracking import TensorTracking, storage_id, tensors_in
 
-__all__ = ["Pending", "Steps"]
+__all__ = ["DeferredParameter", "InitSteps"]
 
 
 @dataclass
-class Pending:
-    """One parameter that has no memory yet; tied ones are one."""
+class DeferredParameter:
+    """One parameter without memory; tied ones are one."""
 
     name: str
     parameter: nn.Parameter
@@ -39,34 +39,30 @@ class Pending:
 
     @property
     def drawn(self) -> bool:
-        """Whether random initialization has a say in it; what comes from a file is final."""
+        """Whether random initialization may fill it; values from a file are final."""
         return self.source is None or isinstance(self.source, InMemory)
 
 
-class Steps:
-    """The random initialization of a model as steps, each on one module, in transformers' order: children first.
+class InitSteps:
+    """The random initialization of a model, one step per module, in transformers' order: children first.
 
     Args:
         drawn: ``id(parameter)`` -> those that it may fill.
     """
 
-    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, Pending]) -> None:
+    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, DeferredParameter]) -> None:
         self._model, self._inner, self._drawn = model, inner, drawn
         self.first: list[set[int]] = []
         self.last: list[set[int]] = []
         self._calls: list[tuple[nn.Module, Callable[[], Any]]] = []
         if not any(pending.source is None for pending in drawn.values()):
             return  # transformers has initialized what it missed in the files
-        own = list(_own_inits(model, inner, None))
+        self._calls = list(_own_inits(model, inner, None))
         try:
-            touches = self._rehearse(own)
-            self._rehearse_resets(own, touches)
-        except Exception:  # a step that looks at values: then everything is held until the end
-            self._calls, touches = own, []
-            everything = set(drawn)
-            self.first = [everything] + [set()] * (len(own) - 1)
-            self.last = [set()] * (len(own) - 1) + [everything]
-            return
+            touches = self._touches(self._calls)
+            self._add_resets(touches)
+        except Exception:  # a step that reads values: then everything is full until the end
+            touches = [set(drawn) for _ in self._calls]
         seen: set[int] = set()
         for touched in touches:
             self.first.append(touched - seen)
@@ -77,15 +73,11 @@ class Steps:
             later |= touched
 
     def touched(self) -> set[int]:
-        """The parameters that some step works on."""
+        """Return the parameters that some step touches."""
         return set().union(*self.first)
 
-    def _rehearse(self, own: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
-        self._calls = own
-        return self._touches(own)
-
-    def _rehearse_resets(self, own: list[tuple[nn.Module, Callable[[], Any]]], touches: list[set[int]]) -> None:
-        """What no _init_weights touches keeps what its module's constructor gives it."""
+    def _add_resets(self, touches: list[set[int]]) -> None:
+        """Add steps for parameters that no _init_weights touches: they keep the initialization of their constructor."""
         lacking = {key for key, p in self._drawn.items() if p.source is None} - set().union(*touches)
         for module in self._model.modules():
             names = [name for name, p in module._parameters.items() if id(p) in lacking]
@@ -94,37 +86,35 @@ class Steps:
             reset = getattr(module, "reset_parameters", None)
             if not callable(reset):
                 reset = partial(_repeat, module, names)
-            at = next((number for number, (other, _) in enumerate(self._calls) if other is module), len(self._calls))
-            touches.insert(at, self._touches([(module, reset)])[0])
-            self._calls.insert(at, (module, reset))
+            place = next((n for n, (other, _) in enumerate(self._calls) if other is module), len(self._calls))
+            touches.insert(place, self._touches([(module, reset)])[0])
+            self._calls.insert(place, (module, reset))
 
     def _touches(self, calls: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
+        by_storage = {storage_id(p.parameter): key for key, p in self._drawn.items()}
         result = []
-        state = torch.get_rng_state()
         try:
-            with self._context():
+            with kept(), self._context():
                 for module, call in calls:
-                    watch = _Watch({p.parameter.untyped_storage()._cdata: key for key, p in self._drawn.items()})
-                    with watch, watch.init_functions():
+                    with _Touched(by_storage) as touched, touched.init_functions():
                         call()
-                    result.append(watch.touched)
-                    module._is_hf_initialized = True  # type: ignore[assignment]  # some look whether their parts are
+                    result.append(touched.keys)
+                    module._is_hf_initialized = True  # type: ignore[assignment]  # some check this of their children
         finally:
-            torch.set_rng_state(state)
             for module, _ in calls:
                 vars(module).pop("_is_hf_initialized", None)
         return result
 
-    def run(self, take: Callable[[int], None], keep: Callable[[int], None]) -> None:
-        """Do all steps; ``take`` gives a parameter memory before the first that touches it, ``keep`` ends it."""
+    def run(self, materialize: Callable[[int], None], shard: Callable[[int], None]) -> None:
+        """Run all steps; ``materialize`` a parameter before the first that touches it, ``shard`` it after the last."""
         with self._context():
             for (module, call), first, last in zip(self._calls, self.first, self.last, strict=True):
                 for key in sorted(first, key=lambda key: self._drawn[key].name):
-                    take(key)
+                    materialize(key)
                 call()
                 module._is_hf_initialized = True  # type: ignore[assignment]
                 for key in sorted(last, key=lambda key: self._drawn[key].name):
-                    keep(key)
+                    shard(key)
         for module in self._inner.modules():
             module._is_hf_initialized = True  # type: ignore[assignment]
 
@@ -141,7 +131,7 @@ class Steps:
 def _own_inits(
     module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None
 ) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Each module with what initializes it, children first: a Hugging Face model's, or its own reset_parameters."""
+    """The modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters."""
     if isinstance(module, PreTrainedModel):
         owner = module
     for child in module.children():
@@ -158,7 +148,7 @@ def _own_inits(
 
 
 def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
-    """``reset_parameters``, and then what the constructor around did to its parameters: that had the last word."""
+    """Run ``reset_parameters``, then the initialization by the constructor of an outer module, which came later."""
     reset()
     sources, inits = sources_of(module), inits_of(module)
     for name, parameter in module._parameters.items():
@@ -170,17 +160,17 @@ def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
 
 
 def _repeat(module: nn.Module, names: list[str]) -> None:
-    """Do what the constructor did with ``torch.nn.init``."""
+    """Repeat the constructor's calls of ``torch.nn.init``."""
     for name in names:
         parameter = module._parameters[name]
         for init in inits_of(module).get(name, ()):
-            # by its name: the functions that initialization uses now, which leave alone what is initialized
+            # by name: transformers' functions, which skip what is initialized
             getattr(hf_init, init.function.__name__, init.function)(parameter, *init.args, **init.kwargs)
 
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Put a stand-in that is marked as initialized where a tied weight is used a second time."""
+    """Replace the second use of a tied weight by a placeholder that is marked as initialized."""
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
@@ -188,10 +178,10 @@ def _untied(model: nn.Module) -> Iterator[None]:
             if there is None or there[2] is not (_parameter(model, source) or (None,) * 3)[2]:
                 continue
             module, name, parameter = there
-            stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-            stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+            placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
             replaced.append(there)
-            module._parameters[name] = stand_in
+            module._parameters[name] = placeholder
         yield
     finally:
         for module, name, parameter in replaced:
@@ -208,28 +198,31 @@ def _parameter(model: nn.Module, full: str) -> tuple[nn.Module, str, nn.Paramete
     return None if parameter is None else (module, name, parameter)
 
 
-class _Watch(TorchDispatchMode):
-    """Which of some meta tensors, known by their storage, are worked on."""
+class _Touched(TensorTracking):
+    """A dispatch mode that finds which of some meta tensors are arguments of operations.
 
-    def __init__(self, known: Mapping[int, int]) -> None:
+    Args:
+        by_storage: storage of each tensor -> its key.
+
+    Attributes:
+        keys: of the tensors found.
+    """
+
+    def __init__(self, by_storage: Mapping[int | None, int]) -> None:
         super().__init__()
-        self._known = known
-        self.touched: set[int] = set()
+        self._by_storage = by_storage
+        self.keys: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            self._note(leaf)
-        return func(*args, **(kwargs or {}))
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self._note((args, kwargs))
 
     def _note(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            key = self._known.get(value.untyped_storage()._cdata)
-            if key is not None:
-                self.touched.add(key)
+        storages = {storage_id(tensor) for tensor in tensors_in(value) if tensor.is_meta}
+        self.keys |= {self._by_storage[storage] for storage in storages & self._by_storage.keys()}
 
     @contextmanager
     def init_functions(self) -> Iterator[None]:
-        """Note what ``torch.nn.init`` is called with; some of its functions do nothing at all on the meta device."""
+        """Note the arguments of ``torch.nn.init``, some of whose functions do nothing at all on the meta device."""
         real: dict[str, Any] = dict(hf_init.TORCH_INIT_FUNCTIONS)
 
         def noting(function: Callable[..., Any]) -> Callable[..., Any]:

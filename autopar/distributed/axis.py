@@ -22,7 +22,7 @@ class Axis:
     __slots__ = ("explain", "group", "name", "rank", "ranks", "size")
 
     explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
-    """Says who is missing when a collective failed, or None if it failed for another reason; set by ``initialize``."""
+    """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Axis:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:
-        """The axis of a bare process group."""
+        """Make the axis of a bare process group."""
         return cls(name, group, dist.get_process_group_ranks(group), dist.get_rank(group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
@@ -55,7 +55,7 @@ Group = dist.ProcessGroup | HasTensorAxis | Axis
 
 
 def axis_of(group: Group | None) -> Axis:
-    """The axis that ``group`` means.
+    """Return the axis that ``group`` means.
 
     Raises:
         ConfigError: if it is none of the three, or a process group that this rank is not in. There is no default: the
@@ -75,7 +75,7 @@ def axis_of(group: Group | None) -> Axis:
 
 
 def check_divides(size: int, axis: Axis, what: str) -> int:
-    """``size / axis.size``.
+    """Return ``size / axis.size``.
 
     Raises:
         ConfigError: if that is not whole; with both numbers. ``size`` is the same on every rank, so all of them raise.
@@ -86,7 +86,7 @@ def check_divides(size: int, axis: Axis, what: str) -> int:
 
 
 def device_of(axis: Axis) -> torch.device:
-    """Where the tensors of this axis live: this process's GPU under nccl, else the CPU."""
+    """Return where the tensors of this axis live: this process's GPU under nccl, else the CPU."""
     if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(axis.group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

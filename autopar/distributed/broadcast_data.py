@@ -1,9 +1,9 @@
 """broadcast_data: the first rank of a tensor-parallel group reads the batch, the others get it from there.
 
 After Megatron-LM ``megatron/core/tensor_parallel/data.py`` (same name, same purpose). Three things differ: the data of
-the first rank is checked *before* the first collective and the verdict travels ahead of the tensors, so bad data is one
+the first rank is checked *before* the first collective and the result is sent ahead of the tensors, so bad data is one
 error on all ranks where Megatron's peers wait for ever; tensors may have any number of dims; each key may have a dtype
-of its own. Two broadcasts carry everything: the verdict, and the bytes of all tensors.
+of its own. Two broadcasts carry everything: the result of the check, and the bytes of all tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Dtypes = torch.dtype | Mapping[Any, torch.dtype]
 
 
 class _Spec(NamedTuple):
-    """One tensor that is about to arrive."""
+    """Metadata of one tensor to receive."""
 
     key: int | str
     dtype: torch.dtype
@@ -37,11 +37,11 @@ class _Spec(NamedTuple):
 def broadcast_data(
     keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes, group: Group
 ) -> dict[int | str, torch.Tensor]:
-    """Give every rank of ``group`` the tensors that its first rank holds.
+    """Broadcast the tensors of the first rank of ``group`` to all of its ranks.
 
     Args:
-        keys: which entries of ``data``; int or str. The first rank's count.
-        data: the batch on the first rank, on any device. What the others pass, None or anything else, is not looked at.
+        keys: which entries of ``data``; int or str. Those of the first rank are used.
+        data: the batch on the first rank, on any device. What the others pass, None or anything else, is ignored.
         dtype: of every tensor, or for each key its own.
         group: a process group or an MPU (its tensor-parallel group).
 
@@ -65,12 +65,12 @@ def broadcast_data(
             if not problems:
                 assert data is not None
                 payload = _pack(specs, data, device)
-        except Exception as error:  # whatever it is, the others must hear of it
+        except Exception as error:  # whatever it is, the others must not wait
             problems = [f"{type(error).__name__}: {error}"]
     if axis.size > 1:
-        verdict: list[Any] = [(specs, problems)]
-        dist.broadcast_object_list(verdict, group_src=0, group=axis.group)
-        specs, problems = verdict[0]
+        checked: list[Any] = [(specs, problems)]
+        dist.broadcast_object_list(checked, group_src=0, group=axis.group)
+        specs, problems = checked[0]
     if problems:
         origin = f"\n(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
         raise ConfigError("broadcast_data: " + "\n".join(problems) + origin, problems)
@@ -83,7 +83,7 @@ def broadcast_data(
 
 
 def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
-    """What is to be sent, and everything that is wrong with it."""
+    """Metadata of the tensors to send, and everything that is wrong with them."""
     if isinstance(keys, (str, int)) or not isinstance(keys, Iterable):
         return [], [f"keys must be a list of keys, not {keys!r}"]
     if not isinstance(data, Mapping):
@@ -127,7 +127,7 @@ def _list(keys: Iterable[Hashable]) -> str:
 
 
 def _pack(specs: list[_Spec], data: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """All tensors as one run of bytes: gloo has no float8, and every dtype is bytes."""
+    """Concatenate all tensors as bytes: gloo has no float8, and every dtype is bytes."""
     parts = [
         data[spec.key].detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for spec in specs
     ]

@@ -15,7 +15,7 @@ The convention is that of Shoeybi et al., "Megatron-LM" (2019), section 3: after
 computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
 (that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
 
-On the meta device the collectives compute shapes and communicate nothing, so a share's forward can be rehearsed.
+On the meta device the collectives compute shapes and communicate nothing: a dry run needs no process group.
 
 None of these mutates its input except ``reduce_``, which is for a matmul output that nothing else has seen.
 """
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
-from autopar.layout import Block, Layout, share_out
+from autopar.layout import Block, Layout, even_shards
 
 __all__ = [
     "all_gather",
@@ -52,19 +52,19 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
-    """Call a collective of torch's; if a rank of the axis is gone, the error says which one, and why."""
+    """Call a collective of torch's; if a rank of the axis failed, the error names it and its reason."""
     try:
         collective(*args, group=axis.group)
     except RuntimeError as error:
-        lost = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
-        if lost is None:
+        failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
+        if failure is None:
             raise
-        raise lost from error
+        raise failure from error
 
 
 def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
-    """The layout of ``size`` single elements shared out evenly over ``parts`` ranks along ``dim``."""
-    return Layout.of(dim, [Block("element", size, 1, share_out(size, parts))])
+    """Return the layout of ``size`` single elements sharded evenly over ``parts`` ranks along ``dim``."""
+    return Layout.of(dim, [Block("element", size, 1, even_shards(size, parts))])
 
 
 # -- plain collectives, no autograd -------------------------------------------------------------------------------
@@ -78,23 +78,34 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x
 
 
-def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    """Gather shards along ``dim``, no autograd. Uneven ones travel padded: gloo has no uneven all-gather."""
+def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = None) -> torch.Tensor:
+    """All-gather shards along ``dim`` (the layout's), no autograd. Padded if uneven: gloo has no uneven all-gather."""
+    dim = layout.dim if dim is None else dim
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     if x.is_meta:
-        shape = list(x.shape)
-        shape[dim] = layout.size
-        return x.new_empty(shape)
-    widest = max(sizes)
-    if x.shape[dim] < widest:
-        padding = list(x.shape)
-        padding[dim] = widest - x.shape[dim]
-        x = torch.cat([x, x.new_zeros(padding)], dim)
+        return x.new_empty(_resized(x, dim, layout.size))
+    missing = max(sizes) - x.shape[dim]
+    if missing > 0:
+        x = torch.cat([x, x.new_zeros(_resized(x, dim, missing))], dim)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.numel())
     _run(_all_gather_flat, axis, out, x.view(-1))
     shards = out.view(axis.size, *x.shape).unbind(0)
     return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
+
+
+def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
+    full = shard.new_zeros(_resized(shard, dim, layout.size))
+    layout.write(full, shard, axis.rank, dim)
+    _run(dist.all_reduce, axis, full)
+    return full
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
 
 
 def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -131,18 +142,13 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _ReduceInPlace(torch.autograd.Function):
+class _ReduceInPlace(_Reduce):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
         if not x.is_meta:
             _run(dist.all_reduce, axis, x)
         return x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
 
 
 class _Gather(torch.autograd.Function):
@@ -176,11 +182,7 @@ class _Scatter(torch.autograd.Function):
         layout: Layout = ctx.layout
         if not layout.replicated:
             return all_gather(grad, ctx.axis, layout, ctx.dim), None, None, None
-        shape = list(grad.shape)  # ranks that hold the same units have a part of their gradient each
-        shape[ctx.dim] = layout.size
-        full = grad.new_zeros(shape)
-        layout.write(full, grad, ctx.axis.rank, ctx.dim)
-        return _all_reduce(full, ctx.axis), None, None, None
+        return _sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
 
 
 class _GatherSum(torch.autograd.Function):
@@ -235,73 +237,64 @@ class _SumReplicas(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout: Layout = ctx.layout
-        shape = list(grad.shape)
-        shape[layout.dim] = layout.size
-        full = grad.new_zeros(shape)
-        layout.write(full, grad, ctx.axis.rank)
-        _run(dist.all_reduce, ctx.axis, full)
-        return layout.shard(full, ctx.axis.rank), None, None
+        return layout.shard(_sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
+
+
+def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
+    result: torch.Tensor = x if axis.size == 1 else function.apply(x, axis, *args)
+    return result
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Enter a sharded region: identity forward, gradients of all ranks summed backward. Any shape."""
-    if axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+    if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    result: torch.Tensor = _Copy.apply(x, axis)
-    return result
+    return _apply(_Copy, x, axis)
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Leave a sharded region: sum over the axis forward, identity backward. Any shape; ``x`` is kept as it was."""
-    result: torch.Tensor = x if axis.size == 1 else _Reduce.apply(x, axis)
-    return result
+    return _apply(_Reduce, x, axis)
 
 
 def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """:func:`reduce` in place, for a contiguous matmul output that no backward formula has saved."""
-    result: torch.Tensor = x if axis.size == 1 else _ReduceInPlace.apply(x, axis)
-    return result
+    return _apply(_ReduceInPlace, x, axis)
 
 
 def gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
     """``[..., n/axis] -> [..., n]`` along ``dim`` by ``layout``; backward keeps this rank's part."""
-    result: torch.Tensor = x if axis.size == 1 else _Gather.apply(x, axis, layout, dim)
-    return result
+    return _apply(_Gather, x, axis, layout, dim)
 
 
 def scatter(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
     """``[..., n] -> [..., n/axis]`` along ``dim`` by ``layout``; backward gathers the parts."""
-    result: torch.Tensor = x if axis.size == 1 else _Scatter.apply(x, axis, layout, dim)
-    return result
+    return _apply(_Scatter, x, axis, layout, dim)
 
 
 def gather_sum(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """``[..., n/axis] -> [..., n]`` into a sharded region: backward sums over the ranks and keeps this rank's part."""
-    result: torch.Tensor = x if axis.size == 1 else _GatherSum.apply(x, axis, dim)
-    return result
+    return _apply(_GatherSum, x, axis, dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """``[..., n] -> [..., n/axis]``: sum over the ranks and keep this rank's part; ``n`` divides evenly."""
-    result: torch.Tensor = x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
-    return result
+    return _apply(_ReduceScatter, x, axis, dim)
 
 
 def all_to_all(
     x: torch.Tensor, axis: Axis, output_splits: list[int] | None = None, input_splits: list[int] | None = None
 ) -> torch.Tensor:
     """Exchange rows: ``input_splits[r]`` rows of dim 0 go to rank ``r``, ``output_splits[r]`` come from it."""
-    result: torch.Tensor = x if axis.size == 1 else _AllToAll.apply(x, axis, output_splits, input_splits)
-    return result
+    return _apply(_AllToAll, x, axis, output_splits, input_splits)
 
 
 def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
-    """Use a weight whose units several ranks hold: its *incoming* gradient is summed over the ranks that hold the same.
+    """Use a weight whose units are replicated: its *incoming* gradient is summed over the ranks that hold the same.
 
     Summing the incoming and not the accumulated gradient keeps gradient accumulation right: a sum after the second
     micro-batch would count the first one again.
     """
-    if axis.size == 1 or not (weight.requires_grad and torch.is_grad_enabled()):
+    if not (weight.requires_grad and torch.is_grad_enabled()):
         return weight
-    result: torch.Tensor = _SumReplicas.apply(weight, axis, layout)
-    return result
+    return _apply(_SumReplicas, weight, axis, layout)

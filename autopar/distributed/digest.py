@@ -1,15 +1,16 @@
-"""Digests of tensors, text and bytes: small numbers that ranks compare instead of what they stand for."""
+"""Digests of tensors, text and bytes: small numbers that ranks compare instead of the data."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["checksum", "hexdigest", "of_tensor", "of_text", "of_values", "sum_of_bits"]
+__all__ = ["checksum", "extremes", "hexdigest", "of_tensor", "of_text", "of_values", "sum_of_bits"]
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative
@@ -70,6 +71,14 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     Equal tensors have equal sums on any device, others practically never.
     """
     return _bits(tensor).sum(dtype=torch.int64)
+
+
+def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
+    pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = pair.tolist()
+    return largest, [-number for number in smallest]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

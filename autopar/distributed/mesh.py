@@ -2,11 +2,11 @@
 
 Ranks count tp fastest, then dp, then pp, as in Megatron-LM. With 16 ranks, tp 2 and pp 4::
 
-    tp: [0, 1] [2, 3] [4, 5] ...      ranks that share the layers of one model replica
+    tp: [0, 1] [2, 3] [4, 5] ...      ranks that hold different shards of the same layers
     dp: [0, 2] [1, 3] [4, 6] ...      ranks that hold the same shard of different replicas
     pp: [0, 4, 8, 12] [1, 5, 9, 13]   ranks that hold consecutive stages of one replica
 
-An MPU has no module-level state: two of them, with two shapes, live side by side in one process.
+An MPU has no module-level state: two of them, with two shapes, may exist in one process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.config import ParallelConfig
 from autopar.distributed import collectives
+from autopar.distributed.accessors import MeshAccessors
 from autopar.distributed.axis import Axis, check_divides
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
@@ -43,9 +44,9 @@ class MeshSizes(NamedTuple):
 
 
 def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
-    """The global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
+    """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
 
-    ``model`` groups one whole model replica (tp x pp); ``embedding`` the first and last stage, which share tied
+    ``model`` groups one whole model replica (tp x pp); ``embedding`` the first and last stage, which both hold tied
     embeddings.
     """
     tp, pp, dp = sizes
@@ -88,20 +89,20 @@ def start_process_group() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
 
 
-class MPU:
+class MPU(MeshAccessors):
     """This process's place in the (pp, dp, tp) mesh, and the process groups around it.
 
     Every process of the world makes it, at the same point of the program, with the same sizes.
 
     Args:
-        tensor_parallel_size: ranks that share layers.
-        pipeline_parallel_size: stages. The data-parallel size is what remains of the world.
+        tensor_parallel_size: ranks over which layers are sharded.
+        pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * pp).
 
     Attributes:
         tp, dp, pp, model: the axes (:class:`~autopar.distributed.Axis`) through this rank.
         sizes: ``MeshSizes(tp, pp, dp)``.
         device: where this rank computes: its GPU under nccl, else the CPU.
-        random_tracker: the random streams, once :func:`~autopar.distributed.rng_tracker.manual_seed` was called
+        random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
             with this MPU.
 
     Raises:
@@ -124,7 +125,7 @@ class MPU:
         made: dict[tuple[int, ...], Any] = {}
         axes = {name: self._make_axis(name, groups, made) for name, groups in rank_groups(self.sizes).items()}
         self.tp, self.dp, self.pp, self.model = axes["tp"], axes["dp"], axes["pp"], axes["model"]
-        self._embedding: Axis | None = axes["embedding"]
+        self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
         if cuda:
             self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
@@ -155,7 +156,7 @@ class MPU:
 
     @property
     def is_master(self) -> bool:
-        """Whether this is rank 0 of the world, which prints and logs; it reads no data and saves nothing alone."""
+        """Whether this is rank 0 of the world, for printing and logging; it neither reads data nor saves alone."""
         return self.rank == 0
 
     @property
@@ -202,107 +203,3 @@ class MPU:
     ) -> dict[int | str, torch.Tensor]:
         """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.distributed.broadcast_data`."""
         return broadcast_data(keys, data, dtype, self)
-
-    # -- groups, ranks, sizes, under OSLO's, Megatron-LM's and DeepSpeed's spellings --------------------------------
-
-    def get_tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks that share this rank's layers."""
-        return self.tp.group
-
-    def get_tensor_parallel_rank(self) -> int:
-        """Place of this rank in its tensor-parallel group."""
-        return self.tp.rank
-
-    def get_tensor_parallel_world_size(self) -> int:
-        """Size of the tensor-parallel group."""
-        return self.tp.size
-
-    def get_tensor_parallel_src_rank(self) -> int:
-        """Global rank of the first rank of the tensor-parallel group."""
-        return self.tp.ranks[0]
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group for ``DistributedDataParallel(model, process_group=...)``."""
-        return self.dp.group
-
-    def get_data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to: ``DistributedSampler(rank=...)``."""
-        return self.dp.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of replicas: ``DistributedSampler(num_replicas=...)``."""
-        return self.dp.size
-
-    def get_data_parallel_src_rank(self) -> int:
-        """Global rank of the first rank of the data-parallel group."""
-        return self.dp.ranks[0]
-
-    def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of the stages of this replica."""
-        return self.pp.group
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """Stage of this rank."""
-        return self.pp.rank
-
-    def get_pipeline_parallel_world_size(self) -> int:
-        """Number of stages."""
-        return self.pp.size
-
-    def get_pipeline_parallel_first_rank(self) -> int:
-        """Global rank of the first stage."""
-        return self.pp.ranks[0]
-
-    def get_pipeline_parallel_last_rank(self) -> int:
-        """Global rank of the last stage."""
-        return self.pp.ranks[-1]
-
-    def get_pipeline_parallel_next_rank(self) -> int:
-        """Global rank of the following stage; the last one's is the first."""
-        return self.pp.ranks[(self.pp.rank + 1) % self.pp.size]
-
-    def get_pipeline_parallel_prev_rank(self) -> int:
-        """Global rank of the preceding stage; the first one's is the last."""
-        return self.pp.ranks[(self.pp.rank - 1) % self.pp.size]
-
-    def is_pipeline_first_stage(self) -> bool:
-        """Whether this rank holds the embeddings."""
-        return self.pp.rank == 0
-
-    def is_pipeline_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
-        return self.pp.rank == self.pp.size - 1
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of one whole model replica: tp x pp."""
-        return self.model.group
-
-    def get_model_parallel_rank(self) -> int:
-        """Place of this rank in its model replica."""
-        return self.model.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Ranks of one model replica."""
-        return self.model.size
-
-    def get_embedding_group(self) -> dist.ProcessGroup | None:
-        """Process group of the first and last stage, which share tied embeddings; None on the stages between."""
-        return self._embedding.group if self._embedding else None
-
-    get_tensor_model_parallel_group = get_tensor_parallel_group
-    get_tensor_model_parallel_rank = get_tensor_parallel_rank
-    get_tensor_model_parallel_world_size = get_tensor_parallel_world_size
-    get_tensor_model_parallel_src_rank = get_tensor_parallel_src_rank
-    get_pipeline_model_parallel_group = get_pipeline_parallel_group
-    get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
-    get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
-    get_pipeline_model_parallel_first_rank = get_pipeline_parallel_first_rank
-    get_pipeline_model_parallel_last_rank = get_pipeline_parallel_last_rank
-    get_pipeline_model_parallel_next_rank = get_pipeline_parallel_next_rank
-    get_pipeline_model_parallel_prev_rank = get_pipeline_parallel_prev_rank
-    get_pipe_parallel_group = get_pipeline_parallel_group
-    get_pipe_parallel_rank = get_pipeline_parallel_rank
-    get_pipe_parallel_world_size = get_pipeline_parallel_world_size
-    get_slice_parallel_group = get_tensor_parallel_group
-    get_slice_parallel_rank = get_tensor_parallel_rank
-    get_slice_parallel_world_size = get_tensor_parallel_world_size

@@ -1,8 +1,8 @@
-"""Random state in a tensor-parallel group: one stream that all ranks share, and one of each rank's own.
+"""Random state in a tensor-parallel group: a replicated stream, and one of each rank's own.
 
 Dropout on replicated activations must drop the same elements on every rank of the group, dropout on sharded activations
 must not. So there are two streams: the default generator, seeded alike everywhere, and a named one, seeded per rank,
-that :meth:`RandomStateTracker.fork` puts in the default generator's place for a while. (``torch.nn.functional.dropout``
+that replaces the default generator's inside :meth:`RandomStateTracker.fork`. (``torch.nn.functional.dropout``
 takes no generator, so there is no other way.) The idea and the seeds are Megatron-LM's
 (``megatron/core/tensor_parallel/random.py``). A tracker is an object: there is no module-level state.
 
@@ -22,21 +22,23 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from autopar.distributed.axis import Axis, Group, axis_of
+from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["MODEL_PARALLEL_STREAM", "RandomStateTracker", "StreamState", "checkpoint", "manual_seed"]
+__all__ = [
+    "MODEL_PARALLEL_STREAM",
+    "RandomStateTracker",
+    "StreamState",
+    "checkpoint",
+    "get_cuda_rng_tracker",
+    "manual_seed",
+    "model_parallel_cuda_manual_seed",
+]
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 """Name of the stream that differs between the ranks of a tensor-parallel group."""
 
 _MODEL_PARALLEL_OFFSET = 2718  # Megatron-LM's: runs of the two can be compared
-
-
-class _Generators(NamedTuple):
-    """State of this process's default generators: the CPU's, and the current GPU's if there is one."""
-
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
 
 
 class StreamState(TypedDict):
@@ -50,10 +52,10 @@ class StreamState(TypedDict):
 class _Snapshot(NamedTuple):
     """Everything that random numbers drawn from now on depend on."""
 
-    live: _Generators
+    live: TorchGenerators
     streams: dict[str, StreamState]
     forks: tuple[str, ...]
-    outside: _Generators | None
+    outside: TorchGenerators | None
 
 
 class RandomStateTracker:
@@ -67,7 +69,7 @@ class RandomStateTracker:
         self._cuda = torch.cuda.is_available() if cuda is None else cuda
         self._streams: dict[str, StreamState] = {}
         self._forks: list[str] = []  # the forks around this point of the program, innermost last
-        self._outside: _Generators | None = None  # the default stream, while a fork has its place
+        self._outside: TorchGenerators | None = None  # the default stream, inside a fork
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream; the default generators are left as they are.
@@ -80,11 +82,8 @@ class RandomStateTracker:
         for other, stream in self._streams.items():
             if stream["seed"] == seed:
                 raise ConfigError(f"random stream {name!r}: seed {seed} is that of stream {other!r} already")
-        self._streams[name] = StreamState(
-            seed=seed,
-            cpu=torch.Generator().manual_seed(seed).get_state(),
-            cuda=torch.Generator("cuda").manual_seed(seed).get_state() if self._cuda else None,
-        )
+        cpu, cuda = TorchGenerators.of_seed(seed, self._cuda)
+        self._streams[name] = StreamState(seed=seed, cpu=cpu, cuda=cuda)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
@@ -98,20 +97,20 @@ class RandomStateTracker:
         if name not in self._streams:
             known = ", ".join(map(repr, self._streams)) or "none: call manual_seed first"
             raise ConfigError(f"no random stream {name!r}; there is {known}.{nearest(name, self._streams)}")
-        self._leave()
+        self._store()
         self._forks.append(name)
-        self._enter()
+        self._load()
         try:
             yield
         finally:
-            self._leave()
+            self._store()
             self._forks.pop()
-            self._enter()
+            self._load()
 
     def get_states(self) -> dict[str, StreamState]:
-        """A copy of every named stream; the default generator is not among them."""
+        """Copy every named stream; the default generator is not among them."""
         if self._forks:
-            self._leave()
+            self._store()
         return _copy(self._streams)
 
     def set_states(self, states: Mapping[str, StreamState]) -> None:
@@ -120,18 +119,20 @@ class RandomStateTracker:
         Raises:
             ConfigError: inside a fork of a stream that ``states`` lacks.
         """
-        lost = [name for name in self._forks if name not in states]
-        if lost:
-            raise ConfigError(f"set_states inside a fork of {lost[0]!r}, which is not among the states {list(states)}")
+        missing = [name for name in self._forks if name not in states]
+        if missing:
+            raise ConfigError(
+                f"set_states inside a fork of {missing[0]!r}, which is not among the states {list(states)}"
+            )
         self._streams = _copy(states)
         for stream in self._streams.values():
             if self._cuda and stream["cuda"] is None:
-                stream["cuda"] = torch.Generator("cuda").manual_seed(stream["seed"]).get_state()
+                stream["cuda"] = TorchGenerators.of_seed(stream["seed"], cuda=True).cuda
         if self._forks:
-            self._enter()
+            self._load()
 
     def reset(self) -> None:
-        """Forget all named streams.
+        """Remove all named streams.
 
         Raises:
             ConfigError: inside a fork.
@@ -143,8 +144,8 @@ class RandomStateTracker:
     # -- the state as a whole, for recomputation -------------------------------------------------------------------
 
     def snapshot(self) -> _Snapshot:
-        """The default generators, all streams, and which fork is active."""
-        return _Snapshot(self._live(), _copy(self._streams), tuple(self._forks), self._outside)
+        """Return the default generators, all streams, and the active forks."""
+        return _Snapshot(TorchGenerators.now(self._cuda), _copy(self._streams), tuple(self._forks), self._outside)
 
     def restore(self, snapshot: _Snapshot) -> None:
         """Go back to a :meth:`snapshot`, into the middle of the forks it was taken in."""
@@ -155,28 +156,23 @@ class RandomStateTracker:
 
     # -- which stream the default generators hold ------------------------------------------------------------------
 
-    def _live(self) -> _Generators:
-        return _Generators(torch.get_rng_state(), torch.cuda.get_rng_state() if self._cuda else None)
+    def _set_live(self, state: TorchGenerators) -> None:
+        (state if self._cuda else state._replace(cuda=None)).restore()
 
-    def _set_live(self, state: _Generators) -> None:
-        torch.set_rng_state(state.cpu)
-        if state.cuda is not None and self._cuda:
-            torch.cuda.set_rng_state(state.cuda)
-
-    def _leave(self) -> None:
-        """Put the default generators' state down where it belongs: in the innermost fork's stream, or outside."""
-        live = self._live()
+    def _store(self) -> None:
+        """Read the default generators into the innermost fork's stream, or into the default one."""
+        live = TorchGenerators.now(self._cuda)
         if self._forks:
             stream = self._streams[self._forks[-1]]
             stream["cpu"], stream["cuda"] = live
         else:
             self._outside = live
 
-    def _enter(self) -> None:
-        """The other way round."""
+    def _load(self) -> None:
+        """Set the default generators from the innermost fork's stream, or from the default one."""
         if self._forks:
             stream = self._streams[self._forks[-1]]
-            self._set_live(_Generators(stream["cpu"], stream["cuda"]))
+            self._set_live(TorchGenerators(stream["cpu"], stream["cuda"]))
         elif self._outside is not None:
             self._set_live(self._outside)
             self._outside = None
@@ -211,6 +207,23 @@ def manual_seed(seed: int, group: Group) -> RandomStateTracker:
     return tracker
 
 
+def model_parallel_cuda_manual_seed(seed: int, group: Group) -> RandomStateTracker:
+    """Seed as :func:`manual_seed` does, under Megatron-LM's name; seeds the CPU as well."""
+    return manual_seed(seed, group)
+
+
+def get_cuda_rng_tracker(group: Group) -> RandomStateTracker:
+    """Return the tracker that :func:`manual_seed` left on this MPU.
+
+    Raises:
+        ConfigError: if there is none, or ``group`` is a bare process group, which cannot keep one.
+    """
+    tracker = getattr(group, "random_tracker", None)
+    if not isinstance(tracker, RandomStateTracker):
+        raise ConfigError(f"{type(group).__name__} has no random state tracker: call manual_seed(seed, mpu) first")
+    return tracker
+
+
 class _Rewind:
     """Context of a recomputation: random state as it was at the forward pass, afterwards as it is now.
 
@@ -231,7 +244,7 @@ class _Rewind:
 
 
 def checkpoint(function: Callable[..., Any], tracker: RandomStateTracker | None, *args: Any) -> Any:
-    """``function(*args)`` without keeping its activations: backward computes them again, with the same random numbers.
+    """Run ``function(*args)`` without keeping its activations: backward recomputes them, with the same random numbers.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). torch's non-reentrant checkpoint does the work
     (nested tensors in ``args``, autocast and checkpoints inside checkpoints are all right); it knows only the default

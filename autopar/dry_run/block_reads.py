@@ -50,7 +50,7 @@ def trace_reads(
             except Exception:  # it does not run so, which says nothing about the model
                 continue
             reads.within = start
-            reads.rehearse = functools.partial(rehearse_stages, copied, start, inputs=_without_cache(copied, variant))
+            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=_without_cache(copied, variant))
             return reads
     return None
 

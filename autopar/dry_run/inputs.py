@@ -1,4 +1,4 @@
-"""What a dry run starts from: a copy of the model without data, and the smallest inputs that exercise it."""
+"""The start of a dry run: a copy of the model without data, and small inputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """Two sequences of five tokens, two images, two stretches of sound: what the model's main input is.
+    """Make inputs on the meta device: two sequences of five tokens, two images or two pieces of sound.
 
     Raises:
-        ValueError: nothing is known about that input.
+        ValueError: the model's main input is of another kind.
     """
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
@@ -95,7 +95,7 @@ def _empty(*shape: int) -> torch.Tensor:
 
 
 def meta_copy(model: Model, *, gradients: bool = False) -> Model:
-    """A copy on the meta device, in evaluation mode; never holds memory for weights.
+    """Copy a model to the meta device, in evaluation mode, without memory for its weights.
 
     Args:
         gradients: whether its floating parameters require them.
@@ -104,16 +104,16 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=gradients and empty.is_floating_point())
-    beside = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    for buffer in (*model.buffers(), *beside):
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    for tensor in (*model.buffers(), *(value for value in attributes if isinstance(value, torch.Tensor))):
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     copied = copy.deepcopy(model, memo).eval()
     for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
         if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # every model has it, it runs without data, and it reads every count
+            config._attn_implementation = "eager"  # every model has it; it runs without data and reads every size
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"  # the one that does not look at data
-    for module in copied.modules():  # the user's hooks have no part in this
+    for module in copied.modules():  # without the user's hooks
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
     return copied

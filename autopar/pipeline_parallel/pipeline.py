@@ -40,8 +40,7 @@ from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
 from autopar.pipeline_parallel.stage_weights import release, reload
 from autopar.pipeline_parallel.tied_weights import TiedWeights
-from autopar.plan.model_outputs import refuse_collected
-from autopar.plan.stages import StagePlan
+from autopar.plan.stages import StagePlan, refuse_collected
 
 __all__ = ["Pipeline", "PipelineOutput"]
 

@@ -1,4 +1,4 @@
-"""Attributes and arguments that ``forward`` reads: from the whole model's value to each rank's."""
+"""Attributes and arguments that ``forward`` reads: the whole model's value -> each rank's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autopar.plan.matching import Scope, join, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan
 from autopar.policy.schema import Ratio
 
-__all__ = ["cut_inputs", "scaled_attributes"]
+__all__ = ["scaled_attributes", "sliced_inputs"]
 
 
 def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterator[AttributePlan]:
-    """Each attribute of a scope with its value on every rank."""
+    """Yield each attribute of a scope with its value on every rank."""
     start = scope.path + "." if scope.path else ""
     counts = {
         unit.unit: unit.count
@@ -68,7 +68,9 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
         if unit is not None:
             count = table.count(unit, scope.block) or counts.get(unit)
             if count is None:
-                raise PolicyError(f"'{unit}' is inferred and cut nowhere in this block, {shown} needs it", ratio.where)
+                raise PolicyError(
+                    f"'{unit}' is inferred and shards nothing in this block, as {shown} needs", ratio.where
+                )
             shares = table.shares(unit, count, tp, scope.block)
             numbers.append([count, *(stop - start for start, stop in shares)])
     top, bottom = [width * number for number in numbers[0]], numbers[1] if len(numbers) == 2 else [1] * (tp + 1)
@@ -88,8 +90,8 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
     return tuple(values)
 
 
-def cut_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
-    """Each argument of a scope that is cut: path of the module, what, and the place of its entry."""
+def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
+    """Yield each argument of a scope that is sliced: path of the module, its plan, and the place of its entry."""
     for pattern, entry in scope.inputs.items():
         if scope.table.stays_whole(entry.unit, scope.block):
             continue

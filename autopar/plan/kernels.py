@@ -1,7 +1,7 @@
-"""Fused kernels that multiply by weights themselves, around the layers that know how those are shared out.
+"""Refuse fused kernels that read sharded weights directly and would skip the all-reduce of their layers.
 
 transformers takes such a function from an installed package (mamba-ssm) where there is one, and its own torch code
-otherwise. A policy names them under ``without_kernels``; a model that would call one cannot be shared out.
+otherwise. A policy names them under ``without_kernels``; a model that would call one cannot be tensor-parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
         if _is_foreign(function):
             raise UnsupportedModelError(
                 f"{type(model).__name__} would compute with the kernel '{name}' of an installed package, which "
-                "multiplies by weights that tensor parallelism cuts and never sums the result.\n"
+                "multiplies by weights that tensor parallelism shards and never sums the result.\n"
                 "  Uninstall that package (mamba-ssm, causal-conv1d) here, or leave tensor_parallel_size at 1 "
                 f"({policy.where})."
             )

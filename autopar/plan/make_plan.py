@@ -1,4 +1,4 @@
-"""make_plan: one policy, one model, one axis size -> a :class:`Plan`. Every check is here; the model is only read."""
+"""make_plan: policy, model and tensor-parallel size -> a :class:`Plan`. Every check is here; the model is only read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
-from autopar.plan.attributes import cut_inputs, scaled_attributes
-from autopar.plan.experts import share_experts
-from autopar.plan.matching import Use, all_scopes, check_overlap, join, uses_of
+from autopar.plan.attributes import scaled_attributes, sliced_inputs
+from autopar.plan.experts import shard_by_expert
+from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, join, matches_of
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.plan.regions import check_regions
-from autopar.plan.rules import Cut, cuts_of
+from autopar.plan.rules import TensorRule, tensor_rules_of
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.described_model import model_inside, model_type_of
 from autopar.policy.schema import Policy
@@ -24,10 +24,10 @@ __all__ = ["make_plan"]
 
 
 def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = False) -> Plan:
-    """What each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
+    """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
 
     Args:
-        by_expert: share mixtures of experts out by expert instead of cutting each.
+        by_expert: shard mixtures of experts by expert instead of sharding each.
 
     Raises:
         PolicyError: the policy does not describe this model (file and line).
@@ -36,29 +36,30 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     prefix, model = model_inside(root, policy)
     scopes = list(all_scopes(policy, prefix, model, tp))
     names = _Names(root)
-    uses = names.each_once([use for scope in scopes for met in uses_of(scope) for use in _whole_if_too_few(met)])
-    check_overlap(uses)
+    found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
+    matches = names.distinct(found)
+    check_overlap(matches)
     modules: dict[str, ModulePlan] = {}
     layouts = _Layouts()
     expert_attributes: list[AttributePlan] = []
     if by_expert:
-        uses, expert_attributes = share_experts(uses)
-    for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule cuts follows that rule
-        for use in uses:
-            if isinstance(use.module, nn.Module) is not bare:
-                for cut in cuts_of(use):
-                    _add(cut, use, modules, layouts, bare)
-    check_regions(uses, modules)
+        matches, expert_attributes = shard_by_expert(matches)
+    for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
+        for match in matches:
+            if isinstance(match.module, nn.Module) is not bare:
+                for rule in tensor_rules_of(match):
+                    _add(rule, match, modules, layouts, bare)
+    check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
-        for path, cut_input, where in cut_inputs(scope):
+        for path, plan, where in sliced_inputs(scope):
             known = modules.get(names[path]) or ModulePlan(names[path], "", where)
-            if any(other.name == cut_input.name for other in known.inputs):
+            if any(other.name == plan.name for other in known.inputs):
                 continue  # a module that several blocks share
-            modules[known.path] = replace(known, inputs=(*known.inputs, cut_input))
+            modules[known.path] = replace(known, inputs=(*known.inputs, plan))
     _refuse_replicas_in_regions(modules)
     _watch_parents(modules)
-    _check_ties(root, layouts, modules, {use.path for use in uses if not isinstance(use.module, nn.Module)})
+    _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
     _check_coverage(model, prefix, layouts, policy)
     experts = {attribute.path for attribute in expert_attributes}
     attributes = [attribute for attribute in attributes if attribute.path not in experts]
@@ -68,18 +69,18 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
         policy=policy.name,
         tensors=plan_tensors(root, prefix, model, layouts.by_id()),
         modules=modules,
-        attributes=tuple(_once_each([*attributes, *expert_attributes])),
+        attributes=tuple(_distinct([*attributes, *expert_attributes])),
     )
 
 
-def _whole_if_too_few(use: Use) -> list[Use]:
-    """``use``, as ``replicated`` where ``or_whole`` says so; a buffer needs no rule for that."""
-    units = use.rule.units
-    if not any(use.scope.table.stays_whole(unit, use.scope.block) for unit in units):
-        return [use]
-    if isinstance(use.module, torch.Tensor) and not isinstance(use.module, nn.Parameter):
+def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
+    """``match``, as ``replicated`` where ``or_whole`` says so; a buffer needs no rule for that."""
+    units = match.rule.units
+    if not any(match.scope.table.stays_whole(unit, match.scope.block) for unit in units):
+        return [match]
+    if isinstance(match.module, torch.Tensor) and not isinstance(match.module, nn.Parameter):
         return []
-    return [replace(use, rule=replace(use.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
+    return [replace(match, rule=replace(match.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
                                       enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
 
 
@@ -93,71 +94,74 @@ class _Names:
     def __getitem__(self, path: str) -> str:
         return self._path[path]
 
-    def each_once(self, uses: list[Use]) -> list[Use]:
-        """``uses`` without those of further paths to the same module."""
-        found: dict[int, Use] = {}
+    def distinct(self, matches: list[RuleMatch]) -> list[RuleMatch]:
+        """Drop the matches of further paths to the same module."""
+        found: dict[int, RuleMatch] = {}
         result = []
-        for use in uses:
-            if isinstance(use.module, nn.Module):
-                path = self[use.path]
+        for match in matches:
+            if isinstance(match.module, nn.Module):
+                path = self[match.path]
             else:
-                holder, _, name = use.path.rpartition(".")
+                holder, _, name = match.path.rpartition(".")
                 path = join(self[holder], name)
-            if path != use.path:
-                known = found.get(id(use.module))
-                if known is not None and replace(known.rule, where=use.rule.where) == use.rule:
+            if path != match.path:
+                known = found.get(id(match.module))
+                if known is not None and replace(known.rule, where=match.rule.where) == match.rule:
                     continue
-            first = replace(use, path=path)
-            found[id(use.module)] = first
+            first = replace(match, path=path)
+            found[id(match.module)] = first
             result.append(first)
         return result
 
 
 class _Layouts:
-    """Parameter or buffer -> its layout and who said so; modules that share one (tied weights) must agree."""
+    """Parameter or buffer -> its layout and the match that gave it; modules with the same one (tied) must agree."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Layout | None, Use, str]] = {}
+        self._known: dict[int, tuple[Layout | None, RuleMatch, str]] = {}
 
-    def note(self, tensor: torch.Tensor, layout: Layout | None, use: Use, name: str, *, yields: bool) -> Layout | None:
-        """The layout that holds; a bare parameter's ``replicated`` yields to a layer's rule."""
-        known = self._known.setdefault(id(tensor), (layout, use, name))
+    def note(
+        self, tensor: torch.Tensor, layout: Layout | None, match: RuleMatch, name: str, *, yields: bool
+    ) -> Layout | None:
+        """Return the layout that is valid; a bare parameter's ``replicated`` yields to a layer's rule."""
+        known = self._known.setdefault(id(tensor), (layout, match, name))
         if known[0] != layout and not (yields and layout is None):
             other = known[1]
             raise PolicyError(
-                f"{join(use.path, name)} is the same tensor as {join(other.path, known[2])}, but {_words(layout)} here "
-                f"and {_words(known[0])} by {other.rule.where}",
-                use.rule.where,
+                f"{join(match.path, name)} is the same tensor as {join(other.path, known[2])}, but {_words(layout)} "
+                f"here and {_words(known[0])} by {other.rule.where}",
+                match.rule.where,
             )
         return known[0]
 
     def by_id(self) -> Mapping[int, Layout | None]:
         return {key: layout for key, (layout, _, _) in self._known.items()}
 
-    def use(self, tensor: torch.Tensor) -> Use:
-        """Whose rule came first."""
+    def match(self, tensor: torch.Tensor) -> RuleMatch:
+        """Return the match that came first."""
         return self._known[id(tensor)][1]
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._known
 
 
-def _add(cut: Cut, use: Use, modules: dict[str, ModulePlan], layouts: _Layouts, bare: bool) -> None:
-    for name, tensor, layout in cut.tensors:
-        layouts.note(tensor, layout, use, name, yields=bare)
-    if cut.plan is None:
+def _add(rule: TensorRule, match: RuleMatch, modules: dict[str, ModulePlan], layouts: _Layouts, bare: bool) -> None:
+    for name, tensor, layout in rule.tensors:
+        layouts.note(tensor, layout, match, name, yields=bare)
+    plan = rule.plan
+    if plan is None:
         return
-    known = modules.get(cut.plan.path)
+    known = modules.get(plan.path)
     if known is None:
-        modules[cut.plan.path] = cut.plan
+        modules[plan.path] = plan
         return
-    if known.rule and cut.plan.rule:
-        raise PolicyError(f"{use.path} is covered here and by {known.where}", use.rule.where)
-    modules[cut.plan.path] = replace(
-        known if known.rule else cut.plan,
-        layouts={**known.layouts, **cut.plan.layouts},
-        summed=known.summed | cut.plan.summed,
-        once=known.once | cut.plan.once,
+    if known.rule and plan.rule:
+        raise PolicyError(f"{match.path} is matched by two rules, here and in {known.where}", match.rule.where)
+    modules[plan.path] = replace(
+        known if known.rule else plan,
+        layouts={**known.layouts, **plan.layouts},
+        summed=known.summed | plan.summed,
+        once=known.once | plan.once,
     )
 
 
@@ -175,7 +179,7 @@ def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
 
 
 def _watch_parents(modules: dict[str, ModulePlan]) -> None:
-    """A mixer that reads the weight of its convolution itself must be known to run, for the sum of its gradient."""
+    """Plan a mixer that reads the weight of its convolution itself: its forward must be seen, to sum the gradient."""
     for plan in list(modules.values()):
         special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
         parent = plan.path.rpartition(".")[0]
@@ -184,10 +188,12 @@ def _watch_parents(modules: dict[str, ModulePlan]) -> None:
 
 
 def _words(layout: Layout | None) -> str:
-    return "whole" if layout is None else f"cut along dim {layout.dim} by {', '.join(b.unit for b in layout.blocks)}"
+    if layout is None:
+        return "replicated"
+    return f"sharded along dim {layout.dim} by {', '.join(block.unit for block in layout.blocks)}"
 
 
-def _once_each(attributes: list[AttributePlan]) -> list[AttributePlan]:
+def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
     """Modules that stand in several blocks (shared ones) are scaled once; two rules for one attribute must agree."""
     found: dict[tuple[str, str], AttributePlan] = {}
     for attribute in attributes:
@@ -201,7 +207,7 @@ def _once_each(attributes: list[AttributePlan]) -> list[AttributePlan]:
 
 
 def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
-    """Each module that holds a cut parameter knows it: a tied one without a rule would go on as if it were whole."""
+    """Each module that holds a sharded parameter has a rule: a tied one without would compute as if it were whole."""
     by_id = layouts.by_id()
     for path, module in root.named_modules():
         for name, parameter in module._parameters.items():
@@ -209,10 +215,10 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
                 continue
             plan = modules.get(path)
             if plan is None or name not in plan.layouts:
-                other = layouts.use(parameter)
+                other = layouts.match(parameter)
                 raise PolicyError(
-                    f"{join(path, name)} is the same tensor as {join(other.path, name)}, which this rule cuts, "
-                    "but has no rule that cuts it",
+                    f"{join(path, name)} is the same tensor as {join(other.path, name)}, which this rule shards, "
+                    "but has no rule that shards it",
                     other.rule.where,
                 )
 

@@ -1,8 +1,8 @@
-"""Which rule of a policy meets which module of a model."""
+"""Which rule of a policy matches which module of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import PolicyError, nearest
+from autopar.layout import Layout
 from autopar.plan.kernels import check_kernels
 from autopar.plan.units import UnitTable
 from autopar.policy.described_model import base_of, config_of
 from autopar.policy.match import find_policy
-from autopar.policy.schema import Input, Policy, Ratio, Rule, Tower
+from autopar.policy.schema import Input, Part, Policy, Ratio, Rule, Tower
 from autopar.policy.yaml_reader import Where
 
-__all__ = ["Scope", "Use", "all_scopes", "check_overlap", "join", "uses_of", "walk"]
+__all__ = ["RuleMatch", "Scope", "all_scopes", "check_overlap", "join", "matches_of", "walk"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Scope:
 
 
 @dataclass(frozen=True)
-class Use:
-    """One rule met one module, or one bare parameter or buffer."""
+class RuleMatch:
+    """One rule and one module, bare parameter or buffer that it matches."""
 
     path: str
     module: nn.Module | torch.Tensor
@@ -53,9 +54,21 @@ class Use:
     scope: Scope
     shown: str
 
+    def count(self, unit: str) -> int | None:
+        """Return how many units there are here; None if the policy leaves it to the parameter."""
+        return self.scope.table.count(unit, self.scope.block)
+
+    def number(self, expression: str) -> int:
+        """Return the value of an expression of the rule."""
+        return self.scope.table.number(expression, self.scope.block, self.shown, self.rule.where)
+
+    def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
+        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of what is ``shown`` in it."""
+        return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
+
 
 def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterator[Scope]:
-    """Every scope of a policy on a model, and those of the models inside it by their own policies."""
+    """Yield every scope of a policy on a model, and those of the models inside it by their own policies."""
     if tp > 1:
         check_kernels(policy, model)
     name, base = base_of(model)
@@ -114,15 +127,15 @@ def _blocks(tower: Tower, base_path: str, base: nn.Module) -> Iterator[tuple[str
             yield join(base_path, list_path, name), block
 
 
-def uses_of(scope: Scope) -> Iterator[Use]:
-    """Every rule of a scope with what it meets."""
+def matches_of(scope: Scope) -> Iterator[RuleMatch]:
+    """Yield every rule of a scope with what it matches."""
     for pattern, rule in scope.rules.items():
         for path, module in walk(scope.root, pattern, rule.where):
-            yield Use(join(scope.path, path), module, rule, scope, path)
+            yield RuleMatch(join(scope.path, path), module, rule, scope, path)
 
 
 def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
+    """Yield each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
 
     ``*`` stands for every member of a list of modules.
     """
@@ -155,23 +168,28 @@ def _member(module: Any, name: str) -> Any:
 
 
 def join(*parts: str) -> str:
+    """Join the parts of a dotted path that are not empty."""
     return ".".join(part for part in parts if part)
 
 
 _OWN_PARAMETERS = ("region", "column", "row", "embedding")  # rules that say nothing of the modules inside theirs
 
 
-def check_overlap(uses: list[Use]) -> None:
-    by_path: dict[str, Use] = {}
-    for use in uses:
-        if use.path in by_path:
-            raise PolicyError(f"{use.path} is covered here and by {by_path[use.path].rule.where}", use.rule.where)
-        by_path[use.path] = use
-    for path, use in by_path.items():
+def check_overlap(matches: list[RuleMatch]) -> None:
+    """Check that at most one rule decides on each module. Raises PolicyError."""
+    by_path: dict[str, RuleMatch] = {}
+    for match in matches:
+        if match.path in by_path:
+            raise PolicyError(
+                f"{match.path} is matched by two rules, here and in {by_path[match.path].rule.where}", match.rule.where
+            )
+        by_path[match.path] = match
+    for path, match in by_path.items():
         parts = path.split(".")
         for end in range(1, len(parts)):
             outer = by_path.get(".".join(parts[:end]))
             if outer is not None and outer.rule.kind not in _OWN_PARAMETERS:
                 raise PolicyError(
-                    f"{path} is covered here and, with {outer.path}, by {outer.rule.where}", use.rule.where
+                    f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}",
+                    match.rule.where,
                 )

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar.errors import ConfigError
 from autopar.layout import Layout
@@ -27,7 +28,7 @@ class Joined:
     parts: tuple[Piece, ...]
 
     def shape(self) -> tuple[int, ...]:
-        """Of the whole. Raises ``ValueError`` if the parts do not fit together."""
+        """Return the shape of the whole. Raises ``ValueError`` if the parts do not fit together."""
         first = self.parts[0].shape
         if not 0 <= self.dim < len(first):
             raise ValueError(f"parts of shape {list(first)} are joined along dim {self.dim}")
@@ -55,14 +56,14 @@ class Piece:
     joined: Joined | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The piece, as a view of the whole tensor. Raises ``RuntimeError`` if it does not lie inside."""
+        """Return the piece as a view of the whole tensor. Raises ``RuntimeError`` if it does not lie inside."""
         last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         if not 0 <= self.offset <= last < whole.numel():
             raise RuntimeError(f"{self.name} does not lie inside a tensor of {whole.numel()} elements")
         return whole.contiguous().as_strided(self.shape, self.stride, self.offset)
 
     def sources(self) -> Iterator[str]:
-        """The stored tensors that it is joined from; none for a view of one."""
+        """Yield the stored tensors that it is joined from; none for a view of one."""
         for part in self.joined.parts if self.joined else ():
             if part.joined is None:
                 yield part.name
@@ -70,7 +71,7 @@ class Piece:
                 yield from part.sources()
 
     def renamed(self, start: str) -> Piece:
-        """The same with ``start`` before the names of stored tensors."""
+        """Return the same with ``start`` before the names of stored tensors."""
         if self.joined is None:
             return self
         parts = [
@@ -79,13 +80,13 @@ class Piece:
         return replace(self, joined=replace(self.joined, parts=tuple(parts)))
 
     def to_json(self) -> list[Any]:
-        """Plain data."""
+        """Return plain data."""
         view = [self.name, list(self.shape), list(self.stride), self.offset]
         return view if self.joined is None else [*view, [self.joined.dim, [p.to_json() for p in self.joined.parts]]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Piece:
-        """Inverse of :meth:`to_json`. Raises ``TypeError`` or ``ValueError`` on malformed data."""
+        """Read what :meth:`to_json` returned. Raises ``TypeError`` or ``ValueError`` on malformed data."""
         saved, sizes, steps, offset, *rest = data
         joined = None
         if rest:
@@ -108,7 +109,7 @@ class TensorPlan:
         name: canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
         shape: shape of the whole tensor.
         dtype: as safetensors and torch spell it: ``float32``.
-        layout: how it is shared out over tp; None if every rank holds all of it.
+        layout: how it is sharded over tp; None if it is replicated.
         aliases: other state-dict names of the same tensor.
         saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
         pieces: what it writes instead, if that is several parts of this tensor, or several tensors joined, of which
@@ -126,15 +127,15 @@ class TensorPlan:
     pieces: tuple[Piece, ...] = ()
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape on tp rank ``rank``."""
+        """Return the shape on tp rank ``rank``."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def saved_names(self) -> tuple[str, ...]:
-        """All names under which ``save_pretrained`` writes it or its parts."""
+        """Return all names under which ``save_pretrained`` writes it or its parts."""
         return tuple(p.name for p in self.pieces) if self.saved_as is None else (self.saved_as,)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "shape": list(self.shape),
             "dtype": self.dtype,
@@ -147,7 +148,7 @@ class TensorPlan:
 
     @classmethod
     def from_json(cls, name: str, data: Mapping[str, Any]) -> TensorPlan:
-        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        """Read what :meth:`to_json` made. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
         shape = tuple(int(size) for size in data["shape"])
         layout = Layout.from_json(data["layout"]) if data["layout"] is not None else None
         if layout is not None and (not 0 <= layout.dim < len(shape) or shape[layout.dim] != layout.size):
@@ -160,9 +161,9 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class InputPlan:
-    """An argument of a module's forward that is cut by ``layout``, along ``layout.dim``.
+    """An argument of a module's forward that is sliced by ``layout``, along ``layout.dim``.
 
-    An argument that is a whole number of times as long as the layout (batch * heads) is cut in each repetition.
+    An argument that is a whole number of times as long as the layout (batch * heads) is sliced in each repetition.
     """
 
     name: str
@@ -172,20 +173,20 @@ class InputPlan:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What becomes of one module.
+    """The plan of one module: its rule, its layouts, its collectives.
 
     Attributes:
         path: dotted path from the root module.
         rule: as in the policy; empty if only bare parameters or arguments of the module are concerned.
         where: ``file:line`` of the rule.
-        layout: along the features that are shared out (for a layer ``dim`` is that of the stored weight).
-        layouts: parameter or buffer name -> how that one is cut.
-        summed: whole parameters whose incoming gradient is summed over tp (they work on shared-out activations).
+        layout: along the features that are sharded (for a layer ``dim`` is that of the stored weight).
+        layouts: parameter or buffer name -> how that one is sharded.
+        summed: whole parameters whose incoming gradient is summed over tp (they work on sharded activations).
         once: of those the ones that only the first rank adds (the bias behind a partial sum).
         gather_output, split_input, enter_output, inside: as in the policy.
         opens, closes: of a region that only enters, and of one that only sums.
-        by_hidden: an embedding cut along its columns instead of its rows.
-        inputs: arguments of forward that are cut.
+        by_hidden: an embedding sharded along its columns instead of its rows.
+        inputs: arguments of forward that are sliced.
         groups: of a norm, the units whose features are normalised by themselves.
     """
 
@@ -207,18 +208,18 @@ class ModulePlan:
     groups: Layout | None = None
 
     def facts(self) -> list[Any]:
-        """Plain data that two ranks can compare."""
+        """Return plain data that two ranks can compare."""
         return [
             *(self.path, self.rule, self.gather_output, self.split_input, self.enter_output, self.inside),
             *(self.opens, self.closes, self.by_hidden, sorted(self.summed), sorted(self.once)),
             [[name, layout.to_json()] for name, layout in self.layouts.items()],
-            [[cut.name, cut.layout.to_json()] for cut in self.inputs],
+            [[sliced.name, sliced.layout.to_json()] for sliced in self.inputs],
         ]
 
 
 @dataclass(frozen=True)
 class AttributePlan:
-    """An attribute that ``forward`` reads and that becomes the rank's share: ``values[rank]``.
+    """An attribute that ``forward`` reads and that differs by rank: ``values[rank]``.
 
     ``name`` may be ``config.x``: then the module gets its own copy of the config.
     """
@@ -240,7 +241,7 @@ class Plan:
         policy: name of the policy file.
         tensors: state-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
         modules: path -> :class:`ModulePlan`, only of modules that change.
-        attributes: what is scaled to the rank's share.
+        attributes: that differ by rank.
     """
 
     tp: int
@@ -257,8 +258,20 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self
 
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        """Return all of the plan and of the model that must be the same on every rank, as plain data."""
+        return {
+            "model type": self.model_type,
+            "tensors": {tensor.name: tensor.to_json() for tensor in self.tensors.values()},
+            "modules": {module.path: module.facts() for module in self.modules.values()},
+            "attributes": {f"{a.path}.{a.name}": a.values for a in self.attributes},
+            "parameters": {
+                n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()
+            },
+        }
+
     def canonical(self, name: str) -> str:
-        """The canonical name of a state-dict entry that may be an alias.
+        """Return the canonical name of a state-dict entry that may be an alias.
 
         Raises:
             ConfigError: the plan does not know the name (a parameter added after ``initialize``).
@@ -269,6 +282,6 @@ class Plan:
             if name in tensor.aliases:
                 return tensor.name
         raise ConfigError(
-            f"{name} was added after autopar.initialize, which does not know whether it is shared out. "
+            f"{name} was added after autopar.initialize, which does not know whether it is sharded. "
             "Add modules (adapters) before."
         )

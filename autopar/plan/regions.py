@@ -1,85 +1,76 @@
-"""What names alone can show about regions: a column needs its row, and reads what it makes."""
+"""Regions, checked by names and counts alone: a column needs its row, and the row reads what the column makes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from autopar.errors import PolicyError
-from autopar.plan.matching import Use
+from autopar.plan.matching import RuleMatch
 from autopar.plan.plan import ModulePlan
 from autopar.policy.schema import Rule
 
 __all__ = ["check_regions"]
 
 
-def check_regions(uses: list[Use], modules: Mapping[str, ModulePlan]) -> None:
-    """Inside one scope what a column opens a row must close, and heads that follow each other agree.
+def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
+    """Check that inside one scope a row closes what a column opens, and that heads that follow each other agree.
 
     Raises:
         PolicyError: with the rule that stands alone.
     """
-    scopes: dict[str, list[Use]] = {}
-    for use in uses:
-        scopes.setdefault(use.scope.name, []).append(use)
-    of_towers = {(id(u.scope.table), u.scope.table.family(x)) for u in uses if _opens(u.rule) for x in u.rule.units}
-    for inside in scopes.values():
+    scopes: dict[str, list[RuleMatch]] = {}
+    for match in matches:
+        scopes.setdefault(match.scope.name, []).append(match)
+    of_towers = {(id(u.scope.table), u.scope.table.family(x)) for u in matches if _opens(u.rule) for x in u.rule.units}
+    for name, inside in scopes.items():
         table = inside[0].scope.table
-        opened = {table.family(u): use for use in inside for u in use.rule.units if _opens(use.rule)}
-        closed = {table.family(u): use for use in inside for u in use.rule.units if _closes(use.rule)}
-        entered = {
-            table.family(u)
-            for use in inside
-            for u in use.rule.units
-            if use.rule.kind in _ENTERS and not use.rule.closes
-        }
-        for family, use in opened.items():
+        families = [(table.family(unit), match) for match in inside for unit in match.rule.units]
+        opened = {family: match for family, match in families if _opens(match.rule)}
+        closed = {family: match for family, match in families if _closes(match.rule)}
+        entered = {family for family, m in families if m.rule.kind in _ENTERS and not m.rule.closes} | {*opened}
+        for family, match in opened.items():
             if family not in closed:
-                raise PolicyError(
-                    f"{use.shown} opens a region shared out by '{use.rule.units[0]}' that no row closes; "
-                    "add a row rule, or gather_output: true",
-                    use.rule.where,
+                raise _alone(
+                    match, "opens a region sharded by", "that no row closes; add a row rule, or gather_output: true"
                 )
-        for family, use in closed.items():
-            if family not in opened and family not in entered:
-                raise PolicyError(
-                    f"{use.shown} closes a region shared out by '{use.rule.units[0]}' that no column opens; "
-                    "add a column rule, or split_input: true",
-                    use.rule.where,
-                )
-        for use in inside:
-            if use.rule.kind in ("replicated", "once") and use.rule.units:
-                family = table.family(use.rule.units[0])
-                for_blocks = use.scope.name.endswith("/every_stage") and (id(table), family) in of_towers
-                if family not in opened and family not in entered and not for_blocks:
-                    raise PolicyError(
-                        f"{use.shown} works on activations shared out by '{use.rule.units[0]}', "
-                        "but no column opens them",
-                        use.rule.where,
-                    )
+        for family, match in closed.items():
+            if family not in entered:
+                advice = "that no column opens; add a column rule, or split_input: true"
+                raise _alone(match, "closes a region sharded by", advice)
+        for match in inside:
+            if match.rule.kind in ("replicated", "once") and match.rule.units:
+                family = table.family(match.rule.units[0])
+                for_blocks = name.endswith("/every_stage") and (id(table), family) in of_towers
+                if family not in entered and not for_blocks:
+                    raise _alone(match, "works on activations sharded by", "but no column opens them", ",")
         _check_counts(inside, modules)
+
+
+def _alone(match: RuleMatch, does: str, advice: str, comma: str = "") -> PolicyError:
+    return PolicyError(f"{match.shown} {does} '{match.rule.units[0]}'{comma} {advice}", match.rule.where)
 
 
 _ENTERS = ("region", "enter_output", "cut")
 
 
-def _check_counts(inside: list[Use], modules: Mapping[str, ModulePlan]) -> None:
-    """What a row reads must be as many units as some column makes (counts are inferred where a config has none)."""
-    opened: dict[str, dict[int, Use]] = {}
+def _check_counts(inside: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:
+    """Check that a row reads as many units as some column makes (counts are inferred where a config has none)."""
+    opened: dict[str, dict[int, RuleMatch]] = {}
     for opening in (True, False):
-        for use in inside:
-            plan = modules.get(use.path)
-            if plan is None or plan.layout is None or not (_opens(use.rule) if opening else _closes(use.rule)):
+        for match in inside:
+            plan = modules.get(match.path)
+            if plan is None or plan.layout is None or not (_opens(match.rule) if opening else _closes(match.rule)):
                 continue
             for block in plan.layout.blocks:
                 known = opened.setdefault(block.unit, {})
                 if opening:
-                    known.setdefault(block.count, use)
+                    known.setdefault(block.count, match)
                 elif known and block.count not in known:
                     count, first = next(iter(known.items()))
                     raise PolicyError(
-                        f"{use.shown} reads {block.count} '{block.unit}', but {first.shown} makes {count} "
+                        f"{match.shown} reads {block.count} '{block.unit}', but {first.shown} makes {count} "
                         f"({first.rule.where})",
-                        use.rule.where,
+                        match.rule.where,
                     )
 
 

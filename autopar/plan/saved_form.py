@@ -25,7 +25,7 @@ _ATEN = torch.ops.aten
 
 
 def saved_form(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
-    """State-dict name -> the name in the file that ``save_pretrained`` writes, or the pieces that it writes.
+    """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
 
     A piece that is joined from several tensors is listed with the first of them.
 
@@ -39,11 +39,11 @@ def saved_form(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, 
         for name in names
         if name not in ignored
     }
-    follow = _Follow(state)
+    views = _ViewTracking(state)
     try:
-        with torch.no_grad(), follow:
+        with torch.no_grad(), views:
             converted = dict(revert_weight_conversion(model, dict(state)))
-        renamed, pieces = _named(converted, follow)
+        renamed, pieces = _named(converted, views)
         _check_complete(state, renamed, pieces)
     except (RuntimeError, ValueError) as error:
         warnings.warn(
@@ -55,15 +55,15 @@ def saved_form(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, 
     return renamed, {name: tuple(parts) for name, parts in pieces.items()}
 
 
-def _named(converted: dict[str, torch.Tensor], follow: _Follow) -> tuple[dict[str, str], dict[str, list[Piece]]]:
+def _named(converted: dict[str, torch.Tensor], views: _ViewTracking) -> tuple[dict[str, str], dict[str, list[Piece]]]:
     renamed: dict[str, str] = {}
     pieces: dict[str, list[Piece]] = {}
     for saved, tensor in converted.items():
-        source = follow.piece(tensor, saved)
+        source = views.piece(tensor, saved)
         if source is None:
             raise ValueError(f"{saved} is computed")
         name, piece = source
-        if tensor is follow.stored.get(name):
+        if tensor is views.stored.get(name):
             renamed[name] = saved
         else:
             pieces.setdefault(name, []).append(piece)
@@ -82,7 +82,7 @@ def _check_complete(state: dict[str, torch.Tensor], renamed: dict[str, str], pie
         raise ValueError(f"{before} elements become {after}")
 
 
-class _Follow(TorchDispatchMode):
+class _ViewTracking(TorchDispatchMode):
     """Copies are not made: ``chunk.contiguous()`` stays the view that it was. What has to be copied is noted.
 
     Args:

@@ -20,10 +20,10 @@ __all__ = ["plan_tensors"]
 def plan_tensors(
     root: nn.Module, prefix: str, model: nn.Module, layouts: Mapping[int, Layout | None]
 ) -> dict[str, TensorPlan]:
-    """One :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
+    """Return one :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
 
     Args:
-        layouts: ``id(parameter)`` -> layout, None if whole. Tensors that are not listed are whole.
+        layouts: ``id(parameter)`` -> layout, None if replicated, as tensors are that are not listed.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Counting units and sharing them out: from names in a policy to numbers of one model and one axis size."""
+"""Units: how many there are in one model, and which ranks hold them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import ConfigError, PolicyError, nearest
-from autopar.layout import Block, Layout, Shares, follow, share_out, share_out_replicated
+from autopar.layout import Block, Layout, UnitRanges, aligned_shards, even_shards, replicated_shards
 from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
 from autopar.policy.yaml_reader import Where
 
@@ -24,7 +24,7 @@ class UnitTable:
         specs: units by name, as the policy states them.
         config: the Hugging Face config that holds the counts.
         model: class name of the model, for messages.
-        size: ranks over which units are shared out.
+        size: ranks over which units are sharded.
         may_be_empty: units of which a rank may hold none (the vocabulary).
         root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
     """
@@ -43,11 +43,11 @@ class UnitTable:
         self.model = model
         self.size = size
         self.may_be_empty = may_be_empty | {HIDDEN}
-        self._shares: dict[tuple[str, int, int, int | None], Shares] = {}
-        self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first cut
+        self._shares: dict[tuple[str, int, int, int | None], UnitRanges] = {}
+        self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
-        """How many units there are; None if the policy leaves it to the parameter."""
+        """Return how many units there are; None if the policy leaves it to the parameter."""
         spec = self.specs[unit]
         if spec.count == INFERRED:
             return None
@@ -57,7 +57,7 @@ class UnitTable:
         return value
 
     def number(self, expression: str, block: nn.Module | None, what: str, where: Where) -> int:
-        """The value of names, integers, ``*`` and ``/`` (exact), from left to right."""
+        """Evaluate names, integers, ``*`` and ``/`` (exact), from left to right."""
         tokens = re.findall(r"[\w.]+|[*/]", expression)
         if "".join(tokens) != expression.replace(" ", "") or len(tokens) % 2 == 0:
             raise PolicyError(f"'{what}' is '{expression}', which is no product or quotient of names", where)
@@ -102,12 +102,12 @@ class UnitTable:
         return holder if isinstance(holder, Mapping) else vars(holder) if hasattr(holder, "__dict__") else ()
 
     def family(self, unit: str) -> str:
-        """The unit at the end of the chain of ``follows``: query heads and KV heads are one family."""
+        """Return the unit at the end of the chain of ``follows``: query heads and KV heads are one family."""
         leader = self.specs[unit].follows
         return unit if leader is None else self.family(leader)
 
     def stays_whole(self, unit: str, block: nn.Module | None = None) -> bool:
-        """Whether what is made of ``unit`` stays whole here: ``or_whole``, and fewer units than ranks."""
+        """Return whether what is made of ``unit`` is replicated here: ``or_whole``, and fewer units than ranks."""
         spec, leader = self.specs[unit], self.specs[self.family(unit)]
         if not (spec.or_whole or leader.or_whole):
             return False
@@ -120,39 +120,39 @@ class UnitTable:
             return True
         return False
 
-    def shares(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> Shares:
-        """Who holds which of ``count`` units over ``size`` ranks. Raises ``ValueError`` if a rank would hold none."""
+    def shares(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
+        """Return which of ``count`` units each of ``size`` ranks holds. ``ValueError`` if one would hold none."""
         leader = self.specs[unit].follows
         leaders = self.count(leader, block) if leader is not None else None
         key = (unit, count, size, leaders)
         if key not in self._shares:
-            self._shares[key] = self._share_out(unit, count, size, leaders, block)
+            self._shares[key] = self._distribute(unit, count, size, leaders, block)
         return self._shares[key]
 
-    def _share_out(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> Shares:
+    def _distribute(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> UnitRanges:
         spec = self.specs[unit]
         if spec.follows is not None:
             if leaders is None:
                 raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
-            shares = follow(count, leaders, self.shares(spec.follows, leaders, size, block))
+            shares = aligned_shards(count, leaders, self.shares(spec.follows, leaders, size, block))
         elif spec.replicate:
-            shares = share_out_replicated(count, size)
+            shares = replicated_shards(count, size)
         elif count % spec.multiple:
-            raise ValueError(f"{count} {unit} cannot be shared out in multiples of {spec.multiple}")
+            raise ValueError(f"{count} {unit} cannot be sharded in multiples of {spec.multiple}")
         else:
             each = spec.multiple
             if count % spec.align == 0 and count // spec.align >= size and spec.align % each == 0:
                 each = spec.align
-            shares = tuple((a * each, b * each) for a, b in share_out(count // each, size))
+            shares = tuple((a * each, b * each) for a, b in even_shards(count // each, size))
         if unit not in self.may_be_empty and any(start == stop for start, stop in shares):
             few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
-            raise ValueError(f"{count} {unit} cannot be shared out over {size} ranks{few}")
+            raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks{few}")
         return shares
 
     def layout(
         self, parts: Sequence[Part], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
     ) -> Layout:
-        """The layout of ``parts`` side by side along a dim of ``elements``; widths that are not given are inferred.
+        """Return the layout of ``parts`` side by side along a dim of ``elements``; widths not given are inferred.
 
         Raises:
             PolicyError: the parts do not add up to the dim.
@@ -199,7 +199,7 @@ class UnitTable:
         fits = next((n for n in range(size - 1, 0, -1) if self._fits(n, block)), 1)
         return ConfigError(
             f"tensor_parallel_size={size} does not fit {self.model}: {error}.\n"
-            f"  '{unit}' is {counted} ({spec.where}), cut by {what} ({where}).\n"
+            f"  '{unit}' is {counted} ({spec.where}), sharded by {what} ({where}).\n"
             f"  Largest size that fits this model: {fits}."
         )
 

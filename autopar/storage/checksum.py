@@ -20,12 +20,12 @@ _CHUNK = 1 << 22
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Of one run of bytes."""
+    """Return the XXH3-64 of a buffer."""
     return xxhash.xxh3_64(data).hexdigest()
 
 
 def checksum_of(chunks: Iterable[bytes | memoryview]) -> str:
-    """Of bytes that come by the chunk."""
+    """Return the XXH3-64 of an iterable of chunks."""
     state = xxhash.xxh3_64()
     for chunk in chunks:
         state.update(chunk)
@@ -33,7 +33,7 @@ def checksum_of(chunks: Iterable[bytes | memoryview]) -> str:
 
 
 def file_checksum(path: Path) -> str:
-    """Of a whole file. Raises CheckpointError if it cannot be read."""
+    """Return the XXH3-64 of a file. Raises CheckpointError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return checksum_of(iter(lambda: file.read(_CHUNK), b""))

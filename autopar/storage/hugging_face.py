@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, Permuted, RangeFile, Stored
+from autopar.storage.lazy_tensor import InMemory, LazyTensor, RangeFile, Stored
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
+from autopar.storage.views import Permuted
 
 __all__ = ["damage", "open_files", "same_values"]
 
@@ -20,7 +21,7 @@ _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
 def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "") -> dict[str, LazyTensor]:
-    """Name in the files -> tensor; of each file only the header is read. A later file has the last word.
+    """Open files: name -> lazy tensor; of each file only the header is read. A later file takes precedence.
 
     Args:
         folder: if it is a folder on this machine, no file may lie outside of it.
@@ -42,7 +43,7 @@ def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLik
 
 
 def damage(folder: Path) -> str:
-    """Which of the small files in ``folder`` that loading goes by is no whole one, and why; "" if all are."""
+    """Tell which of the small files in ``folder`` that loading reads is damaged, and why; "" if none is."""
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.index.json")]):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +58,7 @@ def damage(folder: Path) -> str:
 
 
 def _check_inside(path: Path, folder: Path) -> None:
-    """As the names are written: a cache may well link its files to another place."""
+    """Check the names as they are written: a cache may well link its files to another place."""
     if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
         raise CheckpointError(
             f"the index in {folder} names {os.path.relpath(path, folder)}, which is outside of the folder"
@@ -70,7 +71,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _open_pickled(path: Path) -> dict[str, LazyTensor]:
-    """A zip archive of raw storages and a pickle, read with ``weights_only``: it can name tensors, not code."""
+    """Open a zip archive of raw storages and a pickle, with ``weights_only``: it can name tensors, not code."""
     if not zipfile.is_zipfile(path):  # torch before 1.6, or no checkpoint at all: has to be read whole
         return {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
     size, file = path.stat().st_size, RangeFile(path)
@@ -109,7 +110,7 @@ def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile, size: int) -> 
 
 
 def same_values(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors hold the same; the same bytes of one file are not read."""
+    """Tell whether two tensors hold the same values; the same bytes of one file are not read."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     stored = isinstance(one, Stored) and isinstance(other, Stored)

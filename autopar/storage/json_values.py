@@ -3,6 +3,10 @@
 What JSON cannot say is an object with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left out of the
 JSON and named by their place (``extra.ema['wte.weight']``), so that they can be stored as tensors; or, where they are
 small, they lie in it as base64. Decoding builds values of the types listed here only, and checks everything first.
+
+``torch.save`` and ``torch.load(weights_only=True)`` would replace the encoder only (83 lines): older checkpoints need
+the decoder, and a new file its own checksum, copying and checks. They also refuse numpy arrays and frozensets, write
+all of a storage for a view of two elements, and what they write cannot be read by eye.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozense
 
 
 def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
-    """``value`` as JSON, and the tensors in it by their place; :func:`decode` gives both back.
+    """Return ``value`` as JSON, and the tensors in it by their place; :func:`decode` gives both back.
 
     Args:
         value: made of None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, set and frozenset (keys are
@@ -52,12 +56,12 @@ def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
 
 
 def encode_inline(value: object, where: str) -> Json:
-    """Like :func:`encode`, with the tensors in the JSON, as base64. For small ones."""
+    """Encode with the tensors in the JSON, as base64. For small ones."""
     return _Encoder(inline=True).encode(value, where, 0)
 
 
 def decode(data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where: str = "the value") -> Any:
-    """The value that :func:`encode` or :func:`encode_inline` was given.
+    """Return the value that :func:`encode` or :func:`encode_inline` was given.
 
     Args:
         data: JSON as they returned it.
@@ -71,12 +75,12 @@ def decode(data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where:
 
 
 def _writable(text: str) -> bool:
-    """Whether there are no surrogates in it, which do not come back from JSON as they were."""
+    """Tell whether there are no surrogates in it, which do not come back from JSON as they were."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _inside(where: str, key: object) -> str:
-    """The place of an element: ``.key`` where that can be written, else ``['a key']`` or ``[0]``."""
+    """Return the place of an element: ``.key`` where that can be written, else ``['a key']`` or ``[0]``."""
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
@@ -215,7 +219,7 @@ class _Decoder:
 
 
 def _unpack(data: dict[str, Json], where: str) -> Any:
-    """A tensor, an array or a numpy scalar from the bytes in the JSON."""
+    """Decode a tensor, an array or a numpy scalar from the bytes in the JSON."""
     tag, shape, text, name = data[_TAG], data.get("shape"), data.get("data"), data.get("dtype")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
         _damaged(where, f"{shape!r} is no shape")

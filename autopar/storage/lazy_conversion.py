@@ -2,12 +2,13 @@
 
 ``from_pretrained`` renames, splits, stacks and permutes what it reads, to fit files of one form into modules of
 another. A :class:`Sketch` looks to that code like the tensor in the file, but holds no data: each operation on it
-gives another sketch that knows which bytes it stands for. An operation that only moves elements about stays a
-description of byte ranges; any other is run on the real tensors when somebody reads it, and forgotten again.
+gives another sketch that knows which bytes it stands for. A view, as the same operation makes it on the meta device,
+stays a description of byte ranges; any other result is computed from the real tensors whenever it is read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,39 +16,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from autopar.errors import CheckpointError
-from autopar.storage.lazy_tensor import (
-    Box,
-    InMemory,
-    Joined,
-    LazyTensor,
-    Narrowed,
-    Permuted,
-    Squeezed,
-    Stored,
-    Unsqueezed,
-)
+from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
+from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped
 from autopar.tensor_tracking import written_in_place
 
-__all__ = ["Computed", "Converted", "Sketch"]
+__all__ = ["Computed", "Sketch"]
 
 _ATEN = torch.ops.aten
-
-
-class Converted(LazyTensor):
-    """``base`` in another dtype."""
-
-    def __init__(self, base: LazyTensor, dtype: torch.dtype) -> None:
-        super().__init__(base.shape, dtype)
-        self.base = base
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
-        if out.dtype == self.dtype:
-            self.base.read_into(out, box)
-            return
-        between = torch.empty(out.shape, dtype=self.dtype, device="cpu")
-        self.base.read_into(between, box)
-        out.copy_(between)
 
 
 class Computed(LazyTensor):
@@ -63,7 +38,6 @@ class Computed(LazyTensor):
         self._which = which
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
         func, args, kwargs = self._call
         leaves = tree_leaves(func(*tree_map(_real, args), **tree_map(_real, kwargs)))
         InMemory(leaves[self._which]).read_into(out, box)
@@ -80,10 +54,10 @@ def _on_meta(value: Any) -> Any:
 
 
 class Sketch(torch.Tensor):
-    """What a lazy tensor looks like to code that works on tensors: on the CPU, contiguous, without data.
+    """A lazy tensor as code that works on tensors sees it: on the CPU, contiguous, without data.
 
     Attributes:
-        lazy: what it stands for.
+        lazy: the tensor that it stands for.
     """
 
     lazy: LazyTensor
@@ -126,7 +100,7 @@ class Sketch(torch.Tensor):
 
 
 def _gives_tensors(func: Any, kwargs: Any) -> bool:
-    """Whether the result can be described; not so a number (``item``), a write into a real tensor, another device."""
+    """Tell whether the result can be described; not a number (``item``), a write into a real tensor, another device."""
     device = kwargs.get("device")
     elsewhere = device is not None and torch.device(device).type != "cpu"
     tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in func._schema.returns)
@@ -134,18 +108,31 @@ def _gives_tensors(func: Any, kwargs: Any) -> bool:
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] | None:
-    """The result of an operation that only moves elements about, or converts them; None if it is none of these."""
+    """Return the result of an operation that only moves elements about or converts them; None for any other."""
     if func in (_ATEN.cat.default, _ATEN.stack.default):
         return _side_by_side(func is _ATEN.stack.default, *args, **kwargs)
     if not args or not isinstance(args[0], Sketch):
         return None
-    lazy, rest = args[0].lazy, args[1:]
-    if func in (_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN.lift_fresh.default):
+    lazy, first = args[0].lazy, func._schema.arguments[0]
+    if func in (_ATEN.clone.default, _ATEN.lift_fresh.default):
         return lazy
     if func is _ATEN._to_copy.default:
         return _copied(lazy, kwargs)
-    move = _MOVES.get(func)
-    return None if move is None else move(lazy, *rest, **kwargs)
+    is_view = first.alias_info is not None and not func._schema.is_mutable
+    if not is_view and func is not _ATEN._unsafe_view.default:
+        return None
+    made = func(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), *args[1:], **kwargs)
+    views = [_view(lazy, one) for one in made] if isinstance(made, list | tuple) else _view(lazy, made)
+    return None if isinstance(views, list) and None in views else views  # type: ignore[return-value]
+
+
+def _view(lazy: LazyTensor, like: torch.Tensor) -> LazyTensor | None:
+    """Return the view of ``lazy`` that ``like`` is of a contiguous tensor on the meta device."""
+    if like.dtype != lazy.dtype:
+        return None
+    found = lazy_view(lazy, like.shape, like.stride(), int(like.storage_offset()))
+    same = like.is_contiguous() and like.numel() == math.prod(lazy.shape)
+    return reshaped(lazy, like.shape) if found is None and same else found
 
 
 def _side_by_side(stacked: bool, parts: Sequence[Any], dim: int = 0) -> LazyTensor | None:
@@ -166,99 +153,3 @@ def _copied(lazy: LazyTensor, kwargs: Any) -> LazyTensor | None:
         return None
     dtype = kwargs.get("dtype")
     return lazy if dtype is None or dtype == lazy.dtype else Converted(lazy, dtype)
-
-
-def _slice(
-    lazy: LazyTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
-) -> LazyTensor | None:
-    if step != 1:
-        return None
-    dim %= len(lazy.shape)
-    first, last, _ = slice(start, stop).indices(lazy.shape[dim])
-    return Narrowed(lazy, dim, first, max(first, last))
-
-
-def _select(lazy: LazyTensor, dim: int, index: int) -> LazyTensor | None:
-    dim %= len(lazy.shape)
-    size = lazy.shape[dim]
-    if not -size <= index < size:
-        return None
-    return Squeezed(Narrowed(lazy, dim, index % size, index % size + 1), dim)
-
-
-def _split(lazy: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> list[LazyTensor] | None:
-    dim %= len(lazy.shape)
-    whole = lazy.shape[dim]
-    if isinstance(sizes, int):
-        if sizes <= 0:
-            return None
-        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)] or [0]
-    if sum(sizes) != whole:
-        return None
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    return [Narrowed(lazy, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _unbind(lazy: LazyTensor, dim: int = 0) -> list[LazyTensor]:
-    dim %= len(lazy.shape)
-    return [Squeezed(Narrowed(lazy, dim, i, i + 1), dim) for i in range(lazy.shape[dim])]
-
-
-def _permute(lazy: LazyTensor, dims: Sequence[int]) -> LazyTensor:
-    return Permuted(lazy, [dim % len(lazy.shape) for dim in dims])
-
-
-def _transpose(lazy: LazyTensor, one: int, other: int) -> LazyTensor:
-    order = list(range(len(lazy.shape)))
-    order[one], order[other] = order[other], order[one]
-    return Permuted(lazy, order)
-
-
-def _t(lazy: LazyTensor) -> LazyTensor:
-    return Permuted(lazy, range(len(lazy.shape))[::-1])
-
-
-def _unsqueeze(lazy: LazyTensor, dim: int) -> LazyTensor:
-    return Unsqueezed(lazy, dim % (len(lazy.shape) + 1))
-
-
-def _squeeze(lazy: LazyTensor, dims: int | Sequence[int] | None = None) -> LazyTensor:
-    given = range(len(lazy.shape)) if dims is None else [dims] if isinstance(dims, int) else dims
-    for dim in sorted({dim % len(lazy.shape) for dim in given}, reverse=True):
-        if lazy.shape[dim] == 1:
-            lazy = Squeezed(lazy, dim)
-    return lazy
-
-
-def _view(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
-    target = list(torch.empty(lazy.shape, device="meta").view(shape).shape)
-    if isinstance(lazy, Stored):
-        return Stored(lazy.file, lazy.offset, lazy.dtype, target)
-    if isinstance(lazy, Converted):
-        inside = _view(lazy.base, target)
-        return None if inside is None else Converted(inside, lazy.dtype)
-    if [size for size in lazy.shape if size != 1] != [size for size in target if size != 1]:
-        return None
-    lazy = _squeeze(lazy)
-    for dim, size in enumerate(target):
-        if size == 1:
-            lazy = Unsqueezed(lazy, dim)
-    return lazy
-
-
-_MOVES: dict[Any, Any] = {
-    _ATEN.slice.Tensor: _slice,
-    _ATEN.select.int: _select,
-    _ATEN.split.Tensor: _split,
-    _ATEN.split_with_sizes.default: _split,
-    _ATEN.unbind.int: _unbind,
-    _ATEN.permute.default: _permute,
-    _ATEN.transpose.int: _transpose,
-    _ATEN.t.default: _t,
-    _ATEN.unsqueeze.default: _unsqueeze,
-    _ATEN.squeeze.default: _squeeze,
-    _ATEN.squeeze.dim: _squeeze,
-    _ATEN.squeeze.dims: _squeeze,
-    _ATEN.view.default: _view,
-    _ATEN._unsafe_view.default: _view,
-}

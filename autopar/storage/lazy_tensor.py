@@ -1,17 +1,14 @@
-"""Tensors that lie in files and are read by the part: whole ones, joined ones, parts and views of them.
+"""Tensors that lie in files and are read in ranges.
 
 A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
 straight into their final place when dtype and device are the file's. Nothing is mapped into memory: pages of a map
-stay resident and count (measured: 1.5 times the share, plain reads need 1.0).
+stay resident and count (measured: 1.5 times the shard, plain reads need 1.0).
 
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file
     ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
-    ├── Narrowed     a range of one along a dim
-    ├── Permuted     with its dims in another order
-    ├── Unsqueezed   with one more dim of size 1
-    ├── Squeezed     with one dim of size 1 less
-    └── InMemory     a tensor that is there already
+    ├── InMemory     a tensor in memory
+    └── views.py     slices, dims moved, other dtypes
 """
 
 from __future__ import annotations
@@ -34,19 +31,16 @@ __all__ = [
     "InMemory",
     "Joined",
     "LazyTensor",
-    "Narrowed",
-    "Permuted",
     "RangeFile",
-    "Squeezed",
     "Stored",
-    "Unsqueezed",
     "memory",
     "read_shard",
+    "replaced",
     "whole_box",
 ]
 
 Box = tuple[Range, ...]
-"""For each dim the ``[start, stop)`` that is wanted."""
+"""For each dim a range ``[start, stop)``."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
@@ -92,7 +86,7 @@ class RangeFile:
 
 
 class LazyTensor(ABC):
-    """A tensor that is read by the box.
+    """A tensor that is read in boxes: a range along each dim.
 
     Attributes:
         shape, dtype: as it is stored.
@@ -107,11 +101,11 @@ class LazyTensor(ABC):
         """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
 
     def slabs(self, limit: int) -> Iterator[Box]:
-        """Boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
+        """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
         return _slabs(self.shape, self.dtype.itemsize, limit)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """The elements of ``box`` (all of them by default) as a new contiguous tensor on the CPU."""
+        """Read the elements of ``box`` (all of them by default) into a new contiguous tensor on the CPU."""
         box = whole_box(self.shape) if box is None else box
         out = torch.empty([stop - start for start, stop in box], dtype=self.dtype, device="cpu")
         self.read_into(out, box)
@@ -119,7 +113,7 @@ class LazyTensor(ABC):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
+    """Return the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -136,7 +130,8 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield ((at, at + 1), *rest)
 
 
-def _with(box: Box, dim: int, wanted: Range) -> Box:
+def replaced(box: Box, dim: int, wanted: Range) -> Box:
+    """Return the box with another range along ``dim``."""
     return (*box[:dim], wanted, *box[dim + 1 :])
 
 
@@ -149,7 +144,6 @@ class Stored(LazyTensor):
         self.offset = offset
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
         if out.numel() == 0:
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
@@ -160,14 +154,14 @@ class Stored(LazyTensor):
             self._read_over(out, box)
 
     def _run_dim(self, box: Box) -> int:
-        cut = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
-        return cut[-1] if cut else 0
+        partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
+        return partial[-1] if partial else 0
 
     def _scattered(self, box: Box, inner: int) -> bool:
-        """Whether the runs are so short that reading what lies between them is cheaper."""
+        """Tell whether the runs are so short that reading what lies between them is cheaper."""
         start, stop = box[inner] if box else (0, 1)
-        run = (stop - start) * math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        return inner > 0 and run < _SHORT
+        element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
+        return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize
@@ -183,37 +177,18 @@ class Stored(LazyTensor):
             self.file.read_into(view[here : here + length], first + there)
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
-        """Through a small buffer: another dtype, a GPU, other strides, or very short runs."""
+        """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
         inner = self._run_dim(box)
-        wide = box
-        if self._scattered(box, inner):
-            wide = _with(box, inner, (0, self.shape[inner]))
-        row = math.prod(stop - start for start, stop in wide[1:]) * self.dtype.itemsize
-        start, stop = box[0] if box else (0, 1)
-        if row > 2 * _BOUNCE and stop - start > 0 and len(box) > 1:
-            for at in range(start, stop):  # one row is large: share its own rows out
-                part = Stored(
-                    self.file,
-                    self.offset + at * math.prod(self.shape[1:]) * self.dtype.itemsize,
-                    self.dtype,
-                    self.shape[1:],
-                )
-                part.read_into(out[at - start], box[1:])
-            return
-        step = max(1, _BOUNCE // max(row, 1))
-        for low in range(start, stop, step):
-            high = min(stop, low + step)
-            if not box:
-                buffer = torch.empty((), dtype=self.dtype, device="cpu")
-                self._read_runs(buffer, box, 0)
-                out.copy_(buffer)
-                continue
-            piece = _with(wide, 0, (low, high))
-            buffer = torch.empty([b - a for a, b in piece], dtype=self.dtype, device="cpu")
-            self._read_runs(buffer, piece, self._run_dim(piece))
-            if wide is not box:
-                buffer = buffer.narrow(inner, box[inner][0], box[inner][1] - box[inner][0])
-            out[low - start : high - start].copy_(buffer)
+        widened = self._scattered(box, inner)
+        wide = replaced(box, inner, (0, self.shape[inner])) if widened else box
+        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
+            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
+            buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
+            self._read_runs(buffer, part, self._run_dim(part))
+            where = [slice(low, high) for low, high in slab]
+            if widened:
+                buffer, where[inner] = buffer.narrow(inner, box[inner][0], out.shape[inner]), slice(None)
+            out[tuple(where)].copy_(buffer)
 
 
 def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:
@@ -226,7 +201,7 @@ def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The memory from the first to the last element of a tensor on the CPU, writable.
+    """Return the memory from the first to the last element of a tensor on the CPU, writable.
 
     ``Tensor.numpy`` would do, but it makes the storage one that can never be resized, which sharded data parallelism
     needs to do later.
@@ -249,82 +224,25 @@ class Joined(LazyTensor):
         self.dim = dim
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
         start, stop = box[self.dim]
         begin = 0
         for part in self.parts:
             end = begin + part.shape[self.dim]
             low, high = max(start, begin), min(stop, end)
             if low < high:
-                wanted = _with(box, self.dim, (low - begin, high - begin))
+                wanted = replaced(box, self.dim, (low - begin, high - begin))
                 part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
             begin = end
 
 
-class Narrowed(LazyTensor):
-    """The range ``[start, stop)`` of ``base`` along ``dim``."""
-
-    def __init__(self, base: LazyTensor, dim: int, start: int, stop: int) -> None:
-        super().__init__((*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), base.dtype)
-        self.base, self.dim, self.start = base, dim, start
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
-        low, high = box[self.dim]
-        self.base.read_into(out, _with(box, self.dim, (low + self.start, high + self.start)))
-
-
-class Permuted(LazyTensor):
-    """``base`` with its dims in the order ``dims``, as ``Tensor.permute`` has them."""
-
-    def __init__(self, base: LazyTensor, dims: Sequence[int]) -> None:
-        super().__init__([base.shape[dim] for dim in dims], base.dtype)
-        self.base, self.dims = base, tuple(dims)
-
-    def slabs(self, limit: int) -> Iterator[Box]:
-        """All at once: a part of its rows lies in every row of ``base``."""
-        yield whole_box(self.shape)
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
-        back = [self.dims.index(dim) for dim in range(len(self.dims))]
-        self.base.read_into(out.permute(back), tuple(box[dim] for dim in back))
-
-
-class Unsqueezed(LazyTensor):
-    """``base`` with a dim of size 1 at ``dim``."""
-
-    def __init__(self, base: LazyTensor, dim: int) -> None:
-        super().__init__((*base.shape[:dim], 1, *base.shape[dim:]), base.dtype)
-        self.base, self.dim = base, dim
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
-        if box[self.dim] == (0, 1):
-            self.base.read_into(out.squeeze(self.dim), (*box[: self.dim], *box[self.dim + 1 :]))
-
-
-class Squeezed(LazyTensor):
-    """``base`` without ``dim``, whose size is 1."""
-
-    def __init__(self, base: LazyTensor, dim: int) -> None:
-        super().__init__((*base.shape[:dim], *base.shape[dim + 1 :]), base.dtype)
-        self.base, self.dim = base, dim
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
-        self.base.read_into(out.unsqueeze(self.dim), (*box[: self.dim], (0, 1), *box[self.dim :]))
-
-
 class InMemory(LazyTensor):
-    """A tensor that is there already."""
+    """A tensor in memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
         self.tensor = tensor.detach()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        """See :class:`LazyTensor`."""
         part = self.tensor
         for dim, (start, stop) in enumerate(box):
             part = part.narrow(dim, start, stop - start)
@@ -346,5 +264,5 @@ def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Te
         return
     offset = 0
     for start, stop in layout.ranges(rank):
-        lazy.read_into(out.narrow(layout.dim, offset, stop - start), _with(box, layout.dim, (start, stop)))
+        lazy.read_into(out.narrow(layout.dim, offset, stop - start), replaced(box, layout.dim, (start, stop)))
         offset += stop - start

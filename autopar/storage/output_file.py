@@ -53,7 +53,7 @@ class OutputFile:
 
 
 def _begin(handle: int, offset: int, count: int) -> None:
-    """Have bytes of a file sent to the disk from now on, without waiting; no more than a hint, and only on Linux."""
+    """Send bytes of a file to the disk from now on, without waiting; no more than a hint, and only on Linux."""
     function = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
     if function is not None:
         function(handle, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)

@@ -49,12 +49,12 @@ _CHUNK = 1 << 20  # bytes that are copied or verified at a time: little enough f
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``torch.float32`` for ``float32``. Raises ``ValueError`` for what a safetensors file cannot hold."""
+    """Return ``torch.float32`` for ``float32``. Raises ``ValueError`` for what a safetensors file cannot hold."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or dtype not in _CODE_OF:
         raise ValueError(f"{name!r} is no dtype that a safetensors file can hold")
@@ -62,7 +62,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes of a contiguous tensor."""
+    """Count the bytes of a contiguous tensor."""
     return math.prod(shape) * dtype.itemsize
 
 
@@ -118,7 +118,7 @@ class SafetensorsWriter:
 
     @staticmethod
     def sorted_names(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """The order in which a file holds tensors of these dtypes."""
+        """Return the order in which a file holds tensors of these dtypes."""
         return sorted(dtypes, key=lambda name: (-_RANK[_CODE_OF[dtypes[name]]], name))
 
     def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -225,12 +225,12 @@ class SafetensorsReader:
         return metadata, entries
 
     def lazy(self, name: str) -> Stored:
-        """One tensor, to be read by the part. Nothing is verified."""
+        """Return one tensor, to be read in ranges. Nothing is verified."""
         entry = self.entries[name]
         return Stored(self._file, entry.start, entry.dtype, entry.shape)
 
     def read(self, name: str, expected: str | None = None) -> torch.Tensor:
-        """One tensor, on the CPU. Raises CheckpointError if it cannot be read or its checksum is not ``expected``."""
+        """Read one tensor. Raises CheckpointError if it cannot be read or its checksum is not ``expected``."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         data = memory(tensor)

@@ -1,6 +1,6 @@
-"""A module's own view of the model's config: the same object state, with some numbers of its own.
+"""A module's view of the model's config: the same object state, with local sizes.
 
-Attention that reads ``self.config.num_attention_heads`` must see its share, while everything else (and whatever is
+Attention that reads ``self.config.num_attention_heads`` must see this rank's number, while everything else (and what is
 set later, such as the attention implementation) stays that of the model.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-__all__ = ["own_config", "set_own"]
+__all__ = ["config_view", "set_value"]
 
 
 class _View:
-    """Before the config's class in the order of classes; transformers shall not make a dataclass of the whole."""
+    """Mixin first in the MRO. Its __init_subclass__ keeps transformers from turning the view into a dataclass."""
 
     _autopar_whole: Any
     _autopar_values: dict[str, Any]
@@ -22,15 +22,15 @@ class _View:
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = own_config(deepcopy(type(self)._autopar_whole, memo))
+        copied = config_view(deepcopy(type(self)._autopar_whole, memo))
         for name, value in type(self)._autopar_values.items():
-            set_own(copied, name, value)
+            set_value(copied, name, value)
         memo[id(self)] = copied
         return copied
 
 
-def own_config(config: Any) -> Any:
-    """A config that shares its state with ``config``; :func:`set_own` gives it values of its own."""
+def config_view(config: Any) -> Any:
+    """Make a config with the state (``__dict__``) of ``config``; :func:`set_value` overrides single values."""
     kind: Any = type(type(config).__name__, (_View, type(config)), {})
     kind._autopar_whole, kind._autopar_values = config, {}
     view = object.__new__(kind)
@@ -38,8 +38,8 @@ def own_config(config: Any) -> Any:
     return view
 
 
-def set_own(view: Any, name: str, value: Any) -> None:
-    """Give a view of :func:`own_config` a value that hides the config's."""
+def set_value(view: Any, name: str, value: Any) -> None:
+    """Override a value of the config in a view of :func:`config_view`."""
     name = (getattr(view, "attribute_map", None) or {}).get(name, name)
     kind: Any = type(view)
     kind._autopar_values[name] = value

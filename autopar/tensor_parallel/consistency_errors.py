@@ -1,4 +1,4 @@
-"""The words for what tensor-parallel ranks have differently that they must have alike, or the other way round."""
+"""Error texts: what tensor-parallel ranks have differently that they must have alike, or the other way round."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 
 
 def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """Say what differs between the ranks of one tensor-parallel group, and what that usually comes from.
+    """Describe what differs between the ranks of one tensor-parallel group, and the usual cause.
 
     Args:
-        everyone: what there is to compare, by name, on each of the ranks.
+        everyone: the compared values, by name, of each of the ranks.
     """
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     different = [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
@@ -40,7 +40,7 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
         head = f"{group} stepped with different settings of the optimizer:"
         hint = "  Learning rates and the like must be the same on all ranks of a group. Go on from the last checkpoint."
     elif weights or "optimizer steps so far" in different:
-        head = f"{group} have drifted apart: weights that each of them holds whole differ ({len(weights)}):"
+        head = f"{group} have drifted apart: replicated weights differ ({len(weights)}):"
         if not weights:
             head = f"{group} have made different numbers of optimizer steps:"
         hint = (
@@ -63,7 +63,7 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
 
 
 def same_shard(ranks: Sequence[int]) -> str:
-    """Say that ranks hold the same part of a weight that is sharded."""
+    """Describe that ranks hold the same shard of a weight."""
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights.\n"
         "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
@@ -73,7 +73,7 @@ def same_shard(ranks: Sequence[int]) -> str:
 
 
 def same_gradient(ranks: Sequence[int], name: str) -> str:
-    """Say that ranks stepped with the same gradient, or moments, of a weight that is sharded."""
+    """Describe that ranks stepped with the same gradient, or moments, of a sharded weight."""
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same numbers for {name},\n"
         "  of which each holds another part. Its gradient was summed over all ranks: average it over the\n"

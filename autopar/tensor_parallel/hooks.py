@@ -1,4 +1,4 @@
-"""What ``initialize`` hangs on a Hugging Face model: hooks around its forward, and methods that would be wrong.
+"""Forward hooks of a tensor-parallel model, and the methods of transformers that are replaced.
 
 Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model carries over both.
 """
@@ -20,10 +20,10 @@ from autopar.distributed.rng import share
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
-from autopar.tensor_parallel.attentions import head_layouts, whole_attentions
-from autopar.tensor_parallel.causal_loss import attach_loss, detach_loss
+from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.consistency import ForwardCheck
-from autopar.tensor_parallel.given_caches import CutCaches, KnowCaches, cache_layouts
+from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
+from autopar.tensor_parallel.loss import attach_loss, detach_loss
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 
@@ -35,13 +35,13 @@ _NAMES = ("generate", "resize_token_embeddings", "_autopar_failures", "_autopar_
 def attach(
     model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
 ) -> None:
-    """Hang hooks and methods on ``model`` and its base model (which users call by itself, too).
+    """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
 
-    A plain module gets the hooks: what its outputs are is its own affair.
+    A plain module gets the hooks only.
 
     Args:
         failures: where ``generate`` publishes its errors.
-        check: what to compare over tp when a forward begins; None for nothing.
+        check: compares over tp when a forward begins; None for no checks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
@@ -51,8 +51,8 @@ def attach(
         methods: dict[str, Any] = {}
         if isinstance(module, PreTrainedModel):
             if mpu.model.size > 1:
-                module.register_forward_pre_hook(CutCaches(mpu, cache_layouts(module)), with_kwargs=True)
-                module.register_forward_hook(KnowCaches())
+                module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
+                module.register_forward_hook(MarkCaches())
             methods["resize_token_embeddings"] = _refuse_resize
             if plan.tp > 1 and callable(getattr(module, "generate", None)):
                 methods["generate"] = _generate
@@ -65,7 +65,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Inverse of :func:`attach`."""
+    """Undo :func:`attach`."""
     detach_loss(model)
     for module in _callable_alone(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -87,35 +87,35 @@ class Hook:
 
 
 class BeforeForward(Hook):
-    """Forward pre-hook of the outermost model that runs: its modules are those of before, ranks begin alike."""
+    """Forward pre-hook: check modules and consistency over tp before the outermost model runs."""
 
     def __init__(self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, *, outermost: bool) -> None:
         self.region, self.check, self.tree, self.outermost = region, check, tree, outermost
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.outermost:
-            self.region.running = 0  # an interrupted forward (Ctrl-C) has not said that it ended
+            self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0:
             if self._has_changed(model):
-                self.region.watch(model)  # for dropouts among what is new
+                self.region.find_dropout(model)  # also in new modules
                 if self.check is not None:
-                    self.check.forget()
+                    self.check.reset()
             if self.check is not None:
-                self.check.before(model, args, kwargs)
+                self.check.before_forward(model, args, kwargs)
         self.region.start()
 
     def _has_changed(self, model: nn.Module) -> bool:
-        """Whether the module tree has; where that is refused, ranks that see nothing wrong learn it, too."""
+        """Whether the module tree has; if that is refused, ranks without the change raise as well."""
         try:
             return self.tree is not None and self.tree.check(model)
         except ConfigError as error:
             if self.check is not None:
-                self.check.tell(f"refused: {str(error).splitlines()[0]}")
+                self.check.report(f"refused: {str(error).splitlines()[0]}")
             raise
 
 
 class AfterForward(Hook):
-    """Forward hook, called after an error too: random streams back, attention maps whole."""
+    """Forward hook, called after an error too: end the region, gather attention maps."""
 
     def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: ForwardCheck | None) -> None:
         self.mpu, self.region, self.layouts, self.check = mpu, region, layouts, check
@@ -126,20 +126,20 @@ class AfterForward(Hook):
             return None  # inside another of the model's forwards
         done = output is not None or getattr(sys.exc_info()[1], "completes", False)
         if self.check is not None and done:
-            self.check.after(model)
-        return None if output is None else whole_attentions(output, self.mpu.tp, self.layouts)
+            self.check.after_forward(model)
+        return None if output is None else gather_attentions(output, self.mpu.tp, self.layouts)
 
 
-_HOOKS = (Hook, CutCaches, KnowCaches)
+_HOOKS = (Hook, ShardCaches, MarkCaches)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` that samples alike on all tensor-parallel ranks: they share the first one's random state."""
+    """``generate`` that samples alike on all tensor-parallel ranks, from the first one's random state."""
     failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
     with failures.deadline(), failures.blame("a collective in generate", failures.mpu.tp.ranks):
         if check is not None:
-            check.meet("generate")
+            check.check_call("generate")
         share(failures.mpu.tp, failures.mpu.device)
         with contextlib.nullcontext() if check is None else check.first_only():
             return type(self).generate(self, *args, **kwargs)
@@ -147,6 +147,6 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise ConfigError(
-        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is shared out already. "
+        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
         "Resize before autopar.initialize, or after autopar.deparallelize(model)."
     )

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.checkpoint.dtensor import _Pieces, cut_as_chunks, disjoint_ranges, to_dtensor_state_dict
+from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
+from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -150,8 +150,10 @@ def test_what_is_cut_as_torch_cuts_is_an_ordinary_dtensor(tmp_path):
         assert isinstance(tensor, DTensor) and tensor.shape == whole[name].shape, name
         assert tensor.stride() == whole[name].stride() and tensor.dtype == whole[name].dtype
         assert tensor.device_mesh.mesh_dim_names == ("tp",) and not tensor.requires_grad
-        assert isinstance(tensor._local_tensor, _Pieces) == any(x in name for x in ("q_proj", "k_proj", "v_proj", "o_"))
-        if not isinstance(tensor._local_tensor, _Pieces):
+        assert isinstance(tensor._local_tensor, _RangesShard) == any(
+            x in name for x in ("q_proj", "k_proj", "v_proj", "o_")
+        )
+        if not isinstance(tensor._local_tensor, _RangesShard):
             assert torch.equal(tensor.full_tensor(), whole[name]), name
     assert state["model.norm.weight"].placements == (Replicate(),)
     assert state["model.embed_tokens.weight"].placements == (Shard(0),)
@@ -221,12 +223,12 @@ def test_stacked_experts_and_ranks_without_units(tmp_path):
     from autopar.plan.plan import Plan, TensorPlan
 
     mpu = MPU(tensor_parallel_size=2)
-    shares, one = share_out(5, 2), ((0, 0), (0, 1))
+    shares, one = even_shards(5, 2), ((0, 0), (0, 1))
     layouts = {
         "gate_up": Layout.of(1, [Block("ffn", 5, 1, shares)] * 2),
         "late": Layout.of(0, [Block("heads", 1, 3, one)]),
         "qkv": Layout.of(
-            0, [Block("heads", 2, 4, share_out(2, 2)), *[Block("kv_heads", 1, 4, share_out_replicated(1, 2))] * 2]
+            0, [Block("heads", 2, 4, even_shards(2, 2)), *[Block("kv_heads", 1, 4, replicated_shards(1, 2))] * 2]
         ),
     }
     assert layouts["qkv"].ranges(0) == ((0, 4), (8, 16)) and layouts["qkv"].ranges(1) == ((4, 16),)
@@ -264,8 +266,8 @@ def test_what_does_not_fit_is_refused_by_torch(tmp_path):
 
 def test_ranges_of_any_two_ranks_are_equal_or_disjoint():
     for kv, tp in [(1, 4), (2, 3), (2, 4), (3, 4), (2, 8)]:
-        kv_shares = share_out_replicated(kv, tp)
-        heads = Block("heads", 2 * kv, 4, follow(2 * kv, kv, kv_shares))
+        kv_shares = replicated_shards(kv, tp)
+        heads = Block("heads", 2 * kv, 4, aligned_shards(2 * kv, kv, kv_shares))
         layout = Layout.of(0, [heads, *[Block("kv_heads", kv, 4, kv_shares)] * 2])
         pieces = [disjoint_ranges(layout, rank) for rank in range(tp)]
         every = {piece for held in pieces for piece in held}
@@ -280,9 +282,9 @@ def test_ranges_of_any_two_ranks_are_equal_or_disjoint():
 def test_when_the_cut_is_torchs_own():
     for count in (1, 2, 3, 7, 10, 131):
         for tp in (1, 2, 3, 4, 8):
-            layout = Layout.of(0, [Block("vocab", count, 1, share_out(count, tp))])
+            layout = Layout.of(0, [Block("vocab", count, 1, even_shards(count, tp))])
             chunks = [tuple(chunk.tolist()) for chunk in torch.arange(count).chunk(tp)]
             chunks += [()] * (tp - len(chunks))
             held = [tuple(i for a, b in layout.ranges(rank) for i in range(a, b)) for rank in range(tp)]
-            assert cut_as_chunks(layout) == (chunks == held), (count, tp)
-    assert not cut_as_chunks(make_plan(2).tensors["qkv.weight"].layout)
+            assert is_even_shard(layout) == (chunks == held), (count, tp)
+    assert not is_even_shard(make_plan(2).tensors["qkv.weight"].layout)

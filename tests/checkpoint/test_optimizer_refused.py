@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.checkpoint.optimizer_metadata import merge
+from autopar.checkpoint.optimizer_metadata import merge_metadata
 from autopar.checkpoint.optimizer_state import prepare, take
 from autopar.errors import CheckpointError
 from autopar.plan.make_plan import make_plan
@@ -168,4 +168,4 @@ def test_ranks_that_contradict_each_other(change: Callable[[Any], Any], match: s
     other = copy.deepcopy(facts)
     change(other)
     with pytest.raises(CheckpointError, match=match):
-        merge([facts, other])
+        merge_metadata([facts, other])

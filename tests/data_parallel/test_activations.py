@@ -6,7 +6,8 @@ import torch
 
 import autopar
 from autopar import activation_checkpoint as activations
-from tests.parity import close, language_batches, whole
+from tests.compare import same_gradients
+from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2
 
@@ -18,9 +19,7 @@ def compare(model, plain):
         m.train()
         for batch in language_batches(131):
             m(**batch).loss.backward()
-    gradients = whole(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name)
+    same_gradients(model, plain)
 
 
 @pooled(world_size=2)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError
-from tests.parity import close, language_batches, whole
+from tests.compare import same_gradients
+from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
@@ -33,9 +34,7 @@ def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_to
             everyone = [torch.zeros(()) for _ in range(4)]
             dist.all_gather(everyone, norm)
             assert len({value.item() for value in everyone}) == 1
-            gradients = whole(model, lambda parameter: parameter.grad)
-            for name, parameter in plain.named_parameters():
-                close(gradients[name], parameter.grad, name)
+            same_gradients(model, plain)
 
 
 @pooled(world_size=2)

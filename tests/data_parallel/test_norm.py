@@ -15,7 +15,8 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
-from tests.parity import close, language_batches, whole
+from tests.compare import same_weights
+from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
 
@@ -96,9 +97,7 @@ def test_clipping_in_the_config_is_the_plain_models():
                     o.step()
                     o.zero_grad()
                 close(optimizer.gradient_norm, norm, "norm", 2e-5)
-            weights = whole(model, lambda parameter: parameter.data)
-            for name, parameter in plain.named_parameters():
-                close(weights[name], parameter.data, name, 2e-5)
+            same_weights(model, plain, 2e-5)
 
 
 @pooled(world_size=2)

@@ -44,7 +44,7 @@ def test_what_is_refused():
     refused("lr_scheduler: the optimizer does that", lr_scheduler=scheduler)
     if not torch.accelerator.is_available():
         refused(
-            "zero.cpu_offload moves shares between the CPU and an accelerator",
+            "zero.cpu_offload moves shards between the CPU and an accelerator",
             {"zero": {"stage": 3, "cpu_offload": True}},
         )
     refused(
@@ -78,7 +78,7 @@ def test_optimizers_that_need_whole_matrices_are_refused_or_warn():
         return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
     refused("Muon makes each update from the whole matrix", two, optimizer=lambda m: torch.optim.Muon(matrices(m)))
-    with pytest.warns(UserWarning, match="Adafactor's statistics are those of each rank's share"):
+    with pytest.warns(UserWarning, match="Adafactor's statistics are those of each rank's shard"):
         model = gpt2()
         autopar.initialize(model, two, optimizer=torch.optim.Adafactor(model.parameters()))
 

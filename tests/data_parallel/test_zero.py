@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from tests.parity import close, whole
+from tests.compare import same_weights
+from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
@@ -65,9 +66,7 @@ def train(tp, build, make, steps, **more):
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
         assert optimizer.param_groups[0]["lr"] == pytest.approx(optimizer.defaults["lr"] / (step + 2))
         if step in (0, steps - 1):
-            weights = whole(model, lambda parameter: parameter.data)
-            for name, parameter in plain.named_parameters():
-                close(weights[name], parameter.data, f"{name} after step {step}", 1e-5)
+            same_weights(model, plain, 1e-5, when=f"after step {step}")
     assert identities == [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     return model, optimizer, reference
 
@@ -128,9 +127,7 @@ def test_an_optimizer_that_has_stepped_before_goes_on():
             for m, o in ((model, optimizer), (plain, reference)):
                 m(IDS[:2], labels=IDS[:2]).loss.backward()
                 o.step()
-            weights = whole(model, lambda parameter: parameter.data)
-            for key, parameter in plain.named_parameters():
-                close(weights[key], parameter.data, f"{name}: {key}")
+            same_weights(model, plain, when=f"with {name}")
             autopar.deparallelize(model)
             assert not hasattr(optimizer, "_autopar") and not optimizer._optimizer_step_pre_hooks
 

@@ -48,7 +48,7 @@ def test_the_width_of_a_unit_is_inferred() -> None:
         ("kv", 3, 4),
         ("kv", 3, 4),
     ]
-    assert [block.shares for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
+    assert [block.ranges for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
     found = layout(table(2), ["ffn", "ffn"], 74)
     assert [(block.count, block.width) for block in found.blocks] == [(37, 1), (37, 1)]
 
@@ -87,7 +87,7 @@ def test_query_heads_stay_with_their_kv_head(kv: int, heads: int, size: int, kv_
 def test_only_what_may_be_empty_may_be() -> None:
     assert layout(table(4, frozenset({"vocab"})), ["vocab"], 17).ranges(3) == ((13, 17),)
     assert layout(table(4, frozenset({"vocab"}), vocab_size=3), ["vocab"], 3).ranges(3) == ()
-    with pytest.raises(ConfigError, match="3 vocab cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match="3 vocab cannot be sharded over 4 ranks"):
         layout(table(4, vocab_size=3), ["vocab"], 3)
     assert layout(table(4), ["hidden"], 3).ranges(3) == ()
 
@@ -96,11 +96,13 @@ def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError) as info:
         layout(table(10), ["heads"], 36)
     assert str(info.value) == (
-        "tensor_parallel_size=10 does not fit Model: 9 heads cannot be shared out over 10 ranks.\n"
-        "  'heads' is n_heads=9 (p:2), cut by proj (p:9).\n"
+        "tensor_parallel_size=10 does not fit Model: 9 heads cannot be sharded over 10 ranks.\n"
+        "  'heads' is n_heads=9 (p:2), sharded by proj (p:9).\n"
         "  Largest size that fits this model: 9."
     )
-    with pytest.raises(ConfigError, match=r"5 ffn cannot.*\n  'ffn' is counted on the parameter \(p:3\), cut by proj"):
+    with pytest.raises(
+        ConfigError, match=r"5 ffn cannot.*\n  'ffn' is counted on the parameter \(p:3\), sharded by proj"
+    ):
         layout(table(6), ["ffn"], 5)
     units = table(21, kv_heads=9)
     units.used[("heads", 9, 9)] = ("q", Where("p", 8))  # heads are cut too, so they bound what fits
@@ -157,11 +159,11 @@ def test_a_unit_in_multiples_goes_to_ranks_in_runs_of_that_many() -> None:
     with pytest.raises(ConfigError) as info:
         layout(one(4, "12", multiple=4), ["u"], 12)
     assert str(info.value) == (
-        "tensor_parallel_size=4 does not fit Model: 12 u cannot be shared out over 4 ranks in multiples of 4.\n"
-        "  'u' is 12=12 (p:1), cut by proj (p:9).\n"
+        "tensor_parallel_size=4 does not fit Model: 12 u cannot be sharded over 4 ranks in multiples of 4.\n"
+        "  'u' is 12=12 (p:1), sharded by proj (p:9).\n"
         "  Largest size that fits this model: 3."
     )
-    with pytest.raises(ConfigError, match=r"10 u cannot be shared out in multiples of 4\.\n.*\n.*fits this model: 1\."):
+    with pytest.raises(ConfigError, match=r"10 u cannot be sharded in multiples of 4\.\n.*\n.*fits this model: 1\."):
         layout(one(2, "10", multiple=4), ["u"], 10)
 
 

@@ -138,7 +138,7 @@ def test_regions_that_are_opened_and_never_closed() -> None:
     units = {"ffn": "ffn"}
     assert rehearsed(toy(Ranged), toy_policy(units, RANGED_RULES))
     rules = {name: rule for name, rule in RANGED_RULES.items() if name != "down"}
-    with pytest.raises(PolicyError, match="gate opens a region shared out by 'ffn' that no row closes"):
+    with pytest.raises(PolicyError, match="gate opens a region sharded by 'ffn' that no row closes"):
         rehearsed(toy(Ranged), toy_policy(units, rules))
 
 
@@ -313,7 +313,7 @@ class OneBias(Biases):
 
 def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
     assert rehearsed(filled(Biases(ToyConfig())), biased(INPUTS), 3)
-    with pytest.raises(PolicyError, match=r"bias.bias works on activations that are shared out, but its rule leaves"):
+    with pytest.raises(PolicyError, match=r"bias.bias works on sharded activations, but its rule leaves"):
         rehearsed(filled(OneBias(ToyConfig())), biased(INPUTS), 3)
 
 

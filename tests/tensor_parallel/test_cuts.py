@@ -159,8 +159,8 @@ def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("path", "rule", "message"),
     [
-        ("sinks", {"cut": "heads", "dim": 1}, "sinks has 1 dims, the rule cuts dim 1"),
-        ("distance", {"cut": "heads", "dim": 2}, "distance.weight has 2 dims, the rule cuts dim 2"),
+        ("sinks", {"cut": "heads", "dim": 1}, "sinks has 1 dims, the rule shards dim 1"),
+        ("distance", {"cut": "heads", "dim": 2}, "distance.weight has 2 dims, the rule shards dim 2"),
         ("slopes", "replicated", "slopes is a buffer, which can only be 'cut'"),
         ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'cut' or 'once'"),
         ("scale", {"cut": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not whole"),
@@ -194,7 +194,9 @@ def test_a_cut_module_tells_the_sizes_that_it_has(between: Any, attributes: tupl
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_whose_mean_would_be_cut_is_refused(norm: Any) -> None:
     policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"cut": "ffn"}})
-    with pytest.raises(PolicyError, match=r"between takes a mean over what would be cut: write \{norm_over: \.\.\.\}"):
+    with pytest.raises(
+        PolicyError, match=r"between takes a mean over what would be sharded: write \{norm_over: \.\.\.\}"
+    ):
         share(toy(lambda config: MLP(config, norm(6)), ffn=6), policy, 2, 1)
 
 
@@ -241,7 +243,7 @@ def test_what_is_made_of_too_few_units_stays_whole_on_every_rank() -> None:
     assert model.layers[0].heads == 3
     model = check(lambda: toy(Attention), batches(), 4, policy=policy)
     assert model.layers[0].heads == 1
-    with pytest.raises(ConfigError, match="3 heads cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match="3 heads cannot be sharded over 4 ranks"):
         rehearsed(toy(Attention, heads=3), ATTENTION, 4)
 
 
@@ -277,10 +279,10 @@ def test_a_tied_module_without_a_rule_that_cuts_it_is_refused() -> None:
         rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, MLP_RULES))
     assert str(info.value) == (
         "policy dict:blocks.modules.up: layers.0.inner.other.weight is the same tensor as layers.0.up.weight, "
-        "which this rule cuts, but has no rule that cuts it"
+        "which this rule shards, but has no rule that shards it"
     )
     with pytest.raises(
-        PolicyError, match=r"inner.other.weight is the same tensor as layers.0.up.weight, but whole here"
+        PolicyError, match=r"inner.other.weight is the same tensor as layers.0.up.weight, but replicated here"
     ):
         rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, {**MLP_RULES, "inner": "replicated"}))
     gathered = {**MLP_RULES, "inner.other": {"column": "ffn", "gather_output": True}}

@@ -115,15 +115,15 @@ def test_models_whose_experts_cannot_be_shared_out_whole() -> None:
     plain = llama()
     with pytest.raises(ConfigError) as info:
         make_plan(plain, find_policy(plain), 2, by_expert=True)
-    assert str(info.value) == "expert_parallel_size: this model has no experts that can be shared out by expert"
+    assert str(info.value) == "expert_parallel_size: this model has no experts that can be sharded by expert"
     rules = {**MIXTURE_RULES, "experts": {"region": "ffn", "by_expert": "experts"}}
     policy = toy_policy({"ffn": "ffn", "experts": "3"}, rules)
     assert rehearsed(toy(Mixture), policy)
     with pytest.raises(ConfigError) as info:
         make_plan(toy(Mixture), read_user_policy(policy), 2, by_expert=True)
     assert str(info.value) == (
-        "expert_parallel_size: layers.0.experts (Experts) chooses its experts inside, it cannot be shared out by "
-        "expert. Leave it out: each expert is cut instead."
+        "expert_parallel_size: layers.0.experts (Experts) chooses its experts inside, it cannot be sharded by "
+        "expert. Leave it out: each expert is sharded instead."
     )
 
 

@@ -182,7 +182,7 @@ def test_a_norm_over_groups_needs_to_know_of_them() -> None:
     policy = toy_policy(GROUPED["units"], {**GROUPED["blocks"]["modules"], "norm": {"norm_over": "heads"}})
     policy["blocks"]["attributes"] = {"norm.group_size": "heads * 3 / groups"}
     for groups, tp, what in (
-        (4, 2, "6 of 12 shared-out features takes a mean over 3"),
+        (4, 2, "6 of 12 sharded features takes a mean over 3"),
         (2, 2, "6 of 12"),
         (2, 4, "3 of 12"),
     ):
@@ -213,13 +213,13 @@ class Varied(nn.Module):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("var", "a norm over shared-out features calls var, which is not known"),
-        ("std", "a norm over shared-out features calls std, which is not known"),
-        ("sum", "a norm over shared-out features calls sum, which is not known"),
-        ("amax", "a norm over shared-out features calls amax, which is not known"),
-        ("normalize", "a norm over shared-out features calls normalize, which is not known"),
-        ("linalg_vector_norm", "a norm over shared-out features calls linalg_vector_norm, which is not known"),
-        ("mean over tokens", "a norm over shared-out features takes a mean over dim 1, not the last"),
+        ("var", "a norm over sharded features calls var, which is not known"),
+        ("std", "a norm over sharded features calls std, which is not known"),
+        ("sum", "a norm over sharded features calls sum, which is not known"),
+        ("amax", "a norm over sharded features calls amax, which is not known"),
+        ("normalize", "a norm over sharded features calls normalize, which is not known"),
+        ("linalg_vector_norm", "a norm over sharded features calls linalg_vector_norm, which is not known"),
+        ("mean over tokens", "a norm over sharded features takes a mean over dim 1, not the last"),
     ],
 )
 def test_a_reduction_that_is_not_known_is_refused_by_name(by: str, message: str) -> None:
@@ -238,5 +238,5 @@ def test_a_norm_that_reads_what_is_whole_is_refused() -> None:
     with pytest.raises(PolicyError) as info:
         rehearsed(model, NORMED)
     assert str(info.value) == (
-        "policy dict:blocks.modules.between: layers.0.between is norm_over, but what it reads is whole"
+        "policy dict:blocks.modules.between: layers.0.between is norm_over, but its input is replicated"
     )

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import policy_folder, read_user_policy
@@ -48,14 +48,14 @@ head:
 """
 
 
-def rehearse_with(text: str, model: Any, tp: int) -> bool:
-    return rehearse(model, "", make_plan(model, read_user_policy(text), tp))
+def check_plan_with(text: str, model: Any, tp: int) -> bool:
+    return check_plan(model, "", make_plan(model, read_user_policy(text), tp))
 
 
 def test_a_right_policy_passes_and_leaves_the_model_alone():
     model = llama()
     before = copy.deepcopy(model.state_dict())
-    assert rehearse_with(LLAMA, model, 3)
+    assert check_plan_with(LLAMA, model, 3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
 
@@ -70,8 +70,8 @@ def test_a_right_policy_passes_and_leaves_the_model_alone():
         (
             "input_layernorm: replicated",
             "input_layernorm: {replicated: heads}",
-            "policy text:13: model.layers.0.input_layernorm.weight works on whole activations: its gradient must not "
-            "be summed, write 'replicated'",
+            "policy text:13: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must "
+            "not be summed, write 'replicated'",
         ),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_wrong_rule_is_found(old: str, new: str, message: str):
     text = LLAMA.replace(old, new)
     assert text != LLAMA
     with pytest.raises(PolicyError, match=message) as info:
-        rehearse_with(text, llama(), 2)
+        check_plan_with(text, llama(), 2)
     assert str(info.value).startswith("policy text:")
     assert isinstance(info.value.where, str)
 
@@ -87,16 +87,16 @@ def test_a_wrong_rule_is_found(old: str, new: str, message: str):
 def test_a_head_count_that_nobody_scaled_is_found():
     text = LLAMA.replace("self_attn.num_key_value_groups: heads / kv_heads", "{}").replace("attributes:\n    {}", "")
     model = llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
-    assert rehearse_with(LLAMA, model, 4)
-    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the whole model does not"):
-        rehearse_with(text, model, 4)
+    assert check_plan_with(LLAMA, model, 4)
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
+        check_plan_with(text, model, 4)
 
 
 def test_keys_that_are_cut_like_queries_are_found_where_that_makes_a_difference():
     text = LLAMA.replace("k_proj: {column: kv_heads}", "k_proj: {column: heads}")
-    assert rehearse_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
-    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the whole model does not"):
-        rehearse_with(text, llama(), 4)
+    assert check_plan_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
+        check_plan_with(text, llama(), 4)
 
 
 def test_a_partial_gradient_that_no_logit_shows_is_found():
@@ -106,23 +106,21 @@ def test_a_partial_gradient_that_no_logit_shows_is_found():
         block.attn.attn_dropout = nn.Identity()
         block.mlp.act = nn.Sequential(block.mlp.act, nn.PReLU(1))
     shared = text.replace("mlp.c_fc:", "mlp.act: replicated\n    mlp.c_fc:")
-    with pytest.raises(
-        PolicyError, match=r"act.1.weight works on activations that are shared out.*\{replicated: UNIT\}"
-    ):
-        rehearse_with(shared, model, 2)
-    assert rehearse_with(text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), model, 2)
+    with pytest.raises(PolicyError, match=r"act.1.weight works on sharded activations.*\{replicated: UNIT\}"):
+        check_plan_with(shared, model, 2)
+    assert check_plan_with(text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), model, 2)
 
 
 def test_a_model_that_does_not_run_without_data_is_not_rehearsed():
     model = gpt2()
     model.transformer.drop.forward = lambda x: x * float(x.untyped_storage()[0])
-    assert not rehearse(model, "", make_plan(model, find_policy(model), 2))
+    assert not check_plan(model, "", make_plan(model, find_policy(model), 2))
 
 
 def test_hooks_of_the_user_have_no_part_in_it():
     model, calls = gpt2(), []
     model.transformer.register_forward_hook(lambda *_: calls.append(1))
-    assert rehearse(model, "", make_plan(model, find_policy(model), 2))
+    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
     assert calls == []
 
 

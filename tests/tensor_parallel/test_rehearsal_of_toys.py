@@ -30,8 +30,8 @@ def test_the_right_rules_pass() -> None:
 
 
 MIXED = (
-    "an activation that is whole meets shared-out ones: its gradient would be partial. The module that made it needs "
-    "{enter_output: UNIT}, or a rule that cuts it"
+    "a replicated activation meets sharded ones: its gradient would be partial. The module that made it needs "
+    "{enter_output: UNIT}, or a rule that shards it"
 )
 
 
@@ -47,7 +47,7 @@ def test_a_whole_activation_that_meets_shared_out_ones() -> None:
 
 
 def test_a_parameter_whose_gradient_stays_partial() -> None:
-    message = "layers.0.norm.bias works on activations that are shared out, but its rule leaves its gradient partial: "
+    message = "layers.0.norm.bias works on sharded activations, but its rule leaves its gradient partial: "
     message += "write {replicated: UNIT} to have it summed, or cut it"
     refused(toy(Latent), latent(norm="replicated"), "q", message)
 
@@ -60,7 +60,7 @@ def test_a_parameter_whose_gradient_stays_partial() -> None:
             return self.down(self.up(x) * self.scale)
 
     units = {"ffn": "ffn"}
-    message = "layers.0.scale works on activations that are shared out, but its rule leaves its gradient partial: "
+    message = "layers.0.scale works on sharded activations, but its rule leaves its gradient partial: "
     refused(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": "replicated"}), "up", message)
     assert rehearsed(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
 
@@ -76,7 +76,7 @@ def test_a_parameter_that_is_read_where_nobody_sums_its_gradient() -> None:
 
     rules = {**MLP_RULES, "outer.inner.norm": {"replicated": "ffn"}}
     message = (
-        "layers.0.outer.inner.norm.weight works on shared-out activations outside the forward of "
+        "layers.0.outer.inner.norm.weight works on sharded activations outside the forward of "
         "layers.0.outer.inner.norm, where its gradient is not summed"
     )
     refused(toy(Deep), toy_policy({"ffn": "ffn"}, rules), "outer.inner.norm", message)
@@ -89,7 +89,9 @@ def test_a_gradient_that_must_not_be_summed() -> None:
 
     model = toy(lambda config: Before(config, nn.LayerNorm(config.hidden_size)))
     rules = {**MLP_RULES, "between": {"replicated": "ffn"}}
-    message = "layers.1.between.bias works on whole activations: its gradient must not be summed, write 'replicated'"
+    message = (
+        "layers.1.between.bias works on replicated activations: its gradient must not be summed, write 'replicated'"
+    )
     refused(model, toy_policy({"ffn": "ffn"}, rules), "between", message)
 
 
@@ -105,13 +107,14 @@ def test_what_layers_read() -> None:
         model,
         toy_policy(ffn, {**MLP_RULES, "between": {"cut": "ffn"}}),
         "between",
-        "layers.1.between is cut, but what it reads is whole and needs a gradient: make it a column, or feed it by one",
+        "layers.1.between is cut, but its input is replicated and needs a gradient: make it a column, or feed it by "
+        "one",
     )
     refused(
         model,
         toy_policy(ffn, {**MLP_RULES, "between": {"column": "ffn", "inside": True}}),
         "between",
-        "layers.0.between is a column inside a region, but what it reads is whole",
+        "layers.0.between is a column inside a region, but its input is replicated",
     )
     assert rehearsed(model, toy_policy(ffn, {**MLP_RULES, "between": {"column": "ffn"}}))
     rules = {"up": {"column": "ffn"}, "steer": {"row": "ffn", "enter_output": True}, "down": {"row": "ffn"}}
@@ -119,7 +122,7 @@ def test_what_layers_read() -> None:
         toy(Selective),
         toy_policy(ffn, {**rules, "step": {"column": "ffn"}}),
         "step",
-        "layers.0.step is a column, but what it reads is shared out already",
+        "layers.0.step is a column, but its input is sharded already",
     )
 
     class Swapped(MLP):
@@ -130,13 +133,13 @@ def test_what_layers_read() -> None:
         toy(Swapped, hidden_size=5),
         toy_policy(ffn, MLP_RULES),
         "down",
-        "layers.0.down is a row, but what it reads is whole: no column feeds it",
+        "layers.0.down is a row, but its input is replicated: no column feeds it",
     )
     refused(
         toy(MLP),
         toy_policy(ffn, {**MLP_RULES, "up": {"column": "ffn", "inside": True}}),
         "up",
-        "layers.0.up is a column inside a region, but what it reads is whole",
+        "layers.0.up is a column inside a region, but its input is replicated",
     )
 
 
@@ -150,7 +153,7 @@ def test_gathered_and_regions_read_the_right_kind() -> None:
         model,
         toy_policy({"ffn": "ffn", "h": "hidden_size"}, {**MLP_RULES, "between": {"gathered": "h"}}),
         "between",
-        "layers.0.between is gathered, but what it reads is whole",
+        "layers.0.between is gathered, but its input is replicated",
     )
 
     class Twice(Mixture):
@@ -166,7 +169,7 @@ def test_gathered_and_regions_read_the_right_kind() -> None:
         toy(Twice),
         toy_policy({"ffn": "ffn", "h": "hidden_size"}, rules),
         "experts",
-        "layers.0.experts is a region, but what it reads is shared out already",
+        "layers.0.experts is a region, but its input is sharded already",
     )
 
 
@@ -187,21 +190,23 @@ class Reports(Toy):
 def test_outputs_are_whole_and_of_the_right_shape() -> None:
     policy = toy_policy({"ffn": "ffn", "heads": "heads"}, MLP_RULES)
     inside = filled(Reports(ToyConfig(report="inside")))
-    refused(inside, policy, "up", "output 'hidden' is still shared out: some row or gather_output is missing")
+    refused(inside, policy, "up", "output 'hidden' is still sharded: some row or gather_output is missing")
     assert rehearsed(filled(Reports(ToyConfig(report="count"))), policy)
     policy["attributes"] = {"heads": "heads"}
     refused(
         filled(Reports(ToyConfig(report="count"))),
         policy,
         "up",
-        "outputs have shapes [(2, 5, 6), (2,)], those of the whole model [(2, 5, 6), (4,)]",
+        "outputs have shapes [(2, 5, 6), (2,)], those of the full model [(2, 5, 6), (4,)]",
     )
 
 
 def test_regions_that_names_alone_show_to_be_wrong() -> None:
     once = {**MIXTURE_RULES, "experts": "replicated"}
     policy = toy_policy({"ffn": "ffn", "other": "ffn"}, {**MIXTURE_RULES, "experts.down_bias": {"once": "other"}})
-    message = "experts.down_bias works on activations shared out by 'other', but no column opens them"
+    message = "experts.down_bias works on activations sharded by 'other', but no column opens them"
     refused(toy(Mixture), policy, "experts.down_bias", message)
-    with pytest.raises(PolicyError, match=r"layers.0.experts.up is covered here and, with layers.0.experts, by"):
+    with pytest.raises(
+        PolicyError, match=r"layers.0.experts.up is matched by two rules, here and, with layers.0.experts, in"
+    ):
         rehearsed(toy(Mixture), toy_policy({"ffn": "ffn"}, once))

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.broadcast_data import broadcast_data
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.layout import share_out
-from autopar.tensor_parallel.megatron.data import broadcast_data
+from autopar.layout import even_shards
 from autopar.tensor_parallel.megatron.tensor_split import (
     VocabUtility,
     gather_split_1d_tensor,
@@ -166,4 +166,4 @@ def test_vocabulary_ranges():
     assert [vocab_range_from_global_vocab_size(50257, rank, 2) for rank in range(2)] == [(0, 25129), (25129, 50257)]
     assert [VocabUtility.vocab_range_from_global_vocab_size(3, rank, 4)[1] for rank in range(4)] == [1, 2, 3, 3]
     assert VocabUtility.vocab_range_from_per_partition_vocab_size(8, 3, 4) == (24, 32)
-    assert tuple(vocab_range_from_global_vocab_size(17, rank, 8) for rank in range(8)) == share_out(17, 8)
+    assert tuple(vocab_range_from_global_vocab_size(17, rank, 8) for rank in range(8)) == even_shards(17, 8)

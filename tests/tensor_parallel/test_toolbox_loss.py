@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from autopar.distributed import collectives
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.layout import share_out
+from autopar.layout import even_shards
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.pool import pooled
 from tests.worlds import raises_everywhere
@@ -38,7 +38,7 @@ def check(mpu, logits, target, grad=None, tell_size=True, tolerance=1e-5, **opti
     """Ours on this rank's columns against torch's on all of them."""
     options = {"reduction": "none", **options}
     vocab = logits.shape[-1]
-    low, high = share_out(vocab, mpu.tp.size)[mpu.tp.rank]
+    low, high = even_shards(vocab, mpu.tp.size)[mpu.tp.rank]
     local = logits[..., low:high].clone().requires_grad_()
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, target, **options, vocab_size=vocab if tell_size else None, group=mpu)
@@ -162,7 +162,7 @@ def test_shapes_without_tokens_strided_logits_and_int32_targets():
     logits = whole((3, 2), 16).transpose(0, 1)  # [2, 3, 16], not contiguous
     target = torch.tensor([[1, 2, 3], [4, -100, 15]])
     loss, _ = check(mpu, logits, target)
-    low, high = share_out(16, 4)[mpu.tp.rank]
+    low, high = even_shards(16, 4)[mpu.tp.rank]
     again = vocab_parallel_cross_entropy(logits[..., low:high], target.int(), vocab_size=16, group=mpu)
     assert torch.equal(again, loss)
 
@@ -170,7 +170,7 @@ def test_shapes_without_tokens_strided_logits_and_int32_targets():
 @pooled(world_size=4)
 def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather():
     mpu = MPU(tensor_parallel_size=4)
-    low, high = share_out(1000, 4)[mpu.tp.rank]
+    low, high = even_shards(1000, 4)[mpu.tp.rank]
     logits = whole((64,), 1000)[:, low:high].requires_grad_()
     target = torch.arange(64) * 15
     flat = collectives._all_gather_flat

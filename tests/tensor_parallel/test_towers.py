@@ -95,7 +95,7 @@ def test_towers_count_their_own_heads(tmp_path: Path) -> None:
 def test_a_size_that_one_tower_does_not_fit_says_which(tmp_path: Path) -> None:
     policy = towers(tmp_path)
     assert rehearsed(pair(), policy, 2)
-    with pytest.raises(ConfigError, match=r"=4 does not fit Pair: 3 heads cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match=r"=4 does not fit Pair: 3 heads cannot be sharded over 4 ranks"):
         rehearsed(pair(), policy, 4)
 
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from autopar.distributed.axis import Axis
-from autopar.dry_run.tensor_parallel import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
@@ -78,7 +78,7 @@ def toy_policy(units: dict[str, Any], modules: dict[str, Any], **blocks: Any) ->
 def rehearsed(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:
     """The plan, after its rehearsal."""
     plan = make_plan(model, read_user_policy(policy), tp, **options)
-    assert rehearse(model, "", plan)
+    assert check_plan(model, "", plan)
     return plan
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,41 +13,31 @@ from threading import Event
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.offline.output import copy_small_files, output_folder, parse_dtype, progress_bar
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.staging import MERGED, Staging, fsync_files
+from autopar.checkpoint.staging import MERGED
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 from autopar.storage.views import open_piece
 
-__all__ = [
-    "FORMATS",
-    "check_format",
-    "files_along",
-    "merge_checkpoint",
-    "parse_dtype",
-    "refuse_own_place",
-    "write_dtype",
-    "write_merged",
-]
+__all__ = ["check_format", "merge_checkpoint", "write_merged"]
 
 # File names of the weights, as transformers knows them.
-FORMATS = {
+_FORMATS = {
     "safetensors": ("model{suffix}.safetensors", "model.safetensors.index.json"),
     "bin": ("pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"),
 }
-OUTSIDE = "wrapper.safetensors"  # modules of the user's own around the Hugging Face model, under their own names
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|index\.json|tmp|lock)|autopar\.json|\..*")
+_OUTSIDE = "wrapper.safetensors"  # modules of the user's own around the Hugging Face model, under their own names
 
 
 def check_format(format: object) -> None:
     """Raise CheckpointError for a format that is not offered."""
-    if format not in FORMATS:
-        raise CheckpointError(f"format={format!r} must be one of {', '.join(map(repr, FORMATS))}")
+    if format not in _FORMATS:
+        raise CheckpointError(f"format={format!r} must be one of {', '.join(map(repr, _FORMATS))}")
 
 
 def merge_checkpoint(
@@ -83,69 +70,23 @@ def merge_checkpoint(
         CheckpointError: if the source is incomplete, damaged or mixed, or the destination cannot be written.
     """
     check_format(format)
-    size = parse_size(max_shard_size)
-    chosen = parse_dtype(dtype)
-    folder, target = Path(source), Path(os.path.abspath(destination))
-    show = sys.stderr.isatty() if progress is None else progress
+    size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
     with Shards(folder) as shards:
-        if not (folder / "config.json").is_file() and "config.json" in shards.manifest.along:
+        manifest = shards.manifest
+        has_config = "config.json" in manifest.along
+        if has_config and not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
         if verify:
             shards.verify_along()
-        refuse_own_place("merge", folder, target)
-        staging = Staging(target, replace=force)
-        try:
-            files = write_merged(shards, staging.temp, size, format, progress=show, dtype=chosen, verify=verify)
-            for path in files_along(folder):
-                shutil.copyfile(path, staging.temp / path.name)
-            if chosen is not None and "config.json" in shards.manifest.along:
-                write_dtype(staging.temp / "config.json", chosen)
-            fsync_files(staging.temp)
-            staging.commit()
-        except OSError as error:
-            raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
-        finally:
-            staging.discard()
-        return {
-            "destination": str(target),
-            "files": files,
-            "tensors": sum(len(t.saved_names()) for t in shards.manifest.tensors.values()),
-            "parameters": shards.manifest.total_parameters(),
-        }
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """``torch.bfloat16`` for ``bfloat16``. Raises CheckpointError unless it is a floating-point dtype."""
-    if dtype is None:
-        return None
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise CheckpointError(f"dtype={dtype!r} must be float32, bfloat16, float16 or float64")
-    return found
-
-
-def refuse_own_place(verb: str, folder: Path, target: Path) -> None:
-    """Raise CheckpointError if ``target`` is the folder that is read, or one around it."""
-    real = folder.resolve()
-    if target.resolve() in (real, *real.parents):
-        raise CheckpointError(f"cannot {verb} {folder} into {target}: it would replace what it is read from")
-
-
-def write_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Note in a ``config.json`` that the weights were converted."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it holds no mapping")
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def files_along(folder: Path) -> Iterable[Path]:
-    """What every form of a checkpoint needs beside the weights: config, tokenizer, templates, code, notes."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and not _WEIGHTS.fullmatch(path.name))
+        with output_folder("merge", folder, destination, force) as staging:
+            files = write_merged(shards, staging.temp, size, format, progress, chosen, verify)
+            copy_small_files(folder, staging.temp, chosen if has_config else None)
+    return {
+        "destination": os.path.abspath(destination),
+        "files": files,
+        "tensors": sum(len(tensor.saved_names()) for tensor in manifest.tensors.values()),
+        "parameters": manifest.total_parameters(),
+    }
 
 
 def write_merged(
@@ -153,7 +94,7 @@ def write_merged(
     folder: Path,
     max_shard_size: int,
     format: str,
-    progress: bool,
+    progress: bool | None,
     dtype: torch.dtype | None = None,
     verify: bool = True,
 ) -> dict[str, int]:
@@ -166,15 +107,14 @@ def write_merged(
     manifest = shards.manifest
     source = _Source(shards, dtype)
     specs = source.specs
-    pattern, index_name = FORMATS[format]
+    pattern, index_name = _FORMATS[format]
     split = split_state_dict_into_shards_factory(
         specs, get_storage_size=lambda spec: nbytes(*spec), filename_pattern=pattern, max_shard_size=max_shard_size
     )
     files: dict[str, int] = {}
-    total = split.metadata["total_size"]
     with (
         _verified_meanwhile(shards, verify),
-        tqdm(total=total, desc="merging", unit="B", unit_scale=True, disable=not progress) as bar,
+        progress_bar("merging", split.metadata["total_size"], progress) as bar,
     ):
         for file, saved in split.filename_to_tensors.items():
             if format == "safetensors":
@@ -187,8 +127,8 @@ def write_merged(
                 torch.save(tensors, folder / file)
             files[file] = (folder / file).stat().st_size
         if source.outside:  # the user's own modules, which from_pretrained does not ask for
-            source.write(folder / OUTSIDE, source.outside, lambda _: None)
-            files[OUTSIDE] = (folder / OUTSIDE).stat().st_size
+            source.write(folder / _OUTSIDE, source.outside, lambda _: None)
+            files[_OUTSIDE] = (folder / _OUTSIDE).stat().st_size
     if split.is_sharded:
         index = {
             "metadata": {"total_parameters": manifest.total_parameters(), **split.metadata},
@@ -201,20 +141,20 @@ def write_merged(
 
 @contextmanager
 def _verified_meanwhile(shards: Shards, verify: bool) -> Iterator[None]:
-    """Verify all of the model's shards in a thread while the body writes; raises at the end if a checksum is wrong."""
+    """Verify the model's shards in a thread while the body writes; raises at the end if a checksum is wrong."""
     if not verify:
         yield
         return
-    held = sorted(shards.held(("model",)), key=lambda item: item.file)
-    for item in held:
-        shards.open(item)
+    stored = sorted(shards.stored(("model",)), key=lambda shard: shard.file)
+    for file in dict.fromkeys(shard.file for shard in stored):
+        shards.check_file(file)
     stop = Event()
 
     def run() -> None:
-        for item in held:
+        for shard in stored:
             if stop.is_set():
                 return
-            shards.verify(item)
+            shards.verify(shard)
 
     try:
         pool = ThreadPoolExecutor(1, "autopar verify")
@@ -258,7 +198,7 @@ class _Source:
                 self.outside[name] = (written(name), tensor.shape)
 
     def lazy(self, saved_as: str) -> LazyTensor:
-        """One tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
+        """Return one tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
         name, piece = self._places[saved_as]
         return self._shards.lazy(name) if piece is None else open_piece(piece, name, self._shards.lazy)
 

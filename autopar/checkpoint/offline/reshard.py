@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
-import shutil
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,23 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from autopar.checkpoint.format import PARTS, Manifest, versions
-from autopar.checkpoint.offline.merge import files_along, refuse_own_place, write_dtype
-from autopar.checkpoint.offline.stage_files import stages_by_size
+from autopar.checkpoint.offline.output import copy_small_files, output_folder, progress_bar
 from autopar.checkpoint.optimizer_state import COUNTERS
 from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.staging import Staging, fsync_files
+from autopar.checkpoint.staging import Staging
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, share_out_replicated
+from autopar.layout import Block, Layout, replicated_shards
 from autopar.plan.plan import TensorPlan
 from autopar.storage.checksum import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
-__all__ = ["check_sizes", "reshard_checkpoint", "reshare", "write_part"]
+__all__ = ["check_sizes", "reshard_checkpoint", "stages_by_size", "write_manifest", "write_part"]
 
 MOST = 4096  # files that are open at once are bounded by this
 
@@ -41,14 +38,6 @@ def check_sizes(tp: int, pp: int) -> None:
             raise CheckpointError(f"{name} {size} must be between 1 and {MOST}")
     if tp * pp > MOST:
         raise CheckpointError(f"--tp {tp} x --pp {pp} = {tp * pp} files are more than {MOST}")
-
-
-def reshare(layout: Layout, size: int) -> Layout:
-    """The same units over ``size`` ranks. Fewer units than ranks: several ranks get the same one."""
-    return Layout.of(
-        layout.dim,
-        [Block(b.unit, b.count, b.width, share_out_replicated(b.count, size)) for b in layout.blocks],
-    )
 
 
 def reshard_checkpoint(
@@ -64,8 +53,8 @@ def reshard_checkpoint(
     """Write the shards of a mesh of ``tp`` x ``pp``; state of the optimizer included.
 
     Loading does not need this: ``from_parallelized`` reads the shards of any mesh. It saves each rank from opening
-    files that it needs a part of only. Each kind of unit is shared out by itself: where query heads are uneven, a rank
-    may still find one of its heads in its neighbour's file.
+    files that it needs a part of only. Each kind of unit is sharded by itself: where query heads are uneven, a rank may
+    still find one of its heads in its neighbour's file.
 
     Args:
         source: folder that ``save_parallelized`` wrote.
@@ -83,42 +72,67 @@ def reshard_checkpoint(
             optimizer belongs to one tensor-parallel size (Adafactor's statistics).
     """
     check_sizes(tp, pp)
-    folder, target = Path(source), Path(os.path.abspath(destination))
+    folder = Path(source)
     with Shards(folder, PARTS) as shards:
         shards.verify_along()
-        refuse_own_place("reshard", folder, target)
         old = shards.manifest
         parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
         training = {k: v for k, v in old.training.items() if optimizer or k != "optimizer"}
         _refuse_own_statistics(parts, old.sizes.tp, tp)
-        sizes = {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in old.tensors.items()}
-        stages = stages_by_size(sizes, pp)
-        staging = Staging(target, replace=force)
-        try:
-            total = sum(nbytes(dtype_of(t.dtype), t.shape) for part in parts.values() for t in part.tensors.values())
-            show = sys.stderr.isatty() if progress is None else progress
-            written: dict[str, Part] = {}
-            with tqdm(total=total, desc="resharding", unit="B", unit_scale=True, disable=not show) as bar:
+        bytes_of = {part: {k: _bytes(t) for k, t in parts[part].tensors.items()} for part in parts}
+        stages = stages_by_size(bytes_of["model"], pp)
+        total = sum(sum(sizes.values()) for sizes in bytes_of.values())
+        written: dict[str, Part] = {}
+        with output_folder("reshard", folder, destination, force) as staging:
+            with progress_bar("resharding", total, progress) as bar:
                 for name, part in parts.items():
-                    plans = {key: _reshared(tensor, tp) for key, tensor in part.tensors.items()}
+                    plans = {key: _reshard(tensor, tp) for key, tensor in part.tensors.items()}
                     where = {key: stages[key.partition("::")[0]] if name != "extra" else 0 for key in plans}
 
                     def read(key: str, part: str = name) -> torch.Tensor:
-                        bar.update(nbytes(dtype_of(parts[part].tensors[key].dtype), parts[part].tensors[key].shape))
+                        bar.update(bytes_of[part][key])
                         return shards.whole(key, part)
 
-                    written[name] = write_part(staging.temp, staging.id, name, plans, read, (tp, pp), where)
+                    written[name] = write_part(staging, name, plans, read, (tp, pp), where)
             manifest = replace(old, save_id=staging.id, sizes=MeshSizes(tp, pp, 1), parts=written, training=training,
                                versions=versions(), along={})  # fmt: skip
-            return finish(staging, manifest, folder)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
-        finally:
-            staging.discard()
+            return write_manifest(staging, manifest, folder)
 
 
-def _reshared(tensor: TensorPlan, tp: int) -> TensorPlan:
-    return replace(tensor, layout=None if tensor.layout is None else reshare(tensor.layout, tp))
+def _bytes(tensor: TensorPlan) -> int:
+    return nbytes(dtype_of(tensor.dtype), tensor.shape)
+
+
+def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
+    """Assign each tensor to a stage's file: blocks stay together, in order, about equally many bytes in each stage.
+
+    Loading reads any tensor from any file, so this decides only which files a rank opens.
+
+    Args:
+        sizes: tensor name -> bytes, in state-dict order.
+        pp: number of stages.
+    """
+    blocks: dict[str, int] = {}
+    block_of = {}
+    for name, size in sizes.items():
+        found = re.match(r"(.*?\.\d+)\.", name)
+        block_of[name] = found[1] if found else name
+        blocks[block_of[name]] = blocks.get(block_of[name], 0) + size
+    total = sum(blocks.values())
+    stage, reached = {}, 0
+    for block, size in blocks.items():
+        middle = reached + size / 2
+        stage[block] = min(pp - 1, int(pp * middle / total)) if total else 0
+        reached += size
+    return {name: stage[block] for name, block in block_of.items()}
+
+
+def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
+    """Plan the same units over ``tp`` ranks. With fewer units than ranks several ranks hold the same one."""
+    if tensor.layout is None:
+        return tensor
+    blocks = [Block(b.unit, b.count, b.width, replicated_shards(b.count, tp)) for b in tensor.layout.blocks]
+    return replace(tensor, layout=Layout.of(tensor.layout.dim, blocks))
 
 
 def _refuse_own_statistics(parts: Mapping[str, Part], before: int, tp: int) -> None:
@@ -126,22 +140,21 @@ def _refuse_own_statistics(parts: Mapping[str, Part], before: int, tp: int) -> N
     own = [name for name, tensor in tensors.items() if _is_statistics(tensor, parts["model"].tensors)]
     if own and before != tp:
         raise CheckpointError(
-            f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's share at "
-            f"tensor_parallel_size={before}; they cannot be cut for {tp}\n"
+            f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's shard at "
+            f"tensor_parallel_size={before}; they cannot be resharded for {tp}\n"
             "  Pass optimizer=False (--no-optimizer) to leave the optimizer's state out."
         )
 
 
 def _is_statistics(state: TensorPlan, model: Mapping[str, TensorPlan]) -> bool:
-    """Whether a state of the optimizer is not element by element that of a parameter which is shared out."""
+    """Tell whether a state of the optimizer is not element by element that of a sharded parameter."""
     parameter, _, key = state.name.partition("::")
-    cut = parameter in model and model[parameter].layout is not None
-    return cut and state.layout is None and not (state.shape == () and key in COUNTERS)
+    sharded = parameter in model and model[parameter].layout is not None
+    return sharded and state.layout is None and not (state.shape == () and key in COUNTERS)
 
 
 def write_part(
-    folder: Path,
-    save_id: str,
+    staging: Staging,
     part: str,
     plans: Mapping[str, TensorPlan],
     read: Callable[[str], torch.Tensor],
@@ -168,8 +181,8 @@ def write_part(
                 for key, plan in plans.items()
                 if stages[key] == p and _holds(key, plan, t)
             }
-            metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": name}
-            writers[t, p] = stack.enter_context(SafetensorsWriter(folder / name, specs, metadata))
+            metadata = {"format": "pt", "autopar_save_id": staging.id, "autopar_file": name}
+            writers[t, p] = stack.enter_context(SafetensorsWriter(staging.temp / name, specs, metadata))
         for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
             full, plan = read(key), plans[key]
             for t in range(tp):
@@ -198,28 +211,25 @@ def _allow_open_files(count: int) -> None:
 
 
 def _holds(key: str, plan: TensorPlan, t: int) -> bool:
-    """Whether the file of tensor-parallel rank ``t`` holds its share of a tensor."""
+    """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
     if plan.layout is not None:
         return True
     _, own, rank = key.rpartition("@tp")
     return t == (int(rank) if own and "::" in key else 0)
 
 
-def finish(staging: Staging, manifest: Manifest, source: Path, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Copy the small files along, write the manifest, and put the folder in its place."""
-    for path in files_along(source):
-        shutil.copyfile(path, staging.temp / path.name)
-    if dtype is not None and (staging.temp / "config.json").is_file():
-        write_dtype(staging.temp / "config.json", dtype)
+def write_manifest(
+    staging: Staging, manifest: Manifest, source: Path, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Copy the small files of ``source``, write the manifest, and return the report of the command."""
+    copy_small_files(source, staging.temp, dtype)
     saved = [name for name in ("config.json", "generation_config.json") if (staging.temp / name).is_file()]
-    whole = replace(manifest, along={name: file_checksum(staging.temp / name) for name in saved})
-    whole.check()
-    whole.write(staging.temp)
-    fsync_files(staging.temp)
-    staging.commit()
+    manifest = replace(manifest, along={name: file_checksum(staging.temp / name) for name in saved})
+    manifest.check()
+    manifest.write(staging.temp)
     return {
         "destination": str(staging.target),
-        "files": {name: record.bytes for name, record in whole.files.items()},
-        "tensors": len(whole.tensors),
-        "parameters": whole.total_parameters(),
+        "files": {name: record.bytes for name, record in manifest.files.items()},
+        "tensors": len(manifest.tensors),
+        "parameters": manifest.total_parameters(),
     }

@@ -65,7 +65,7 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
     """``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
 
     Args:
-        size: ``n`` if it does not divide evenly and was shared out by :func:`autopar.layout.share_out` (the logits of
+        size: ``n`` if it does not divide evenly and was shared out by :func:`autopar.layout.even_shards` (the logits of
             a vocabulary of 50257). Without it all ranks must bring the same width.
 
     Raises:

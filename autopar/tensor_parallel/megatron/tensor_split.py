@@ -9,7 +9,7 @@ from autopar.distributed import collectives
 from autopar.distributed.axis import Group, axis_of, check_divides
 from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
-from autopar.layout import Range, share_out
+from autopar.layout import Range, even_shards
 
 __all__ = [
     "VocabUtility",
@@ -61,7 +61,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> Range:
     """``[first, last)`` vocabulary rows of ``rank``. Uneven where it must be: 50257 over 2 is 25129 and 25128."""
-    return share_out(global_vocab_size, world_size)[rank]
+    return even_shards(global_vocab_size, world_size)[rank]
 
 
 def vocab_range_from_per_partition_vocab_size(per_partition_vocab_size: int, rank: int, world_size: int) -> Range:
