@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.tensor_tracking import TensorTracking, storage_id, tensors_in, written_in_place
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, written_in_place
 
 __all__ = ["Provenance"]
 
@@ -50,11 +50,11 @@ class Provenance(TensorTracking):
         return frozenset().union(*found)
 
     def _of(self, tensor: torch.Tensor) -> frozenset[str]:
-        key = storage_id(tensor)
+        key = storage_key(tensor)
         return self._origins.get(key, frozenset()) if key is not None else frozenset()
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
-        key = storage_id(tensor)
+        key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return
         if names and key not in self._origins:
