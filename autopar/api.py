@@ -6,23 +6,20 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar import checkpoint
-from autopar.activation_checkpoint import keep, keep_on_cpu, recompute
+from autopar import activation_checkpoint, checkpoint
 from autopar.config import ParallelConfig
-from autopar.data_parallel.apply import attach as attach_optimizer
+from autopar.data_parallel import apply as data_parallel
 from autopar.data_parallel.fsdp import check_offload
-from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.replica_check import StepCheck
-from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.consensus import same_on_every_rank
@@ -30,23 +27,19 @@ from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import share
-from autopar.dry_run.block_reads import trace_reads
-from autopar.dry_run.inputs import sample_inputs
+from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.tensor_parallel import FirstForward, check_plan, warn_no_dry_run
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.plan.stages import Reads, StagePlan, elements_of, make_stages
+from autopar.plan.stages import StagePlan, elements_of, make_stages
 from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel import parallelize
-from autopar.tensor_parallel.consistency import ForwardCheck
-from autopar.tensor_parallel.hooks import attach, detach
-from autopar.tensor_parallel.megatron import parameter_marks as megatron_marks
-from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel import apply as tensor_parallel
+from autopar.tensor_parallel.parallelize import sync_parameters
 
 __all__ = ["deparallelize", "initialize"]
 
@@ -112,64 +105,14 @@ def initialize(
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed, _ = same_on_every_rank(
-        lambda: _check_call(model, config, policy, optimizer, lr_scheduler),
-        lambda checked: {"config": dataclasses.asdict(checked[0]), "optimizer": checked[1]},
-    )
-    mpu = MPU(parsed.tensor_parallel_size, parsed.pipeline_parallel_size)
-    try:  # every check is here; the model is untouched so far
-        prefix, inner = _inside(model, policy)
-        by_expert = parsed.expert_parallel_size > 1
-        plan, lazy = same_on_every_rank(
-            lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
-            lambda made: _facts(made[0], model),
-        )
-        stages = same_on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
-        lazy.sync_parameters(mpu)
-        lazy.draw(mpu, lambda name: mpu.pp.rank in stages.holders(name))
+    checked = same_on_every_rank(lambda: _check_call(model, config, policy, optimizer, lr_scheduler), _Call.fingerprint)
+    mpu = MPU(checked.config.tensor_parallel_size, checked.config.pipeline_parallel_size)
+    try:  # every check is in here: the model is untouched so far
+        plans = _make_plans(model, checked, mpu, optimizer)
     except Exception:
         mpu.destroy()
         raise
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parallelize.sync_parameters(model, mpu)
-    share(mpu.model, mpu.device)
-    region = Region(mpu.tp)
-    plain = not isinstance(inner, PreTrainedModel)
-    first_forward = FirstForward(inner, plan) if plain else None
-    parallelize.apply(model, plan, mpu.tp, region)
-    blocks = [model.get_submodule(path) for path in stages.elements]
-    if parsed.activation_checkpointing and plain:
-        recompute(blocks)
-    failures = FailureLog(mpu, parsed.pipeline.timeout)
-    mpu.tp.explain = failures.failure_of_layer
-    publish_uncaught(failures)
-    wrappers = WrapperCheck(model, mpu)  # says first what it finds in a step
-    comparing = parsed.consistency_check and parsed.zero_stage != 3
-    steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=comparing)
-    pipeline = Pipeline(
-        model, inner, stages, mpu, parsed.pipeline, failures, check=parsed.consistency_check, steps=steps
-    )
-    same_on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
-    if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(mpu.device)
-    if parsed.activation_checkpointing and not plain:
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if parsed.activation_checkpointing and parsed.cpu_checkpointing:
-        keep_on_cpu(inner)
-    region.find_dropout(model)
-    check = _forward_check(parsed, mpu, failures, region, steps)
-    if check is not None:
-        check.find_sharded(inner)
-    attach(inner, plan, mpu, region, failures, check)
-    if first_forward is not None:
-        first_forward.attach(inner)
-    pipeline.attach(model)
-    checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
-    model.mpu = mpu
-    model._autopar = _State(plan, stages, mpu, parsed, prefix, steps)
-    model._autopar.wrappers = wrappers
-    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, failures, blocks)
-    megatron_marks.mark(model, plan, stages, mpu)
+    _apply(model, checked, plans, mpu, optimizer)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -184,82 +127,110 @@ def deparallelize(model: Model) -> Model:
         ConfigError: the model is not parallelized.
         CheckpointError: a save in the background failed; the model is as it was, and a second call goes on.
     """
-    state: _State | None = vars(model).get("_autopar")
+    state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
-    inner = model.get_submodule(state.prefix)
     model.wait_for_save()  # type: ignore[operator]
-    state.steps.remove()
-    if state.step is not None and state.step.model is model:
-        state.step.give_back_weights()
-        state.step.remove()
-    vars(model)["_autopar_pipeline"].undo(model)
-    parallelize.undo(model, state.plan, state.mpu.tp)
-    detach(inner)
-    if state.config.activation_checkpointing and isinstance(inner, PreTrainedModel):
-        inner.gradient_checkpointing_disable()
-    elif state.config.activation_checkpointing:
-        keep(inner)
+    state.dp.undo()
+    state.pp.undo(model)
+    if state.config.activation_checkpointing:
+        activation_checkpoint.undo(state.inner_of(model))
+    tensor_parallel.undo(model, state.inner_of(model), state.plan, state.mpu)
     checkpoint.detach(model)
-    megatron_marks.unmark(model)
-    if state.wrappers is not None:
-        state.wrappers.remove()
     del model._autopar, model.mpu
     state.mpu.destroy()
     return model
 
 
-class _State:
-    """What initialize leaves on the model for deparallelize and for the second call to find."""
+class Parallelized:
+    """What ``initialize`` leaves on the model, as ``model._autopar``: for ``deparallelize``, savers and gradient norms.
+
+    Attributes:
+        plan: what this rank holds of each tensor over tp.
+        stages: what it holds over pp.
+        prefix: path of the Hugging Face model in the model, ``""`` if it is that.
+        pp, dp: the parts that can be undone.
+        counted: parameters that count in the gradient norm here; made when first needed.
+    """
 
     def __init__(
-        self, plan: Plan, stages: StagePlan, mpu: MPU, config: ParallelConfig, prefix: str, steps: StepCheck
+        self, checked: _Call, plan: Plan, stages: StagePlan, mpu: MPU, pp: Pipeline, dp: data_parallel.DataParallel
     ) -> None:
-        self.plan, self.stages, self.mpu, self.config, self.prefix = plan, stages, mpu, config, prefix
-        self.steps = steps
-        self.counted: frozenset[str] | None = None  # what counts in the gradient norm here; made when first needed
-        self.step: ParallelStep | None = None
-        self.wrappers: WrapperCheck | None = None
+        self.config, self.prefix = checked.config, checked.prefix
+        self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
+        self.counted: frozenset[str] | None = None
+
+    @property
+    def steps(self) -> StepCheck:
+        """The check of the steps of the model's optimizers."""
+        return self.dp.steps
+
+    @property
+    def step(self) -> ParallelStep | None:
+        """What happens around the step of the optimizer that ``initialize`` was given."""
+        return self.dp.step
+
+    def inner_of(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model in ``model``, or the plain module."""
+        return model.get_submodule(self.prefix)
 
 
-def _forward_check(
-    config: ParallelConfig, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck
-) -> ForwardCheck | None:
-    if not config.consistency_check or mpu.tp.size == 1:
-        return None
-    kind, _, number = config.consistency_inputs.partition(" ")
-    every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
-    return ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
+class _Call(NamedTuple):
+    """The arguments of ``initialize``, checked.
+
+    Attributes:
+        prefix, inner: path and object of the Hugging Face model; of a plain module ``""`` and itself.
+        policy: the one that fits; ``own_policy``: the user gave it.
+        optimizer: parameters of each of its groups, by name.
+    """
+
+    config: ParallelConfig
+    prefix: str
+    inner: Any
+    policy: Policy
+    own_policy: bool
+    optimizer: list[list[str]]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {"config": dataclasses.asdict(self.config), "optimizer": self.optimizer}
 
 
-def _check_call(
-    model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any
-) -> tuple[ParallelConfig, list[list[str]]]:
+class _Plans(NamedTuple):
+    tensors: Plan
+    stages: StagePlan
+    weights: Materializer
+
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        fingerprint = self.tensors.fingerprint(model) | {"lazy": deferred_fingerprint(model)}
+        return fingerprint | {"stages": self.stages.to_json()}
+
+
+def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> _Call:
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     if in_lazy_init():
         raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)
-    _, inner = _inside(model, policy)
+    own = None if policy is None else read_user_policy(policy)
+    prefix, inner = model_inside(model, own)
     if torch.is_inference_mode_enabled():
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
-    supported = getattr(inner, "supports_gradient_checkpointing", True)  # of a plain module its policy's blocks
-    if parsed.activation_checkpointing and not supported:
-        raise ConfigError(f"activation_checkpointing: {type(inner).__name__} does not support it; leave it out.")
     check_offload(parsed.zero_cpu_offload)
-    return parsed, check_optimizer(optimizer, lr_scheduler, model, parsed)
-
-
-def _inside(model: nn.Module, policy: Any) -> tuple[str, Any]:
-    return model_inside(model, None if policy is None else read_user_policy(policy))
+    named = check_optimizer(optimizer, lr_scheduler, model, parsed)
+    found = find_policy(inner, own)
+    if parsed.activation_checkpointing:
+        blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, found)[0]
+        activation_checkpoint.check(inner, blocks, found.where)
+    return _Call(parsed, prefix, inner, found, own is not None, named)
 
 
 def _refuse_second(model: nn.Module) -> None:
     for path, module in model.named_modules():
         place = f"{type(module).__name__}{f' at {path}' if path else ''}"
-        state: _State | None = vars(module).get("_autopar")
+        state: Parallelized | None = vars(module).get("_autopar")
         if state is not None:
             tp, pp, dp = state.mpu.sizes
             raise ConfigError(
@@ -277,74 +248,63 @@ def _refuse_second(model: nn.Module) -> None:
             raise ConfigError(f"{place} is part of a model that is parallelized already.")
 
 
-def _plan(
-    model: nn.Module,
-    prefix: str,
-    inner: nn.Module,
-    policy: str | Path | Mapping[str, Any] | Policy | None,
-    mpu: MPU,
-    by_expert: bool,
-    optimizer: Any,
-    stage: int,
-) -> tuple[Plan, Materializer]:
-    plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
+def _make_plans(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
+    """Plan what this rank holds, dry-run it, draw what a deferred model lacks; with the same result on every rank."""
+    plans = same_on_every_rank(lambda: _plan(model, checked, mpu, optimizer), lambda made: made.fingerprint(model))
+    plans.weights.sync_parameters(mpu)
+    plans.weights.draw(mpu, lambda name: mpu.pp.rank in plans.stages.holders(name))
+    return plans
+
+
+def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
+    config, policy, inner = checked.config, checked.policy, checked.inner
+    plan = make_plan(model, policy, mpu.tp.size, by_expert=config.expert_parallel_size > 1)
     if optimizer is not None:
-        check_state(optimizer, model, plan, stage)
-    checked = check_plan(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
-    if not checked and policy is not None and plan.tp > 1:
+        check_state(optimizer, model, plan, config.zero_stage)
+    tried = check_plan(inner, checked.prefix, plan) or not isinstance(inner, PreTrainedModel)
+    if not tried and checked.own_policy and plan.tp > 1:
         warn_no_dry_run(inner)
-    return plan, Materializer(model, inner, plan)
-
-
-def _stages(
-    model: nn.Module,
-    inner: nn.Module,
-    policy: str | Path | Mapping[str, Any] | Policy | None,
-    mpu: MPU,
-    config: ParallelConfig,
-) -> StagePlan:
-    pipeline, found = config.pipeline, find_policy(inner, policy)
-    if config.activation_checkpointing and not isinstance(inner, PreTrainedModel) and not elements_of(model, found)[0]:
-        raise ConfigError(
-            f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(inner).__name__} "
-            f"names no 'blocks' ({found.where}); leave it out."
-        )
-    return make_stages(
+    stages = make_stages(
         model,
-        found,
+        policy,
         mpu.pp.size,
-        reads=_reads(model, inner, found) if mpu.pp.size > 1 else None,
-        chunks=pipeline.chunks if mpu.pp.size > 1 else 1,
-        folded=pipeline.folded,
-        layers_per_stage=pipeline.layers_per_stage,
+        reads=find_reads(model, policy) if mpu.pp.size > 1 else None,
+        chunks=config.pipeline.chunks,
+        folded=config.pipeline.folded,
+        layers_per_stage=config.pipeline.layers_per_stage,
     )
+    return _Plans(plan, stages, Materializer(model, inner, plan))
 
 
-def _reads(model: nn.Module, inner: nn.Module, policy: Policy) -> Reads | None:
-    """What the forward reads; of a task model whose head looks at values, the base model's; None if it is not known."""
-    prefix, _ = model_inside(model, policy)
-    if not isinstance(inner, PreTrainedModel):
-        return None
-    base = inner.base_model
-    for traced, path in ((inner, prefix), (base, ".".join(filter(None, (prefix, inner.base_model_prefix))))):
-        if isinstance(traced, PreTrainedModel):
-            try:
-                inputs = sample_inputs(traced)
-            except ValueError:
-                continue
-            reads = trace_reads(traced, path if traced is not inner else prefix, *elements_of(model, policy), inputs)
-            if reads is not None:
-                return reads
-    return None
+def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer: Any) -> None:
+    """Change the model in place: tensors, then stages, then memory, then hooks and methods, then the optimizer."""
+    config, inner, (plan, stages, weights) = checked.config, checked.inner, plans
+    plain = not isinstance(inner, PreTrainedModel)
+    blocks = [model.get_submodule(path) for path in stages.elements]
+    failures = FailureLog(mpu, config.pipeline.timeout)
+    mpu.tp.explain = failures.failure_of_layer
+    publish_uncaught(failures)
 
+    sync_parameters(model, mpu)  # rank 0's values
+    share(mpu.model, mpu.device)  # and random states
+    first_forward = FirstForward(inner, plan) if plain else None  # of a copy, while the module is whole
+    region = tensor_parallel.apply(model, plan, mpu)  # layers swapped, parameters sharded
+    if config.activation_checkpointing:
+        activation_checkpoint.apply(inner, blocks, on_cpu=config.cpu_checkpointing)
+    dp = data_parallel.apply(model, inner, plan, mpu, config, failures)  # knows the parameters of all stages
+    check = config.consistency_check
+    pp = Pipeline(model, inner, stages, mpu, config.pipeline, failures, check=check, steps=dp.steps)  # others released
 
-def _facts(plan: Plan, model: nn.Module) -> Any:
-    """All that must be the same on every rank."""
-    return {
-        "model type": plan.model_type,
-        "tensors": {tensor.name: tensor.to_json() for tensor in plan.tensors.values()},
-        "modules": {module.path: module.facts() for module in plan.modules.values()},
-        "attributes": {f"{a.path}.{a.name}": a.values for a in plan.attributes},
-        "parameters": {n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()},
-        "lazy": deferred_fingerprint(model),
-    }
+    same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get their memory
+    if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(mpu.device)
+
+    tensor_parallel.attach(inner, plan, mpu, config, region, failures, dp.steps)
+    if first_forward is not None:
+        first_forward.attach(inner)
+    pp.attach(model)
+    checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
+    model.mpu = mpu  # type: ignore[assignment]
+    model._autopar = Parallelized(checked, plan, stages, mpu, pp, dp)  # type: ignore[assignment]
+    dp.attach(optimizer, blocks)
+    tensor_parallel.mark_parameters(model, plan, stages, mpu)

@@ -168,7 +168,7 @@ def test_what_would_be_silently_wrong_raises():
         model.save_pretrained("nowhere")
     with pytest.raises(ConfigError, match=r"resize_token_embeddings: the vocabulary of this GPT2Model"):
         model.transformer.resize_token_embeddings(140)
-    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its share of GPT2Model"):
+    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its part of GPT2Model"):
         model.transformer.save_pretrained("nowhere")
     with pytest.raises(IndexError, match="embedding of 131 rows: ids run from 0 to 131"):
         model(torch.tensor([[0, 131]]))

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors", "class_swap", "tensor_tracking"],
+    ["errors", "class_swap", "model_methods", "tensor_tracking"],
     ["layout", "policy", "call_site"],
     ["config", "plan"],
     ["distributed"],

@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -32,11 +31,12 @@ from autopar.checkpoint.state_dict import (
 )
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
 
 __all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
 
-_METHODS = ("save_parallelized", "wait_for_save", "from_parallelized")
+_OWNER = "checkpoints"
 
 
 def save_parallelized(
@@ -167,15 +167,13 @@ def attach(
     if model.get_submodule(path) is not hf_model:
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
     model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
-    # A bound method copies well: deepcopy binds it to the copy.
-    for method in (save_parallelized, wait_for_save, from_parallelized):
-        model.__dict__[method.__name__] = MethodType(method, model)
+    methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
+    bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle)
     _attach_hooks(model, plan, mpu)
 
 
 def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
-    model.__dict__["__reduce_ex__"] = MethodType(_refuse_pickle, model)
     mark, take = MarkPartial(), ShardOnLoad()
     for path, module in model.named_modules():
         if module is not model and not isinstance(module, PreTrainedModel):
@@ -183,21 +181,17 @@ def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
         module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
         module._register_state_dict_hook(mark)
         module.register_load_state_dict_pre_hook(take)
-        for name, method in _WHOLE_MODEL_METHODS.items():
-            if isinstance(module, PreTrainedModel):
-                module.__dict__[name] = MethodType(method, module)
+        if isinstance(module, PreTrainedModel):
+            bind(module, _OWNER, **_WHOLE_MODEL_METHODS)
 
 
 def _detach_hooks(model: nn.Module) -> None:
-    model.__dict__.pop("__reduce_ex__", None)
     for module in model.modules():
         if module.__dict__.pop(MODEL_SHARD, None) is None:
             continue
         for hooks, kind in ((module._state_dict_hooks, MarkPartial), (module._load_state_dict_pre_hooks, ShardOnLoad)):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]
-        for name in _WHOLE_MODEL_METHODS:
-            module.__dict__.pop(name, None)
 
 
 def detach(model: nn.Module) -> None:
@@ -205,8 +199,8 @@ def detach(model: nn.Module) -> None:
     try:
         state_of(model).background.close()
     finally:
-        for name in (STATE, *_METHODS):
-            model.__dict__.pop(name, None)
+        model.__dict__.pop(STATE, None)
+        unbind(model, _OWNER)
         _detach_hooks(model)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.api import _reads
+from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.layout import Layout
@@ -73,7 +73,7 @@ def check_policy(
         report["dry_run"] = "ok" if done else _why_not_run(inner, tp)
 
     def split() -> None:
-        reads = _reads(model, inner, found) if pp > 1 else None
+        reads = find_reads(model, found) if pp > 1 else None
         stages.append(make_stages(model, found, pp, reads=reads))
         report["stages"] = _stage_report(stages[0])
 

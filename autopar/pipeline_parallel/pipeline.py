@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import share
 from autopar.errors import ConfigError
+from autopar.model_methods import bind, unbind
 from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.generate import call_through_stages
@@ -45,7 +44,7 @@ from autopar.plan.stages import StagePlan, refuse_collected
 __all__ = ["Pipeline", "PipelineOutput"]
 
 _LOSS = Message("the loss", 1_000_000)
-_NAMES = ("execute_pipeline", "no_sync", "forward", "generate", "_autopar_pipeline")
+_OWNER = "the pipeline"
 
 
 @dataclass
@@ -103,23 +102,15 @@ class Pipeline:
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
-        """Give ``model`` its ``execute_pipeline`` and ``no_sync``; in several stages also forward and ``generate``."""
-        for module, methods in self._methods(model):
-            module._autopar_pipeline = self  # type: ignore[assignment]
-            for name, function in methods.items():
-                setattr(module, name, types.MethodType(function, module))
-
-    def _methods(self, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Callable[..., Any]]]]:
-        """Each module with the methods that it gets, by name."""
-        yield model, {"execute_pipeline": execute_pipeline, "no_sync": no_sync}
+        """Give ``model`` its ``execute_pipeline`` and ``no_sync``; in several stages also a forward through them."""
+        model._autopar_pipeline = self  # type: ignore[assignment]
+        bind(model, _OWNER, execute_pipeline=execute_pipeline, no_sync=no_sync)
         for path, module in model.named_modules() if self.plan.stages > 1 else ():
-            hugging_face = isinstance(module, PreTrainedModel)
-            span = self._span(path) if module is model or hugging_face else None
+            span = self._span(path) if module is model or isinstance(module, PreTrainedModel) else None
             if span is not None:
                 kind: Any = type(module)
-                yield module, {"forward": _forward_of(kind, span)}
-                if hugging_face and callable(getattr(module, "generate", None)):
-                    yield module, {"generate": _generate}
+                module._autopar_pipeline = self
+                bind(module, _OWNER, forward=_forward_of(kind, span))
 
     def _span(self, path: str) -> tuple[int, int] | None:
         """The elements that a module runs."""
@@ -132,9 +123,9 @@ class Pipeline:
         reload(model, self.plan, self.released, self.mpu)
         if self.plan.stages > 1:
             unmark_boundaries(model, self.plan)
+        unbind(model, _OWNER)
         for module in model.modules():
-            for name in _NAMES:
-                module.__dict__.pop(name, None)
+            module.__dict__.pop("_autopar_pipeline", None)
 
     def actions(self, backward: bool, microbatches: int) -> list[list[Action]]:
         """Return every rank's list of actions."""
@@ -320,13 +311,3 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
             return call_through_stages(self, span, pipeline.context, pipeline.plan, pipeline.p2p, args, kwargs)
 
     return forward
-
-
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
-    pipeline: Pipeline = self._autopar_pipeline
-    axis = pipeline.mpu.model
-    with pipeline.failures.deadline(), pipeline.failures.blame("a collective in generate", axis.ranks):
-        share(axis, pipeline.mpu.device)
-        with contextlib.nullcontext() if self._autopar_check is None else self._autopar_check.first_only():
-            return type(self).generate(self, *args, **kwargs)

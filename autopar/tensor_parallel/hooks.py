@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import share
 from autopar.errors import ConfigError
 from autopar.layout import Layout
+from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.consistency import ForwardCheck
@@ -29,7 +29,8 @@ from autopar.tensor_parallel.regions import Region
 
 __all__ = ["Hook", "attach", "detach"]
 
-_NAMES = ("generate", "resize_token_embeddings", "_autopar_failures", "_autopar_check")
+_NAMES = ("_autopar_failures", "_autopar_check")
+_OWNER = "tensor parallelism"
 
 
 def attach(
@@ -48,16 +49,13 @@ def attach(
         before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, outermost=module is model)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
-        methods: dict[str, Any] = {}
         if isinstance(module, PreTrainedModel):
             if mpu.model.size > 1:
                 module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
                 module.register_forward_hook(MarkCaches())
-            methods["resize_token_embeddings"] = _refuse_resize
-            if plan.tp > 1 and callable(getattr(module, "generate", None)):
-                methods["generate"] = _generate
-        for name, function in methods.items():
-            setattr(module, name, types.MethodType(function, module))
+            bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
+            if mpu.model.size > 1 and callable(getattr(module, "generate", None)):
+                bind(module, _OWNER, generate=_generate)
         module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
     if plan.tp > 1 and isinstance(model, PreTrainedModel):
@@ -67,6 +65,7 @@ def attach(
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     detach_loss(model)
+    unbind(model, _OWNER)
     for module in _callable_alone(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
@@ -134,13 +133,14 @@ _HOOKS = (Hook, ShardCaches, MarkCaches)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` that samples alike on all tensor-parallel ranks, from the first one's random state."""
+    """``generate`` that samples alike on all ranks of a model replica, from the first one's random state."""
     failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
-    with failures.deadline(), failures.blame("a collective in generate", failures.mpu.tp.ranks):
-        if check is not None:
+    mpu = failures.mpu
+    with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
+        if check is not None and mpu.pp.size == 1:
             check.check_call("generate")
-        share(failures.mpu.tp, failures.mpu.device)
+        share(mpu.model, mpu.device)
         with contextlib.nullcontext() if check is None else check.first_only():
             return type(self).generate(self, *args, **kwargs)
 

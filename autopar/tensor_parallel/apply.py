@@ -1,0 +1,56 @@
+"""Tensor parallelism of one model: its layers and parameters, its hooks and methods, and all of that undone."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autopar.config import ParallelConfig
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan
+from autopar.tensor_parallel import hooks, parallelize
+from autopar.tensor_parallel.consistency import ForwardCheck, Steps
+from autopar.tensor_parallel.megatron import parameter_marks
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["apply", "attach", "mark_parameters", "undo"]
+
+
+def apply(model: nn.Module, plan: Plan, mpu: MPU) -> Region:
+    """Swap the layers of ``model`` and shard its parameters, in place; no communication."""
+    region = Region(mpu.tp)
+    parallelize.apply(model, plan, mpu.tp, region)
+    region.find_dropout(model)
+    return region
+
+
+def attach(
+    inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, region: Region, failures: FailureLog, steps: Steps
+) -> None:
+    """Register hooks and methods on the Hugging Face model (or plain module), with memory by now. Collective over tp.
+
+    Args:
+        region: of :func:`apply`.
+        failures: where ``generate`` publishes its errors.
+        steps: counts the steps of the model's optimizers.
+    """
+    check = None
+    if config.consistency_check and mpu.tp.size > 1:
+        kind, _, number = config.consistency_inputs.partition(" ")
+        every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
+        check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
+        check.find_sharded(inner)
+    hooks.attach(inner, plan, mpu, region, failures, check)
+
+
+def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
+    """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
+    parameter_marks.mark(model, plan, stages, mpu)
+
+
+def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
+    parallelize.undo(model, plan, mpu.tp)
+    hooks.detach(inner)
+    parameter_marks.unmark(model)
