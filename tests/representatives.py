@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from autopar.policy.load import load_policy, policy_files
+from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
 
 __all__ = ["REPRESENTATIVES", "one_of_each_structure"]
@@ -49,11 +49,10 @@ REPRESENTATIVES = {
 def one_of_each_structure(model_types: Collection[str]) -> list[str]:
     """Policies of these model types that hold a tower of another structure than those before."""
     found, seen = [], set[Any]()
-    for path in policy_files():
-        policy = load_policy(path)
+    for name, policy in own_policies().items():
         structures = {_structure(tower) for tower in policy.towers}
         if set(policy.model_types) & set(model_types) and not structures <= seen:
-            found.append(path.stem)
+            found.append(name)
             seen |= structures
     return found
 

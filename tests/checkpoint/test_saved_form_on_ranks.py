@@ -67,6 +67,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert not [name for name in theirs if not torch.equal(mine[name], theirs[name])]
 
 
+@pytest.mark.every
 @pooled(world_size=4, timeout=300)
 def test_on_every_mesh(tmp_path: Path) -> None:
     for tp, pp in ((2, 1), (1, 2), (2, 2)):

@@ -109,6 +109,7 @@ def test_without_its_random_states_dropout_would_be_another(tmp_path):
     assert resumed.step(1) != expected
 
 
+@pytest.mark.every
 @pooled(world_size=4)
 def test_resumed_on_another_mesh_the_losses_go_on(tmp_path):
     for build in (gpt2, llama):

@@ -75,8 +75,8 @@ def test_lines_are_compared_by_their_words_and_numbers(printed: str, run: str, e
 
 
 def _kept(script: str) -> list[object]:
-    """Two cheap ones always, the others with the tests of every policy; of eight processes or of minutes: slow."""
-    marks = [] if script[:2] in ("02", "09") else [pytest.mark.every]
+    """A cheap one in make test, the others in make test-all; of eight processes or of minutes: slow."""
+    marks = [] if script[:2] == "02" else [pytest.mark.every]
     return [pytest.param(script, marks=marks + ([pytest.mark.slow] if script[:2] in ("06", "08") else []))]
 
 

@@ -66,6 +66,8 @@ def run(processes: int, folder: Path) -> dict[str, str]:
     return {name: (folder / f"{name}.out").read_text() for name in jobs}
 
 
+pytestmark = pytest.mark.every  # one set-up runs all scripts, each in a minute or less
+
 Runs = Callable[[int], dict[str, str]]
 
 
