@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
-from autopar.policy.load import load_policy, policy_files
+from autopar.policy.load import own_policies
 from autopar.policy.match import supported_model_types
 from tests.docs.pages import DOCS, README
 from tests.random_models import auto_heads, of_type
@@ -35,24 +36,30 @@ HEADS = {  # ending of a class -> its task
 
 
 def policy_table() -> str:
-    """The table between the markers: one row a policy."""
-    rows = []
-    for path in policy_files():
-        policy = load_policy(path)
-        kinds = [kind for kind in policy.model_types if not of_type(kind).inside]
-        heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
-        named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in heads}
-        shown = [word for word in dict.fromkeys([*HEADS.values(), "others"]) if word in named]
+    """The table between the markers: a row for the model types of one policy that need the same transformers."""
+    rows = set()
+    for policy in own_policies().values():
         rules = [rule for tower in policy.towers for rule in tower.blocks.values()]
         units = [unit for tower in policy.towers for unit in tower.units.values()]
         fewer = "yes" if any(unit.replicate for unit in units) else ""
         by_expert = "yes" if any(rule.by_expert for rule in rules) else ""
-        rows.append(
-            f"| {', '.join(policy.model_types)} | {', '.join(shown) or 'part of a model'} | {fewer} | {by_expert} "
-            f"| {policy.transformers.removesuffix(',<6')} | [{path.name}](../policies/{path.name}) |"
-        )
+        file = Path(policy.where.file).name
+        for versions in dict.fromkeys(map(policy.range_of, policy.model_types)):
+            types = [kind for kind in policy.model_types if policy.range_of(kind) == versions]
+            rows.add(
+                f"| {', '.join(types)} | {', '.join(tasks(types)) or 'part of a model'} | {fewer} | {by_expert} "
+                f"| {versions.removesuffix(',<6')} | [{file}](../policies/{file}) |"
+            )
     head = "| model types | heads | fewer KV heads | by expert | transformers | policy |"
     return "\n".join([head, "|---|---|---|---|---|---|", *sorted(rows)])
+
+
+def tasks(types: list[str]) -> list[str]:
+    """What the task heads of these model types do."""
+    kinds = [kind for kind in types if not of_type(kind).inside]
+    heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
+    named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in heads}
+    return [word for word in dict.fromkeys([*HEADS.values(), "others"]) if word in named]
 
 
 def test_pages_count_right() -> None:
