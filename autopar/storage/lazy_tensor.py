@@ -35,8 +35,8 @@ __all__ = [
     "Stored",
     "memory",
     "read_shard",
-    "replaced",
     "whole_box",
+    "with_range",
 ]
 
 Box = tuple[Range, ...]
@@ -130,7 +130,7 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield ((at, at + 1), *rest)
 
 
-def replaced(box: Box, dim: int, wanted: Range) -> Box:
+def with_range(box: Box, dim: int, wanted: Range) -> Box:
     """Return the box with another range along ``dim``."""
     return (*box[:dim], wanted, *box[dim + 1 :])
 
@@ -180,7 +180,7 @@ class Stored(LazyTensor):
         """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
         inner = self._run_dim(box)
         widened = self._scattered(box, inner)
-        wide = replaced(box, inner, (0, self.shape[inner])) if widened else box
+        wide = with_range(box, inner, (0, self.shape[inner])) if widened else box
         for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
             part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
             buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
@@ -230,7 +230,7 @@ class Joined(LazyTensor):
             end = begin + part.shape[self.dim]
             low, high = max(start, begin), min(stop, end)
             if low < high:
-                wanted = replaced(box, self.dim, (low - begin, high - begin))
+                wanted = with_range(box, self.dim, (low - begin, high - begin))
                 part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
             begin = end
 
@@ -264,5 +264,5 @@ def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Te
         return
     offset = 0
     for start, stop in layout.ranges(rank):
-        lazy.read_into(out.narrow(layout.dim, offset, stop - start), replaced(box, layout.dim, (start, stop)))
+        lazy.read_into(out.narrow(layout.dim, offset, stop - start), with_range(box, layout.dim, (start, stop)))
         offset += stop - start

@@ -13,7 +13,7 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece
-from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, replaced, whole_box
+from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, whole_box, with_range
 
 __all__ = [
     "Converted",
@@ -36,7 +36,7 @@ class Narrowed(LazyTensor):
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         low, high = box[self.dim]
-        self.base.read_into(out, replaced(box, self.dim, (low + self.start, high + self.start)))
+        self.base.read_into(out, with_range(box, self.dim, (low + self.start, high + self.start)))
 
 
 class Permuted(LazyTensor):
