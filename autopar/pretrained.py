@@ -103,32 +103,38 @@ def from_pretrained(
             know; a call inside :func:`autopar.lazy_init`.
         ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
     """
-
-    def load() -> tuple[Any, dict[str, Any]]:
-        given = _checked(model_class, path, config, model_config, dtype, kwargs)
-        folder = Path(path) / (given.get("subfolder") or "")
-        try:
-            with torch.device("cpu"):  # whatever the default device is
-                if (folder / MANIFEST).is_file():
-                    return _from_shards(model_class, folder, config, verify, given), {}
-                with lazy_init():
-                    model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
-        except (AutoparError, Warning):
-            raise
-        except Exception as error:  # whatever transformers stumbles over
-            raise explained(error, folder, kwargs) from error
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise ConfigError(f"{path} holds an adapter: load the base model, and the adapter after that")
-        if strict and (info["missing_keys"] or info["unexpected_keys"]):
-            raise CheckpointError(differs(str(path), model, info))
-        return model, info
-
     wanted_info = kwargs.pop("output_loading_info", False)
     model, info = same_on_every_rank(
-        load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
+        lambda: _load(
+            model_class, path, config, _checked(model_class, path, config, model_config, dtype, kwargs), strict, verify
+        ),
+        lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)},
     )
     model = initialize(model, config, policy=policy)
     return (model, info) if wanted_info else model
+
+
+def _load(
+    model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool
+) -> tuple[Any, dict[str, Any]]:
+    """A lazy model whose values are in a checkpoint, and what that lacks. ``given`` is for transformers."""
+    folder = Path(path) / (given.get("subfolder") or "")
+    try:
+        with torch.device("cpu"):  # whatever the default device is
+            if (folder / MANIFEST).is_file():
+                return _from_shards(model_class, folder, config, verify, given), {}
+            with lazy_init():
+                model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
+    except (AutoparError, Warning):
+        raise
+    except Exception as error:  # whatever transformers stumbles over
+        own = {name: value for name, value in given.items() if name not in ("config", "dtype")}
+        raise explained(error, folder, own) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(f"{path} holds an adapter: load the base model, and the adapter after that")
+    if strict and (info["missing_keys"] or info["unexpected_keys"]):
+        raise CheckpointError(differs(str(path), model, info))
+    return model, info
 
 
 def _checked(

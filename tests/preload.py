@@ -26,7 +26,8 @@ def _plan_once() -> None:
 
 
 for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
-    importlib.import_module(module.name)
+    if not module.name.endswith("__main__"):  # it would run the command line, and end the server
+        importlib.import_module(module.name)
 _plan_once()
 gc.collect()
 gc.freeze()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -26,8 +28,9 @@ import autopar
 import autopar.api
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
-from autopar.policy.load import load_policy, policy_files, policy_folder
+from autopar.policy.load import load_policies, own_policies, policy_files, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
+from autopar.policy.schema import SUPPORTED
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
@@ -77,13 +80,13 @@ NOT_REHEARSED = {
 # Heads and KV heads at each size: shared out unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
-POLICIES = [path.stem for path in policy_files()]
+POLICIES = list(own_policies())
 MODEL_TYPES = sorted(supported_model_types())
 WHOLE = [name for name in MODEL_TYPES if not of_type(name).inside]  # the others are parts, tested inside these
 
 
 def _types(name: str) -> tuple[str, ...]:
-    return load_policy(policy_folder() / f"{name}.yaml").model_types
+    return own_policies()[name].model_types
 
 
 def _cases(model_type: str) -> list[Case]:
@@ -102,7 +105,7 @@ def _main(model_type: str) -> list[Case]:
 
 def _of_policy(name: str, listed: list[Case]) -> list[Case]:
     """Those cases for whose config this file is the policy, if it is one of several of a model type."""
-    policy = load_policy(policy_folder() / f"{name}.yaml")
+    policy = own_policies()[name]
     if not policy.config and not policy.classes:
         return listed
     return [case for case in listed if find_policy(build(case, *SIZES[2])).name == name] or listed
@@ -341,12 +344,28 @@ def _inside(model: nn.Module) -> list[transformers.PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_says_what_is_special_and_for_which_transformers(name: str) -> None:
-    path = policy_folder() / f"{name}.yaml"
-    first = path.read_text().splitlines()[0]
-    assert first.startswith("# ") and first.endswith(".") and len(first) > 20, first
-    assert load_policy(path).transformers in (
-        ">=5.20,<6",
-        ">=5.23,<6",
-    )  # make test-all has both
+@pytest.mark.parametrize("path", policy_files(), ids=lambda path: path.stem)
+def test_a_policy_says_what_is_special_and_for_which_transformers(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ") and lines[0].endswith(".") and len(lines[0]) > 20, lines[0]
+    assert max(map(len, lines)) <= 120
+    policies = load_policies(path)
+    if "variants:" in lines:
+        section = lines.index("variants:")
+        names = [place for place in range(section, len(lines)) if re.fullmatch(r"  [\w-]+:", lines[place])]
+        assert [lines[place].strip(" :") for place in names] == [policy.name for policy in policies] and len(names) > 1
+        for place in names:
+            comment = " ".join(itertools.takewhile(lambda line: line.startswith("    # "), lines[place + 1 :]))
+            assert comment.endswith(".") and len(comment) > 20, lines[place]
+    for policy in policies:
+        ranges = {policy.range_of(model_type) for model_type in policy.model_types}
+        assert ranges <= {SUPPORTED, ">=5.23,<6"}  # make test-all has both
+    assert SUPPORTED not in path.read_text(), "it holds where a policy says nothing"
+
+
+def test_the_files_are_as_few_as_the_families() -> None:
+    assert len(policy_files()) <= 210, "a model like others of its family is a variant in their file"
+    fragments = list((policy_folder() / "fragments").glob("*.yaml"))
+    uses = "".join(path.read_text() for path in (*policy_files(), *fragments))
+    used = {path.stem: len(re.findall(rf"fragments/{path.stem}\b", uses)) for path in fragments}
+    assert min(used.values()) > 1, f"a fragment with one user stands in its file: {min(used, key=used.__getitem__)}"

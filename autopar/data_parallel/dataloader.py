@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,19 +123,7 @@ def prepare_dataloader(
         ConfigError: ``sampler`` or ``batch_sampler`` is given (this call makes the sampler), ``batch_size`` is no
             positive integer, or ``even_batches=False`` with too few samples to give every replica as many batches.
     """
-    for name in ("sampler", "batch_sampler"):
-        if kwargs.get(name) is not None:
-            raise ConfigError(
-                f"prepare_dataloader makes the sampler itself; with a {name} of your own use torch's DataLoader and\n"
-                "  DistributedSampler(dataset, num_replicas=mpu.get_data_parallel_world_size(), "
-                "rank=mpu.get_data_parallel_rank())."
-            )
-    if type(batch_size) is not int or batch_size < 1:
-        raise ConfigError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
-    if drop_last and not even_batches:
-        raise ConfigError(
-            "even_batches=False gives every sample exactly once, and drop_last=True drops some: choose one"
-        )
+    _check_arguments(batch_size, drop_last, even_batches, kwargs)
     dp = mpu.dp
     own_generator = kwargs.setdefault("generator", None) is None
     if own_generator:
@@ -162,6 +150,22 @@ def prepare_dataloader(
         loader = ReplicaDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)
     loader._seed = seed if own_generator else None
     return loader
+
+
+def _check_arguments(batch_size: int, drop_last: bool, even_batches: bool, kwargs: Mapping[str, Any]) -> None:
+    for name in ("sampler", "batch_sampler"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"prepare_dataloader makes the sampler itself; with a {name} of your own use torch's DataLoader and\n"
+                "  DistributedSampler(dataset, num_replicas=mpu.get_data_parallel_world_size(), "
+                "rank=mpu.get_data_parallel_rank())."
+            )
+    if type(batch_size) is not int or batch_size < 1:
+        raise ConfigError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+    if drop_last and not even_batches:
+        raise ConfigError(
+            "even_batches=False gives every sample exactly once, and drop_last=True drops some: choose one"
+        )
 
 
 def gather_for_metrics(

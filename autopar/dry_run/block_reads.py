@@ -20,12 +20,36 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from autopar.dry_run.inputs import meta_copy
+from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.pipeline_parallel import evaluating, rehearse_stages
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.plan.stages import Reads
+from autopar.plan.stages import Reads, elements_of
+from autopar.policy.described_model import model_inside
+from autopar.policy.schema import Policy
 
-__all__ = ["trace_reads"]
+__all__ = ["find_reads", "trace_reads"]
+
+
+def find_reads(model: nn.Module, policy: Policy) -> Reads | None:
+    """Trace what the blocks of a model read, or where its head looks at values, those of its base model.
+
+    None for a plain module, and for a model that does not run on made-up inputs.
+    """
+    prefix, inner = model_inside(model, policy)
+    if not isinstance(inner, PreTrainedModel):
+        return None
+    base = inner.base_model
+    for traced, below in ((inner, ""), (base, "" if base is inner else inner.base_model_prefix)):
+        if isinstance(traced, PreTrainedModel):
+            try:
+                inputs = sample_inputs(traced)
+            except ValueError:
+                continue
+            path = ".".join(filter(None, (prefix, below)))
+            reads = trace_reads(traced, path, *elements_of(model, policy), inputs)
+            if reads is not None:
+                return reads
+    return None
 
 
 def trace_reads(

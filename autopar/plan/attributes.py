@@ -71,8 +71,8 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
                 raise PolicyError(
                     f"'{unit}' is inferred and shards nothing in this block, as {shown} needs", ratio.where
                 )
-            shares = table.shares(unit, count, tp, scope.block)
-            numbers.append([count, *(stop - start for start, stop in shares)])
+            ranges = table.ranges(unit, count, tp, scope.block)
+            numbers.append([count, *(stop - start for start, stop in ranges)])
     top, bottom = [width * number for number in numbers[0]], numbers[1] if len(numbers) == 2 else [1] * (tp + 1)
     if per is not None and value * bottom[0] != top[0]:
         raise PolicyError(f"{shown}={value} is not {top_part} / {per} = {top[0]} / {bottom[0]}", ratio.where)
@@ -107,6 +107,6 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
             count = scope.table.count(entry.unit, scope.block)
             if count is None:
                 raise PolicyError(f"'{entry.unit}' is inferred: the input {name} needs a count", entry.where)
-            shares = scope.table.shares(entry.unit, count, scope.table.size, scope.block)
-            layout = Layout.of(entry.dim, [Block(entry.unit, count, 1, shares)])
+            ranges = scope.table.ranges(entry.unit, count, scope.table.size, scope.block)
+            layout = Layout.of(entry.dim, [Block(entry.unit, count, 1, ranges)])
             yield join(scope.path, path), InputPlan(name, layout, str(entry.where)), str(entry.where)

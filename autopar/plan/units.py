@@ -43,7 +43,7 @@ class UnitTable:
         self.model = model
         self.size = size
         self.may_be_empty = may_be_empty | {HIDDEN}
-        self._shares: dict[tuple[str, int, int, int | None], UnitRanges] = {}
+        self._ranges: dict[tuple[str, int, int, int | None], UnitRanges] = {}
         self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
@@ -115,39 +115,39 @@ class UnitTable:
             for one in (spec, leader):
                 count = self.count(one.name, block)
                 if count is not None:
-                    self.shares(one.name, count, self.size, block)
+                    self.ranges(one.name, count, self.size, block)
         except ValueError:
             return True
         return False
 
-    def shares(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
+    def ranges(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
         """Return which of ``count`` units each of ``size`` ranks holds. ``ValueError`` if one would hold none."""
         leader = self.specs[unit].follows
         leaders = self.count(leader, block) if leader is not None else None
         key = (unit, count, size, leaders)
-        if key not in self._shares:
-            self._shares[key] = self._distribute(unit, count, size, leaders, block)
-        return self._shares[key]
+        if key not in self._ranges:
+            self._ranges[key] = self._distribute(unit, count, size, leaders, block)
+        return self._ranges[key]
 
     def _distribute(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> UnitRanges:
         spec = self.specs[unit]
         if spec.follows is not None:
             if leaders is None:
                 raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
-            shares = aligned_shards(count, leaders, self.shares(spec.follows, leaders, size, block))
+            ranges = aligned_shards(count, leaders, self.ranges(spec.follows, leaders, size, block))
         elif spec.replicate:
-            shares = replicated_shards(count, size)
+            ranges = replicated_shards(count, size)
         elif count % spec.multiple:
             raise ValueError(f"{count} {unit} cannot be sharded in multiples of {spec.multiple}")
         else:
             each = spec.multiple
             if count % spec.align == 0 and count // spec.align >= size and spec.align % each == 0:
                 each = spec.align
-            shares = tuple((a * each, b * each) for a, b in even_shards(count // each, size))
-        if unit not in self.may_be_empty and any(start == stop for start, stop in shares):
+            ranges = tuple((a * each, b * each) for a, b in even_shards(count // each, size))
+        if unit not in self.may_be_empty and any(start == stop for start, stop in ranges):
             few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
             raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks{few}")
-        return shares
+        return ranges
 
     def layout(
         self, parts: Sequence[Part], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
@@ -185,10 +185,10 @@ class UnitTable:
             leaders = self.count(leader, block) if leader is not None else None
             self.used.setdefault((part.unit, number, leaders), (what, where))
             try:
-                shares = self.shares(part.unit, number, self.size, block)
+                ranges = self.ranges(part.unit, number, self.size, block)
             except ValueError as error:
                 raise self._does_not_fit(part.unit, number, what, where, error, block) from None
-            blocks.append(Block(part.unit, number, width if given is None else given, shares))
+            blocks.append(Block(part.unit, number, width if given is None else given, ranges))
         return Layout.of(dim, blocks)
 
     def _does_not_fit(
@@ -206,7 +206,7 @@ class UnitTable:
     def _fits(self, size: int, block: nn.Module | None) -> bool:
         try:
             for unit, count, _ in self.used:
-                self.shares(unit, count, size, block)
+                self.ranges(unit, count, size, block)
         except (ValueError, PolicyError):
             return False
         return True

@@ -51,60 +51,20 @@ def assert_holds(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None
             assert torch.equal(local[alias], due), alias
 
 
-def save_at(folder: str, kind: str, tp: int) -> None:
-    dcp.save(to_dtensor_state_dict(parallel(MODELS[kind](0), tp)), checkpoint_id=folder)
+def save(folder: str, tp: int) -> None:
+    """In the form of torch.distributed.checkpoint, a body for :func:`pooled` like :func:`load`."""
+    for kind, build in MODELS.items():
+        dcp.save(to_dtensor_state_dict(parallel(build(0), tp)), checkpoint_id=f"{folder}/{kind}")
 
 
-def load_at(folder: str, kind: str, tp: int) -> None:
-    model = parallel(MODELS[kind](1), tp)
-    objects = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    dcp.load(to_dtensor_state_dict(model), checkpoint_id=folder)
-    assert_holds(model, plain_state(MODELS[kind](0)))
-    assert objects == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
-
-
-@pooled(world_size=2)
-def save_two(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 2)
-
-
-@pooled(world_size=1)
-def load_one(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 1)
-
-
-@pooled(world_size=3)
-def load_three(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 3)  # grouped: 2 KV heads on 3 ranks
-
-
-@pooled(world_size=4)
-def load_four(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 4)  # grouped and uneven: KV heads on several ranks
-        load_at(f"{folder}/{kind}", kind, 2)  # two replicas
-
-
-@pooled(world_size=4)
-def save_four(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 4)
-
-
-@pooled(world_size=4)
-def save_replicas(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 2)
-
-
-@pooled(world_size=2)
-def load_two(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 2)
+def load(folder: str, *sizes: int) -> None:
+    for tp, kind in itertools.product(sizes, MODELS):
+        model = parallel(MODELS[kind](1), tp)
+        objects = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        dcp.load(to_dtensor_state_dict(model), checkpoint_id=f"{folder}/{kind}")
+        assert_holds(model, plain_state(MODELS[kind](0)))
+        assert objects == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
 
 
 def assert_merges(folder) -> None:
@@ -117,28 +77,22 @@ def assert_merges(folder) -> None:
 
 
 def test_two_ranks_to_any_number(tmp_path):
-    save_two(str(tmp_path))
+    pooled(2)(save)(str(tmp_path), 2)
     assert_merges(tmp_path)
-    load_one(str(tmp_path))
-    load_three(str(tmp_path))
-    load_four(str(tmp_path))
+    pooled(1)(load)(str(tmp_path), 1)
+    pooled(3)(load)(str(tmp_path), 3)  # grouped: 2 KV heads on 3 ranks
+    pooled(4)(load)(str(tmp_path), 4, 2)  # grouped and uneven: KV heads on several ranks; two replicas
 
 
 @pytest.mark.every
-def test_four_ranks_of_which_some_hold_the_same_heads_to_two(tmp_path):
-    save_four(str(tmp_path))
-    assert_merges(tmp_path)
-    load_two(str(tmp_path))
-
-
-@pytest.mark.every
-def test_two_replicas_write_everything_once(tmp_path):
-    save_replicas(str(tmp_path))
+@pytest.mark.parametrize("tp", [4, 2], ids=["of which some hold the same heads", "in two replicas"])
+def test_four_ranks_write_everything_once_and_two_read_it(tmp_path, tp):
+    pooled(4)(save)(str(tmp_path), tp)
     assert_merges(tmp_path)
     for kind in MODELS:
         for name, stored in dcp.FileSystemReader(tmp_path / kind).read_metadata().state_dict_metadata.items():
             assert sum(chunk.sizes.numel() for chunk in stored.chunks) == stored.size.numel(), name
-    load_two(str(tmp_path))
+    pooled(2)(load)(str(tmp_path), 2)
 
 
 @pooled(world_size=2)

@@ -14,7 +14,7 @@ import autopar
 import autopar.api
 from autopar.errors import AutoparError
 from autopar.plan.stages import elements_of
-from autopar.policy.load import load_policy, policy_files, policy_folder
+from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
@@ -48,11 +48,11 @@ WITHHELD = {"colpali": "image_hidden_states"}
 
 _COLLECTED = {"output_router_logits"}  # what the batches of some ask for, and stages refuse
 
-NAMES = [path.stem for path in policy_files()]
+NAMES = list(own_policies())
 
 
 def _first(name: str) -> str | None:
-    types = load_policy(policy_folder() / f"{name}.yaml").model_types
+    types = own_policies()[name].model_types
     return next((model_type for model_type in types if not of_type(model_type).inside), None)
 
 

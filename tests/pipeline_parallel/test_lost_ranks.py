@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -36,6 +37,13 @@ def _batch(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
     return batch
 
 
+def _stay_until_done(ranks: set[int]) -> None:
+    """Keep this process alive until these ranks have got so far: they may still be asking it."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done on {dist.get_rank()}", "yes")
+    store.wait([f"done on {rank}" for rank in sorted(ranks)], timedelta(seconds=8 * TIMEOUT))
+
+
 def _die(tp: int, pp: int, doomed: int, when: str) -> None:
     zero = {"zero": {"stage": 1}, "gradient_clipping": 1.0} if when == "step" else {}
     model, optimizer = _parallel(tp, pp, 30, **zero)
@@ -59,7 +67,7 @@ def _die(tp: int, pp: int, doomed: int, when: str) -> None:
         optimizer.step()
     assert f"rank {doomed} has ended: its process " in str(info.value)
     assert time.monotonic() - started < 15, "not at once, but after the timeout"
-    time.sleep(2)  # the others may still be asking this one
+    _stay_until_done(set(range(4)) - {doomed})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,7 @@ def test_a_rank_that_fails(mesh: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError if dist.get_rank() == 3 else PipelineError, match="something broke"):
         model.execute_pipeline(_batch(model))
     assert time.monotonic() - started < 3 * TIMEOUT
-    time.sleep(GRACE + TIMEOUT if dist.get_rank() == 3 else 0)  # its process stays
+    _stay_until_done({0, 1, 2, 3})
 
 
 @pytest.mark.parametrize("mesh", SOME_MESHES[:3], ids=str)
@@ -106,7 +114,7 @@ def _hang(tp: int, pp: int) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 3:
-            time.sleep(4 * TIMEOUT)
+            _stay_until_done({0, 1, 2})
             os._exit(0)
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
@@ -114,7 +122,7 @@ def _hang(tp: int, pp: int) -> None:
     with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
         model.execute_pipeline(_batch(model))
     assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
-    time.sleep(GRACE + 1)
+    _stay_until_done({0, 1, 2})
 
 
 @pytest.mark.parametrize("reduction", ["tokens", pytest.param("microbatch", marks=pytest.mark.every)])
@@ -202,12 +210,12 @@ def test_a_rank_that_fails_outside_of_the_stages(place: str) -> None:
     if dist.get_rank() == 3:
         with pytest.raises(ValueError, match="something broke"):
             fail(model)
-        time.sleep(GRACE + TIMEOUT)
     elif dist.get_rank() in waiting:
         with pytest.raises((PipelineError, ConsistencyError), match="something broke"):
             fail(model)
     else:
         fail(model)
+    _stay_until_done({0, 1, 2, 3})
 
 
 def _hang_in_generate(tp: int, pp: int) -> None:
@@ -215,7 +223,7 @@ def _hang_in_generate(tp: int, pp: int) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 1:
-            time.sleep(4 * TIMEOUT)
+            _stay_until_done({0})
             os._exit(0)
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
@@ -223,6 +231,7 @@ def _hang_in_generate(tp: int, pp: int) -> None:
     with pytest.raises(PipelineError, match="rank 1 said nothing"), torch.no_grad():
         model.eval().generate(_batch(model)["input_ids"], max_new_tokens=2)
     assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    _stay_until_done({0})
 
 
 @pytest.mark.every

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from autopar.api import _reads
+from autopar.dry_run.block_reads import find_reads
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.stages import StagePlan, make_stages, partition, rank_of_stage
 from autopar.policy.match import find_policy
@@ -20,7 +20,7 @@ from tests.small import llama
 
 def _stages(model, ranks, **settings) -> StagePlan:
     policy = find_policy(model)
-    return make_stages(model, policy, ranks, reads=_reads(model, model, policy), **settings)
+    return make_stages(model, policy, ranks, reads=find_reads(model, policy), **settings)
 
 
 def test_partition_is_the_best_one() -> None:

@@ -25,13 +25,13 @@ from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.matching import all_scopes, matches_of
 from autopar.plan.plan import Plan
-from autopar.policy.load import load_policy, policy_files, policy_folder
+from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy, Rule
 from tests.parity import check
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.worlds import spawn
 
-POLICIES = [path.stem for path in policy_files()]
+POLICIES = list(own_policies())
 SECTIONS = ("prefix", "every_stage", "blocks", "suffix")
 ATTRIBUTES = ("block_attributes", "attributes", "block_inputs", "inputs")
 
@@ -61,7 +61,7 @@ UNTESTED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def _policy(name: str) -> Policy:
-    return load_policy(policy_folder() / f"{name}.yaml")
+    return own_policies()[name]
 
 
 def _stands_alone(name: str) -> bool:

@@ -79,8 +79,8 @@ def test_widths_that_are_written_stand_and_the_others_share_what_is_left() -> No
 )
 def test_query_heads_stay_with_their_kv_head(kv: int, heads: int, size: int, kv_shares: Any, head_shares: Any) -> None:
     units = table(size, kv_heads=kv, n_heads=heads)
-    assert units.shares("kv", kv, size) == kv_shares
-    assert units.shares("heads", heads, size) == head_shares
+    assert units.ranges("kv", kv, size) == kv_shares
+    assert units.ranges("heads", heads, size) == head_shares
     assert units.family("heads") == units.family("kv") == "kv"
 
 
@@ -155,7 +155,7 @@ def test_a_count_that_a_block_holds_differs_from_block_to_block() -> None:
 
 
 def test_a_unit_in_multiples_goes_to_ranks_in_runs_of_that_many() -> None:
-    assert one(2, "12", multiple=4).shares("u", 12, 2) == ((0, 8), (8, 12))
+    assert one(2, "12", multiple=4).ranges("u", 12, 2) == ((0, 8), (8, 12))
     with pytest.raises(ConfigError) as info:
         layout(one(4, "12", multiple=4), ["u"], 12)
     assert str(info.value) == (

@@ -31,7 +31,7 @@ def _mixtral(ffn: int) -> MixtralForCausalLM:
 def test_units_are_aligned_where_there_are_enough() -> None:
     spec = UnitSpec("ffn", "inferred", Where("p", 1), align=8)
     for count, size, shares in [(24, 2, ((0, 16), (16, 24))), (24, 4, ((0, 6), (6, 12), (12, 18), (18, 24)))]:
-        assert UnitTable({"ffn": spec}, None, "Model", size, frozenset()).shares("ffn", count, size) == shares
+        assert UnitTable({"ffn": spec}, None, "Model", size, frozenset()).ranges("ffn", count, size) == shares
 
 
 @pooled(world_size=4)

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 import autopar
 from autopar.config.pipeline import PipelineConfig
 from autopar.config.sections import NUMBERS, SECTIONS
-from autopar.policy.load import load_policy, policy_files
+from autopar.policy.load import own_policies
 from autopar.policy.match import supported_model_types
+from autopar.policy.schema import Policy
 from tests.random_models import auto_heads, of_type
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
@@ -58,11 +59,16 @@ HEADS = {  # ending of a class -> its task
 }
 
 
+def versions(policy: Policy) -> str:
+    """The lower ends of the ranges, of single model types too."""
+    others = [f"{kind}: {wanted}" for kind, wanted in policy.ranges.items()]
+    return "; ".join([policy.transformers, *others]).replace(",<6", "")
+
+
 def policy_table() -> str:
     """The table between the markers: one row a policy."""
     rows = []
-    for path in policy_files():
-        policy = load_policy(path)
+    for policy in own_policies().values():
         kinds = [kind for kind in policy.model_types if not of_type(kind).inside]
         heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
         named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in heads}
@@ -73,7 +79,7 @@ def policy_table() -> str:
         by_expert = "yes" if any(rule.by_expert for rule in rules) else ""
         rows.append(
             f"| {', '.join(policy.model_types)} | {', '.join(shown) or 'part of a model'} | {fewer} | {by_expert} "
-            f"| {policy.transformers.removesuffix(',<6')} | [{path.name}](policies/{path.name}) |"
+            f"| {versions(policy)} | [{Path(policy.where.file).name}]({policy.where.file}) |"
         )
     head = "| model types | heads | fewer KV heads | by expert | transformers | policy |"
     return "\n".join([head, "|---|---|---|---|---|---|", *sorted(rows)])
