@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config.pipeline import PipelineConfig
-from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
+from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import share
@@ -39,7 +39,6 @@ from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
 from autopar.pipeline_parallel.stage_weights import release, reload
-from autopar.pipeline_parallel.tied_weights import TiedWeights
 from autopar.plan.stages import StagePlan, refuse_collected
 
 __all__ = ["Pipeline", "PipelineOutput"]
@@ -317,7 +316,7 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
         with pipeline.failures.deadline():
-            return call_through_stages(self, span, pipeline.context, pipeline.plan, pipeline.p2p, args, kwargs)
+            return call_through_stages(self, span, pipeline.engine, args, kwargs)
 
     return forward
 
