@@ -234,8 +234,7 @@ class Engine:
         if place == self.rank:
             return self._here.pop((kind, stage, microbatch))
         value = self.p2p.receive(place, _message(kind, origin, stage, microbatch))
-        turn = self._turn_of(kind, origin, microbatch)  # what that rank received before has arrived
-        self.p2p.release(lambda label: label[0] == place and label[1] < turn)
+        self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # what that rank received before this
         return value
 
     def _turn_of(self, kind: str, stage: int, microbatch: int) -> int:

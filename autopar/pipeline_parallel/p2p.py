@@ -199,11 +199,11 @@ class P2P:
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def send(self, value: Any, to: int, message: Message, label: Any = None) -> None:
+    def send(self, value: Any, to: int, message: Message, label: tuple[int, int] | None = None) -> None:
         """Send ``value`` to place ``to`` of the axis; returns at once.
 
         Args:
-            label: by which :meth:`release` knows it.
+            label: the receiver's place and turn, for :meth:`release`.
         """
         packed, peer = io.BytesIO(), self.axis.ranks[to]
         pickler = _Pickler(packed)
@@ -235,12 +235,13 @@ class P2P:
     def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str, label: Any) -> None:
         self._sent.append((dist.isend(tensor, peer, group=group, tag=tag), tensor, name, label))
 
-    def release(self, arrived: Callable[[Any], bool]) -> None:
-        """Free the buffers of messages that have arrived, to judge by their label. gloo does not tell by itself."""
+    def release(self, to: int, before: int) -> None:
+        """Free the buffers of what place ``to`` has received before turn ``before``: gloo does not tell."""
         kept = []
         for entry in self._sent:
-            if entry[3] is not None and arrived(entry[3]):
-                entry[0].wait()
+            work, _, _, label = entry
+            if label is not None and label[0] == to and label[1] < before:
+                work.wait()
             else:
                 kept.append(entry)
         self._sent = kept

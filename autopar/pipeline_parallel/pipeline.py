@@ -219,7 +219,7 @@ class Pipeline:
 
 @contextlib.contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """``execute_pipeline`` inside does not average gradients over data parallel; the next one outside averages all.
+    """Leave out the averaging over replicas; the next ``execute_pipeline`` outside averages all gradients.
 
     For a step of several calls: it saves communication and changes no number.
     """
@@ -242,7 +242,7 @@ def execute_pipeline(
     broadcast_loss: bool = False,
     forward_only: bool | None = None,
 ) -> PipelineOutput:
-    """Forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
+    """Run forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
 
     Every rank of a model replica calls it with the same batch. With one stage it accumulates over micro-batches.
 
