@@ -136,8 +136,7 @@ def make_layer(
     if how.init_method is None:
         full = plain(device=how.device, dtype=how.dtype)
     else:  # without torch's own draws
-        device: Any = how.device or torch.get_default_device()
-        full = nn.utils.skip_init(plain, device=device, dtype=how.dtype)
+        full = plain(device="meta", dtype=how.dtype).to_empty(device=how.device or torch.get_default_device())
         with torch.no_grad():
             for name, parameter in full.named_parameters():
                 how.init_method(parameter.data) if name == "weight" else parameter.zero_()
