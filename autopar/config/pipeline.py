@@ -9,9 +9,9 @@ from typing import Any
 
 from autopar.errors import clip, nearest
 
-__all__ = ["PipelineConfig"]
+__all__ = ["SCHEDULES", "PipelineConfig"]
 
-_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
 _FOLDED = ("zbv", "dualpipev")
 _REDUCTIONS = ("tokens", "microbatch")
 
@@ -64,10 +64,10 @@ class PipelineConfig:
         found = dict(section)
         schedule = found.setdefault("schedule", "1f1b")
         chunks = found.setdefault("chunks", 2 if schedule in ("interleaved", *_FOLDED) else 1)
-        if schedule not in _SCHEDULES:
+        if schedule not in SCHEDULES:
             problems.append(
-                f"pipeline.schedule={clip(repr(schedule))} is unknown.{nearest(schedule, _SCHEDULES)} Known: "
-                f"{', '.join(_SCHEDULES)}"
+                f"pipeline.schedule={clip(repr(schedule))} is unknown.{nearest(schedule, SCHEDULES)} Known: "
+                f"{', '.join(SCHEDULES)}"
             )
         elif (schedule == "interleaved") != (chunks > 1) and schedule not in _FOLDED:
             problems.append(

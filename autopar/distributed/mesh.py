@@ -30,7 +30,7 @@ from autopar.distributed.collectives import even_layout
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError
 
-__all__ = ["MPU", "MeshSizes", "rank_groups", "start_process_group"]
+__all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups", "start_process_group"]
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -203,3 +203,15 @@ class MPU(MeshAccessors):
     ) -> dict[int | str, torch.Tensor]:
         """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.distributed.broadcast_data`."""
         return broadcast_data(keys, data, dtype, self)
+
+
+def new_pipeline_group(mpu: MPU, name: str, places: Iterable[int] | None = None, backend: str | None = None) -> Any:
+    """Make a group of these places (or all) of the pipeline axis; None elsewhere. Collective over the world."""
+    mine = None
+    for column in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
+        ranks = column if places is None else [column[place] for place in places]
+        group = dist.new_group(ranks, backend=backend, group_desc=name)
+        if mpu.rank in ranks:
+            mine = group
+            mpu._owned.append(group)  # destroyed with the mesh
+    return mine

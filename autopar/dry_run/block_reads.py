@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.dry_run.inputs import meta_copy, sample_inputs
@@ -158,9 +157,9 @@ class _Reading:
 
 def _leaves_below(value: Any) -> list[torch.Tensor]:
     """The leaves of the graph that made the tensors in ``value``."""
-    found: list[torch.Tensor] = []
-    tensors = [tensor for tensor in tree_leaves(_plain(value)) if isinstance(tensor, torch.Tensor)]
-    found += [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
+    tensors: list[torch.Tensor] = []
+    map_tensors(value, tensors.append)
+    found = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -173,12 +172,3 @@ def _leaves_below(value: Any) -> list[torch.Tensor]:
                 seen.add(following)
                 nodes.append(following)
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Nested values as lists, which every tree function enters."""
-    if isinstance(value, Mapping):
-        return [_plain(entry) for entry in value.values()]
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from autopar.distributed.failures import first_line
 from autopar.distributed.rng import kept
 from autopar.errors import UnsupportedModelError
-from autopar.pipeline_parallel.stage import examine
+from autopar.pipeline_parallel.provenance import examine
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,
     StageForward,
@@ -54,10 +54,12 @@ def rehearse_stages(
     with torch.no_grad(), warnings.catch_warnings(), evaluating(model), _boundaries(model, start, plan, context):
         warnings.simplefilter("ignore")
         for stage in range(plan.stages):
-            foreign = {same[0]: by_id[key] for key, same in names.items() if stage not in plan.tensors[same[0]]}
-            forward = StageForward(plan.bounds[stage], plan.bounds[stage + 1], stage == plan.stages - 1, received)
+            context.placeholders = {
+                same[0]: by_id[key] for key, same in names.items() if stage not in plan.tensors[same[0]]
+            }
+            forward = StageForward(context, plan.bounds[stage : stage + 2], stage == plan.stages - 1, received)
             try:
-                examined = examine(model, context, forward, (), dict(inputs), foreign)
+                examined = examine(forward, model, (), dict(inputs))
             except Exception as error:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} cannot be split into pipeline stages: its forward does not run with the "

@@ -15,8 +15,7 @@ from autopar.pipeline_parallel.batch_checks import check_microbatch, digest_of, 
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
-from autopar.pipeline_parallel.stage import run_stage
-from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput
+from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, run_stage
 from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
@@ -31,9 +30,9 @@ class Step:
     Attributes:
         microbatches: arguments of the model, one dict each.
         weights: how much the loss of each counts in what is differentiated.
-        shares: how much it counts in this replica's loss.
         loss_of: ``(outputs, inputs) -> loss``; None where no loss is wanted.
         scale: applied to what is differentiated (fp16 loss scaling).
+        shares: how much the loss of each counts in that of the replica's batch.
         call: what is called with a micro-batch; None: the model.
         read: what the stages must have read alike, per micro-batch; None: the micro-batches.
         losses, outputs: per micro-batch, filled on the last stage.
@@ -42,11 +41,11 @@ class Step:
 
     microbatches: list[dict[str, Any]]
     weights: list[float]
-    shares: list[float]
     loss_of: Callable[[Any, dict[str, Any]], Any] | None
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     keep_outputs: bool = False
     backward: bool = True
+    shares: list[float] = field(default_factory=list)
     call: Callable[..., Any] | None = None
     read: list[Any] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -148,11 +147,11 @@ class Engine:
                 received = map_tensors(received, lambda tensor: _entering(tensor, leaves))
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
-        forward = StageForward(plan.bounds[stage], plan.bounds[stage + 1], last, received)
+        forward = StageForward(self.context, plan.bounds[stage : stage + 2], last, received)
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
         with torch.set_grad_enabled(step.backward), stream(self._seed, stage + plan.stages * microbatch):
-            result = run_stage(step.call or self.model, self.context, forward, (), dict(inputs), finish)
+            result = run_stage(forward, step.call or self.model, (), dict(inputs), finish)
         roots: list[torch.Tensor] = []
         if last:
             roots = self._finish(result, forward.loss, microbatch, step)
@@ -235,8 +234,7 @@ class Engine:
         if place == self.rank:
             return self._here.pop((kind, stage, microbatch))
         value = self.p2p.receive(place, _message(kind, origin, stage, microbatch))
-        turn = self._turn_of(kind, origin, microbatch)  # what that rank received before has arrived
-        self.p2p.release(lambda label: label[0] == place and label[1] < turn)
+        self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # what that rank received before this
         return value
 
     def _turn_of(self, kind: str, stage: int, microbatch: int) -> int:

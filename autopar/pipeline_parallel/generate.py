@@ -10,12 +10,11 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from autopar.distributed.rng import base_seed, stream
+from autopar.pipeline_parallel.engine import Engine
 from autopar.pipeline_parallel.kv_cache import find_cache, record_lengths
 from autopar.pipeline_parallel.outputs import complete, incomplete, unavailable
-from autopar.pipeline_parallel.p2p import P2P, Message
-from autopar.pipeline_parallel.stage import run_stage
-from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput
-from autopar.plan.stages import StagePlan
+from autopar.pipeline_parallel.p2p import Message
+from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, run_stage
 
 __all__ = ["call_through_stages"]
 
@@ -26,9 +25,7 @@ _RESULT = Message("the model's result", 1_000_001)
 def call_through_stages(
     module: nn.Module,
     span: tuple[int, int],
-    context: StageContext,
-    plan: StagePlan,
-    p2p: P2P,
+    engine: Engine,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -41,6 +38,7 @@ def call_through_stages(
         span: which elements it runs: from, up to.
     """
     start, stop = span
+    context, plan, p2p = engine.context, engine.plan, engine.p2p
     if context.encoder is not None and kwargs.get("encoder_outputs") is not None and stop > context.encoder + 1:
         start = max(start, context.encoder + 1)
     stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
@@ -49,7 +47,7 @@ def call_through_stages(
     with p2p.one_pass():
         blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp.ranks)
         with base_seed(plan.stages > 1 and module.training) as seed, blame:
-            result, used = _run_stages(plain, stages, context, plan, p2p, args, kwargs, seed)
+            result, used = _run_stages(plain, stages, engine, args, kwargs, seed)
         cache = find_cache(args, kwargs) or used
         if owner == rank:
             p2p.send_to_others((complete(result), unavailable(result)), _RESULT)
@@ -64,14 +62,13 @@ def call_through_stages(
 def _run_stages(
     plain: Any,
     stages: list[int],
-    context: StageContext,
-    plan: StagePlan,
-    p2p: P2P,
+    engine: Engine,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     seed: int | None,
 ) -> tuple[Any, Cache | None]:
     """The output of this rank's stages, the last one's result if it is here, and the cache that they used."""
+    plan, p2p = engine.plan, engine.p2p
     output: StageOutput | None = None
     result: Any = None
     cache: Cache | None = None
@@ -81,9 +78,9 @@ def _run_stages(
         if before is not None and plan.rank_of[before] != p2p.axis.rank:
             output = p2p.receive(plan.rank_of[before], _output(before, stage))
         received = None if before is None else output
-        forward = StageForward(plan.bounds[stage], plan.bounds[stage + 1], after is None, received)
+        forward = StageForward(engine.context, plan.bounds[stage : stage + 2], after is None, received)
         with stream(seed, stage):
-            result = run_stage(plain, context, forward, args, dict(kwargs))
+            result = run_stage(forward, plain, args, dict(kwargs))
         cache = cache or forward.cache
         if after is not None:
             output = result

@@ -84,9 +84,7 @@ def forward_backward(
         model: what ``autopar.initialize`` returned, or a list of it.
         forward_only: no backward.
         collect_non_loss_data: report ``loss_func(outputs, non_loss_data=True)``; with ``forward_only``.
-        others: what else Megatron-LM takes. ``seq_length``, ``micro_batch_size``, ``decoder_seq_length`` and
-            ``adjust_tensor_shapes_fn`` are not needed (shapes travel with the activations), nor are
-            ``first_val_step`` and ``force_all_reduce``.
+        others: Megatron-LM's. Those that are not needed are ignored: shapes travel with the activations.
 
     Returns:
         What ``loss_func`` reports, one entry per micro-batch; an empty list but on the last stage. Where the step
@@ -96,8 +94,7 @@ def forward_backward(
         ConfigError: the model is not parallelized, an argument is not known, or what the functions return is not what
             is said above.
         PipelineError: another stage did not deliver.
-        ConsistencyError: the stages read different data, or it has ended on some of them.
-        StopIteration: it has ended on all of them.
+        ConsistencyError, StopIteration: the data differs between stages, has ended on some of them; on all of them.
     """
     chosen, pipeline = _only_model(model)
     _check_arguments(num_microbatches, forward_only, collect_non_loss_data, others)
@@ -110,15 +107,14 @@ def forward_backward(
         reported.append(report)
         return loss
 
-    backward, alike = not forward_only, [1 / num_microbatches] * num_microbatches
+    backward = not forward_only
     with pipeline.p2p.reports_failure():
         read = functools.partial(_take, iterators, num_microbatches)
         count = (lambda _: 1) if backward and pipeline.averages else None
         batches = read_batch(read, pipeline.p2p, pipeline.mpu, pipeline.unchecked, backward, count)[0]
         step = Step(
             microbatches=[{"microbatch": number} for number in range(num_microbatches)],
-            weights=alike,
-            shares=alike,
+            weights=[1 / num_microbatches] * num_microbatches,
             loss_of=loss_of,
             backward=backward,
             call=_StepFunction(forward_step_func, batches, chosen, chunks, bool(iterators)),

@@ -13,7 +13,7 @@ import io
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ from transformers.utils.generic import ModelOutput
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import GRACE, FailureLog, first_line
-from autopar.distributed.mesh import MPU, rank_groups
+from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import PipelineError
 
-__all__ = ["P2P", "Failure", "Message", "TensorMeta", "group_of_stages", "map_tensors"]
+__all__ = ["P2P", "Failure", "Message", "TensorMeta", "map_tensors"]
 
 _LENGTH = 8  # bytes of a header's length
 _HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
@@ -112,18 +112,6 @@ class _Unpickler(pickle.Unpickler):
         return self._cache if meta == "cache" else self._tensor_of(meta)
 
 
-def group_of_stages(mpu: MPU, name: str, places: Sequence[int] | None = None, backend: str | None = None) -> Any:
-    """Make a group of these places (or all) of the pipeline axis; None elsewhere. Collective over the world."""
-    mine = None
-    for column in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
-        ranks = column if places is None else [column[place] for place in places]
-        group = dist.new_group(ranks, backend=backend, group_desc=name)
-        if mpu.rank in ranks:
-            mine = group
-            mpu._owned.append(group)  # destroyed with the mesh
-    return mine
-
-
 class P2P:
     """Sends and receives over the pipeline axis, in groups of its own.
 
@@ -143,11 +131,11 @@ class P2P:
         self.axis: Axis = mpu.pp
         self.device, self.failures, self.timeout = mpu.device, failures, failures.timeout
         self.others = [place for place in range(self.axis.size) if place != self.axis.rank]
-        self._control = group_of_stages(mpu, "pp control", backend="gloo")
+        self._control = new_pipeline_group(mpu, "pp control", backend="gloo")
         self._groups: Mapping[tuple[bool, bool], Any] = {
             (backward, up): self._control
             if mpu.device.type == "cpu"
-            else group_of_stages(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend="nccl")
+            else new_pipeline_group(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend="nccl")
             for backward, up in itertools.product((False, True), repeat=2)
         }
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
@@ -211,11 +199,11 @@ class P2P:
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def send(self, value: Any, to: int, message: Message, label: Any = None) -> None:
+    def send(self, value: Any, to: int, message: Message, label: tuple[int, int] | None = None) -> None:
         """Send ``value`` to place ``to`` of the axis; returns at once.
 
         Args:
-            label: by which :meth:`release` knows it.
+            label: the receiver's place and turn, for :meth:`release`.
         """
         packed, peer = io.BytesIO(), self.axis.ranks[to]
         pickler = _Pickler(packed)
@@ -247,12 +235,13 @@ class P2P:
     def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str, label: Any) -> None:
         self._sent.append((dist.isend(tensor, peer, group=group, tag=tag), tensor, name, label))
 
-    def release(self, arrived: Callable[[Any], bool]) -> None:
-        """Free the buffers of messages that have arrived, to judge by their label. gloo does not tell by itself."""
+    def release(self, to: int, before: int) -> None:
+        """Free the buffers of what place ``to`` has received before turn ``before``: gloo does not tell."""
         kept = []
         for entry in self._sent:
-            if entry[3] is not None and arrived(entry[3]):
-                entry[0].wait()
+            work, _, _, label = entry
+            if label is not None and label[0] == to and label[1] < before:
+                work.wait()
             else:
                 kept.append(entry)
         self._sent = kept

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config.pipeline import PipelineConfig
-from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
+from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
@@ -38,7 +38,6 @@ from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
 from autopar.pipeline_parallel.stage_weights import release, reload
-from autopar.pipeline_parallel.tied_weights import TiedWeights
 from autopar.plan.stages import StagePlan, refuse_collected
 
 __all__ = ["Pipeline", "PipelineOutput"]
@@ -211,7 +210,7 @@ class Pipeline:
 
 @contextlib.contextmanager
 def no_sync(self: nn.Module) -> Iterator[None]:
-    """``execute_pipeline`` inside does not average gradients over data parallel; the next one outside averages all.
+    """Leave out the averaging over replicas; the next ``execute_pipeline`` outside averages all gradients.
 
     For a step of several calls: it saves communication and changes no number.
     """
@@ -234,7 +233,7 @@ def execute_pipeline(
     broadcast_loss: bool = False,
     forward_only: bool | None = None,
 ) -> PipelineOutput:
-    """Forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
+    """Run forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
 
     Every rank of a model replica calls it with the same batch. With one stage it accumulates over micro-batches.
 
@@ -308,6 +307,6 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
         with pipeline.failures.deadline():
-            return call_through_stages(self, span, pipeline.context, pipeline.plan, pipeline.p2p, args, kwargs)
+            return call_through_stages(self, span, pipeline.engine, args, kwargs)
 
     return forward

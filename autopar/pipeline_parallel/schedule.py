@@ -11,7 +11,7 @@ inputs are there) cannot deadlock; the tests play all of them.
 | `interleaved` | v, in turns   | first       | 3    | about p v + p      | Megatron-LM (Narayanan et al., 2021)      |
 | `zero-bubble` | 1             | split       | v    | p                  | ZB-H1 (Qi et al., 2023)                   |
 | `zbv`         | 2, in a V     | split       | 1    | 2p                 | Qi et al., "... Controllable Memory", 2024 |
-| `dualpipev`   | 2, in a V     | some split  | 1    | 2p + 1             | DeepSeek-V3, 2024, 3.2.1, cut in half     |
+| `dualpipev`   | 2, in a V     | some split  | 1    | 2p + 1             | DeepSeek-V3, 2024, 3.2.1, in half         |
 
 p ranks, r the rank, m micro-batches, v stages a rank. Idle: how long each rank waits in all, times p - 1, if a forward,
 the gradient of the input and that of the weights take one tick each in a stage of 1/v of a rank's layers. Forwards that
@@ -21,12 +21,10 @@ wait for their backward are what activations need memory for, each of one stage.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["SCHEDULES", "Action", "forwards", "make_schedule", "peak"]
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+__all__ = ["Action", "forwards", "make_schedule"]
 
 _Slots = list[tuple[str, int]]
 
@@ -43,15 +41,15 @@ class Action(NamedTuple):
 
 
 def forwards(name: str, rank_of: Sequence[int], microbatches: int) -> list[list[Action]]:
-    """Per rank: the schedule's forwards only, as evaluation needs them."""
+    """Make the lists of actions of a pass without backward, one per rank: the schedule's forwards only."""
     return [[action for action in row if action.kind == "F"] for row in make_schedule(name, rank_of, microbatches)]
 
 
 def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[list[Action]]:
-    """Per rank: its actions in order.
+    """Make the lists of actions, one per rank, in order.
 
     Args:
-        name: one of :data:`SCHEDULES`.
+        name: one of :data:`autopar.config.pipeline.SCHEDULES`.
         rank_of: stage -> rank.
         microbatches: at least 1. With fewer than twice as many as ranks (a last smaller batch) ``dualpipev`` is not
             defined, and ``zbv`` is what comes out; with one stage a rank both are ``zero-bubble``.
@@ -74,15 +72,6 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
         else:
             lists.append(_number(_straight(name, rank, ranks, microbatches)))
     return lists
-
-
-def peak(actions: Iterable[Action]) -> int:
-    """The most forwards that wait for their backward at one time: what activations need memory for."""
-    most = now = 0
-    for action in actions:
-        now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
-        most = max(most, now)
-    return most
 
 
 def _number(slots: _Slots) -> list[Action]:
@@ -165,7 +154,7 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> _Slots:
 
 
 def _dualpipev(rank: int, ranks: int, microbatches: int) -> _Slots:
-    """DualPipe (arXiv 2412.19437, 3.2.1) cut in half: the stages of a V, ``down`` and ``up`` again.
+    """DualPipe (arXiv 2412.19437, 3.2.1) in half: the stages of a V, ``down`` and ``up`` again.
 
     In the middle the rank goes forward for one stage and backward for the other in turn. The paper runs such a pair at
     the same time, so that the communication of one hides behind the other; here they come one after the other, and of

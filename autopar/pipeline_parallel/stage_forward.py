@@ -1,9 +1,10 @@
-"""One forward of one stage through the model's own code, from what it received to what it sends on.
+"""The forward of one stage through the model's own code, from what it received to what it sends on.
 
 The elements of a model (its blocks, and an encoder) are the boundaries of its stages: their classes are swapped. While
 a :class:`StageForward` runs, an element before the stage returns what the stage received, the stage's own elements
 compute, and the last of them ends the forward by an exception that carries its output. Everything around the blocks
-(masks, positions, heads) is the model's own code.
+(masks, positions, heads) is the model's own code. The first forward of each kind of call is examined: nothing that
+another stage holds may reach its results.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from transformers.cache_utils import Cache
 
 from autopar.class_swap import swap, unswap
 from autopar.errors import UnsupportedModelError
-from autopar.pipeline_parallel.kv_cache import find_cache, record_length
+from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length
+from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.pipeline_parallel.provenance import Provenance
+from autopar.pipeline_parallel.provenance import Provenance, check_padding, examine, explain
 from autopar.plan.stages import StagePlan
 
-__all__ = ["StageContext", "StageEnd", "StageForward", "StageOutput", "mark_boundaries", "unmark_boundaries"]
+__all__ = ["StageContext", "StageForward", "StageOutput", "mark_boundaries", "run_stage", "unmark_boundaries"]
 
 
 class StageOutput(NamedTuple):
@@ -65,7 +67,11 @@ class StageContext:
 
 
 class StageForward:
-    """One forward of the elements from ``start`` up to, not including, ``stop``.
+    """One forward of a stage.
+
+    Args:
+        bounds: it runs the elements from the first up to, not including, the second.
+        last: whether it returns what the model returns.
 
     Attributes:
         provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
@@ -75,12 +81,12 @@ class StageForward:
         loss: computed from the result of the last stage.
     """
 
-    def __init__(self, start: int, stop: int, last: bool, received: StageOutput | None) -> None:
-        self.start, self.stop, self.last = start, stop, last
-        self.received = received
+    def __init__(self, context: StageContext, bounds: Sequence[int], last: bool, received: StageOutput | None) -> None:
+        self.context, self.last, self.received = context, last, received
+        self.start, self.stop = bounds
         self.provenance: Provenance | None = None
         self.loss: Any = None
-        self.restart(start - 1)
+        self.restart(self.start - 1)
 
     def restart(self, source: int) -> None:
         """Reset, to run for the first time or again."""
@@ -93,20 +99,18 @@ class StageForward:
 
     @property
     def skipped_source(self) -> bool:
-        """Whether earlier blocks were called, but not the last of them."""
+        """Check whether earlier blocks were called, but not the last of them."""
         return bool(self.before) and self.source not in self.before
 
-    def run(
-        self, model: Callable[..., Any], context: StageContext, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage: returns its :class:`StageOutput`, or on the last stage what the model returns."""
-        context.forward = self
+        self.context.forward = self
         try:
             result = model(*args, **kwargs)
         except StageEnd as end:
             return end.result
         finally:
-            context.forward = None
+            self.context.forward = None
         return result if self.last else self.result()
 
     def result(self) -> StageOutput:
@@ -184,3 +188,52 @@ def unmark_boundaries(model: nn.Module, plan: StagePlan, prefix: str = "") -> No
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in plan.elements:
         unswap(modules[path.removeprefix(prefix)], StageBoundary, "stage_context", "stage_place")
+
+
+def run_stage(
+    forward: StageForward,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    finish: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Run the forward of one stage: returns its :class:`StageOutput`, or on the last stage what the model returns.
+
+    Args:
+        finish: on the last stage, applied to what the model returns; its result is left in ``forward.loss``.
+
+    Raises:
+        UnsupportedModelError: the result would need what this stage does not have; found at the first call of its kind
+            (with an image for the first time, say).
+        ConfigError: the model's code asks for a padding token, and its config has none.
+    """
+    kind = (forward.start, forward.last, torch.is_grad_enabled(), _kind_of(list(args)), _kind_of(kwargs))
+    unavailable = forward.context.examined.get(kind)
+    if unavailable is None:
+        examined = examine(forward, model, args, kwargs, finish)
+        if examined.missing:
+            raise UnsupportedModelError(explain(forward, examined.missing))
+        forward.context.examined[kind] = examined.unavailable
+        return examined.result
+    try:
+        result = forward.run(model, args, kwargs)
+    except ValueError as error:
+        check_padding(error)
+        raise
+    if forward.last:
+        result = incomplete(result, unavailable) if unavailable else result
+        forward.loss = finish(result) if finish is not None else None
+    return result
+
+
+def _kind_of(value: Any) -> Any:
+    """What decides which code of a model runs: which arguments there are, and their types."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim, value.dtype
+    if isinstance(value, Cache):
+        return kind_of_cache(value)
+    if isinstance(value, Mapping):
+        return tuple((name, _kind_of(entry)) for name, entry in value.items() if entry is not None)
+    if isinstance(value, list | tuple):
+        return tuple(dict.fromkeys(map(_kind_of, value)))
+    return value if value is None or isinstance(value, bool | str) else type(value)

@@ -2,8 +2,8 @@
 
 A parameter that another stage holds leaves the module. In its place stays a placeholder, a plain tensor without memory
 (all its strides are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what
-it computes there is replaced by what the stage receives (:mod:`~autopar.pipeline_parallel.stage` proves it). Its values
-are not a number.
+it computes there is replaced by what the stage receives (:mod:`~autopar.pipeline_parallel.provenance` proves it). Its
+values are not a number.
 """
 
 from __future__ import annotations

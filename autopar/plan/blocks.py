@@ -161,7 +161,7 @@ class Blocks:
         Parameters are ``unread`` where the forward was seen with other inputs (text alone). An image encoder makes what
         is put between the words: then it belongs in front of the first block, and only there. Or later blocks look at
         the image too: then every stage needs it. A sign of that which misleads costs memory; where there is none though
-        blocks do look, the first forward with an image is refused (:mod:`autopar.pipeline_parallel.stage`).
+        blocks do look, the first forward with an image is refused (:mod:`autopar.pipeline_parallel.stage_forward`).
         """
         if any(self._holding(name) is not None for name in unread):
             return True  # blocks have parameters for it (cross-attention)
