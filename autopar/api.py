@@ -29,7 +29,7 @@ from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import share
+from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import trace_reads
 from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.tensor_parallel import FirstForward, check_plan, warn_no_dry_run
@@ -132,7 +132,7 @@ def initialize(
         raise
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parallelize.sync_parameters(model, mpu)
-    share(mpu.model, mpu.device)
+    sync_generators(mpu.model, mpu.device)
     region = Region(mpu.tp)
     plain = not isinstance(inner, PreTrainedModel)
     first_forward = FirstForward(inner, plan) if plain else None

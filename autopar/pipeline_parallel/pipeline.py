@@ -17,7 +17,7 @@ from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import share
+from autopar.distributed.rng import sync_generators
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -327,6 +327,6 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     pipeline: Pipeline = self._autopar_pipeline
     axis = pipeline.mpu.model
     with pipeline.failures.deadline(), pipeline.failures.blame("a collective in generate", axis.ranks):
-        share(axis, pipeline.mpu.device)
+        sync_generators(axis, pipeline.mpu.device)
         with contextlib.nullcontext() if self._autopar_check is None else self._autopar_check.first_only():
             return type(self).generate(self, *args, **kwargs)

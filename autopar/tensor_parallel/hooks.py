@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import share
+from autopar.distributed.rng import sync_generators
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
@@ -140,7 +140,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     with failures.deadline(), failures.blame("a collective in generate", failures.mpu.tp.ranks):
         if check is not None:
             check.check_call("generate")
-        share(failures.mpu.tp, failures.mpu.device)
+        sync_generators(failures.mpu.tp, failures.mpu.device)
         with contextlib.nullcontext() if check is None else check.first_only():
             return type(self).generate(self, *args, **kwargs)
 
