@@ -26,7 +26,7 @@ from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import share
+from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.tensor_parallel import FirstForward, check_plan, warn_no_dry_run
 from autopar.errors import ConfigError
@@ -286,7 +286,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     publish_uncaught(failures)
 
     sync_parameters(model, mpu)  # rank 0's values
-    share(mpu.model, mpu.device)  # and random states
+    sync_generators(mpu.model, mpu.device)  # and random states
     first_forward = FirstForward(inner, plan) if plain else None  # of a copy, while the module is whole
     region = tensor_parallel.apply(model, plan, mpu)  # layers swapped, parameters sharded
     if config.activation_checkpointing:

@@ -258,27 +258,27 @@ def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """:func:`reduce` in place, for a contiguous matmul output that no backward formula has saved."""
+    """Reduce in place, like :func:`reduce`, a contiguous matmul output that no backward formula has saved."""
     return _apply(_ReduceInPlace, x, axis)
 
 
 def gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
-    """``[..., n/axis] -> [..., n]`` along ``dim`` by ``layout``; backward keeps this rank's part."""
+    """All-gather ``[..., n/axis] -> [..., n]`` along ``dim`` by ``layout``; backward keeps this rank's shard."""
     return _apply(_Gather, x, axis, layout, dim)
 
 
 def scatter(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
-    """``[..., n] -> [..., n/axis]`` along ``dim`` by ``layout``; backward gathers the parts."""
+    """Keep this rank's shard, ``[..., n] -> [..., n/axis]`` along ``dim`` by ``layout``; backward all-gathers."""
     return _apply(_Scatter, x, axis, layout, dim)
 
 
 def gather_sum(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """``[..., n/axis] -> [..., n]`` into a sharded region: backward sums over the ranks and keeps this rank's part."""
+    """All-gather ``[..., n/axis] -> [..., n]`` into a sharded region; backward is a reduce-scatter."""
     return _apply(_GatherSum, x, axis, dim)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """``[..., n] -> [..., n/axis]``: sum over the ranks and keep this rank's part; ``n`` divides evenly."""
+    """Reduce-scatter ``[..., n] -> [..., n/axis]``; ``n`` divides evenly. Backward is an all-gather."""
     return _apply(_ReduceScatter, x, axis, dim)
 
 

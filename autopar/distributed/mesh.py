@@ -161,7 +161,7 @@ class MPU(MeshAccessors):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh as torch's ``DeviceMesh`` with axes ``("pp", "dp", "tp")``, over the same process groups."""
+        """Return the mesh as torch's ``DeviceMesh`` with axes ``("pp", "dp", "tp")``, over the same process groups."""
         if self._mesh is None:
             tp, pp, dp = self.sizes
             groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
@@ -190,12 +190,12 @@ class MPU(MeshAccessors):
         return collectives.reduce(x, self.tp)
 
     def scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """``[..., n] -> [..., n/tp]``: keep own part forward, all-gather backward. ConfigError if it does not divide"""
+        """Keep own shard, ``[..., n] -> [..., n/tp]``; backward is an all-gather. ConfigError if it does not divide."""
         check_divides(x.shape[dim], self.tp, f"dim {dim}")
         return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
 
     def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """``[..., n/tp] -> [..., n]``: all-gather of equal widths forward, keep own part backward."""
+        """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the own shard."""
         return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
 
     def broadcast_data(

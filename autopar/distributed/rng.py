@@ -26,8 +26,8 @@ __all__ = [
     "same_draws",
     "seed_torch",
     "seeded",
-    "share",
     "stream",
+    "sync_generators",
 ]
 
 
@@ -178,7 +178,7 @@ def same_draws(device: torch.device) -> Iterator[None]:
             own.restore()
 
 
-def share(axis: Axis, device: torch.device) -> None:
+def sync_generators(axis: Axis, device: torch.device) -> None:
     """Broadcast the first rank's default generators over ``axis``. A collective of the axis.
 
     Args:

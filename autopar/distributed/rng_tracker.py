@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
@@ -111,7 +112,7 @@ class RandomStateTracker:
         """Copy every named stream; the default generator is not among them."""
         if self._forks:
             self._store()
-        return _copy(self._streams)
+        return deepcopy(self._streams)
 
     def set_states(self, states: Mapping[str, StreamState]) -> None:
         """Replace all named streams by what :meth:`get_states` returned. A missing GPU state starts at the seed.
@@ -124,7 +125,7 @@ class RandomStateTracker:
             raise ConfigError(
                 f"set_states inside a fork of {missing[0]!r}, which is not among the states {list(states)}"
             )
-        self._streams = _copy(states)
+        self._streams = deepcopy(dict(states))
         for stream in self._streams.values():
             if self._cuda and stream["cuda"] is None:
                 stream["cuda"] = TorchGenerators.of_seed(stream["seed"], cuda=True).cuda
@@ -145,11 +146,11 @@ class RandomStateTracker:
 
     def snapshot(self) -> _Snapshot:
         """Return the default generators, all streams, and the active forks."""
-        return _Snapshot(TorchGenerators.now(self._cuda), _copy(self._streams), tuple(self._forks), self._outside)
+        return _Snapshot(TorchGenerators.now(self._cuda), deepcopy(self._streams), tuple(self._forks), self._outside)
 
     def restore(self, snapshot: _Snapshot) -> None:
         """Go back to a :meth:`snapshot`, into the middle of the forks it was taken in."""
-        self._streams = _copy(snapshot.streams)
+        self._streams = deepcopy(snapshot.streams)
         self._forks = list(snapshot.forks)
         self._outside = snapshot.outside
         self._set_live(snapshot.live)
@@ -176,17 +177,6 @@ class RandomStateTracker:
         elif self._outside is not None:
             self._set_live(self._outside)
             self._outside = None
-
-
-def _copy(states: Mapping[str, StreamState]) -> dict[str, StreamState]:
-    return {
-        name: StreamState(
-            seed=state["seed"],
-            cpu=state["cpu"].clone(),
-            cuda=None if state["cuda"] is None else state["cuda"].clone(),
-        )
-        for name, state in states.items()
-    }
 
 
 def manual_seed(seed: int, group: Group) -> RandomStateTracker:

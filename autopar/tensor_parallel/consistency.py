@@ -16,12 +16,13 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.data_parallel.replica_check import StepCheck
 from autopar.distributed.digest import extremes, hexdigest, of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -31,28 +32,11 @@ from autopar.tensor_parallel.consistency_errors import explanation, same_gradien
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.weight_samples import WeightSamples, local
 
-__all__ = ["ForwardCheck", "Steps"]
+__all__ = ["ForwardCheck"]
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
 _SHARDED = ("past_key_values", "past_key_value", "cache_params")  # arguments with this rank's heads
-
-
-class Steps(Protocol):
-    """The optimizer steps that this rank has made with the model's parameters.
-
-    Attributes:
-        made: how many.
-        settings: of the optimizer in the last one, as text.
-        last_shard: name of a sharded weight, and digests of part of its gradient and of its state in the last one.
-    """
-
-    made: int
-    settings: str
-    last_shard: tuple[str, int, int] | None
-
-    def watch(self, apart: set[int]) -> None:
-        """Record these parameters (``id``) only: their shards differ."""
 
 
 class _Verdict(NamedTuple):
@@ -65,11 +49,12 @@ class ForwardCheck:
     """Compare over tp, at the start of the model's forwards.
 
     Args:
+        steps: counts and digests of optimizer steps.
         every: compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
             0 compares on the first of each mode and nothing, not even shapes, on the others.
     """
 
-    def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: Steps, every: int) -> None:
+    def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck, every: int) -> None:
         self.mpu, self.failures, self.region, self.steps, self.every = mpu, failures, region, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
         self._samples = WeightSamples()

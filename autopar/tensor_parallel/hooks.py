@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import share
+from autopar.distributed.rng import sync_generators
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
@@ -140,7 +140,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
         if check is not None and mpu.pp.size == 1:
             check.check_call("generate")
-        share(mpu.model, mpu.device)
+        sync_generators(mpu.model, mpu.device)
         with contextlib.nullcontext() if check is None else check.first_only():
             return type(self).generate(self, *args, **kwargs)
 

@@ -80,7 +80,7 @@ class WeightSamples:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a tensor that FSDP may have sharded over the replicas."""
+    """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

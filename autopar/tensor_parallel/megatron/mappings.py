@@ -43,17 +43,17 @@ __all__ = [
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Megatron's f. ``[...]`` Replicate -> the same, whose gradient is Partial and is summed over the ranks."""
+    """Copy into a sharded region (Megatron's f): ``[...]`` Replicate -> the same, whose Partial gradient is summed."""
     return collectives.copy(x, axis_of(group))
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Megatron's g. ``[...]`` Partial -> Replicate; the gradient passes as it is."""
+    """All-reduce (Megatron's g): ``[...]`` Partial -> Replicate; the gradient passes as it is."""
     return collectives.reduce(x, axis_of(group))
 
 
 def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1).
+    """Keep this rank's shard: ``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1).
 
     Raises:
         ConfigError: if ``n`` does not divide.
@@ -62,7 +62,7 @@ def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> to
 
 
 def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, size: int | None = None) -> torch.Tensor:
-    """``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
+    """All-gather ``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
 
     Args:
         size: ``n`` if it does not divide evenly and was sharded by :func:`autopar.layout.even_shards` (the logits of
@@ -75,7 +75,7 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
 
 
 def scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
-    """``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim).
+    """Keep this rank's shard: ``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim).
 
     Raises:
         ConfigError: if ``seq`` does not divide.
@@ -86,7 +86,7 @@ def scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: i
 def gather_from_sequence_parallel_region(
     x: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Group | None = None, *, dim: int = 0
 ) -> torch.Tensor:
-    """``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
+    """All-gather ``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
 
     Args:
         tensor_parallel_output_grad: whether the result goes into a sharded region, so that its gradient is Partial:
@@ -97,7 +97,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
-    """``[seq, ...]`` Partial -> ``[seq/tp, ...]`` Shard(dim).
+    """Reduce-scatter ``[seq, ...]`` Partial -> ``[seq/tp, ...]`` Shard(dim).
 
     Raises:
         ConfigError: if ``seq`` does not divide.
@@ -113,7 +113,7 @@ def all_to_all(
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
 ) -> torch.Tensor:
-    """``[rows, ...] -> [sum(output_split_sizes), ...]``: exchange rows, as of tokens between experts.
+    """Exchange rows, as of tokens between experts: ``[rows, ...] -> [sum(output_split_sizes), ...]``.
 
     Megatron's order of arguments.
 

@@ -1,4 +1,4 @@
-"""The attributes by which Megatron-LM and DeepSpeed know sharded parameters, so that their norms count each one once.
+"""Attributes by which Megatron-LM and DeepSpeed recognise sharded parameters, so that their norms count each one once.
 
 ``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
 ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
@@ -59,7 +59,7 @@ def _counts(layout: Layout, rank: int) -> bool:
 
 
 def unmark(model: nn.Module) -> None:
-    """Inverse of :func:`mark`."""
+    """Remove the attributes that :func:`mark` set."""
     for parameter in model.parameters():
         for name in _NAMES:
             vars(parameter).pop(name, None)

@@ -24,7 +24,7 @@ __all__ = [
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for.
+    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for.
 
     Raises:
         ConfigError: if ``n`` does not divide.
@@ -38,7 +38,7 @@ def split_tensor_along_last_dim(
 
 
 def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """``[...]`` Replicate -> ``[numel/tp]`` Shard(0): this rank's run of the elements; a view where that is possible.
+    """Keep this rank's elements, ``[...]`` Replicate -> ``[numel/tp]`` Shard(0): a view where that is possible.
 
     Raises:
         ConfigError: if the number of elements does not divide.
@@ -49,7 +49,7 @@ def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, group: Group) -> tor
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Inverse of :func:`split_tensor_into_1d_equal_chunks`: flat elements of all ranks in rank order, ``[numel * tp]``.
+    """All-gather :func:`split_tensor_into_1d_equal_chunks`: flat elements in rank order, ``[numel * tp]``.
 
     Every rank brings the same number of elements.
     """
@@ -60,12 +60,12 @@ def gather_split_1d_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> Range:
-    """``[first, last)`` vocabulary rows of ``rank``. Uneven where it must be: 50257 over 2 is 25129 and 25128."""
+    """Return the ``[first, last)`` vocabulary rows of ``rank``. Uneven if need be: 50257 over 2: 25129, 25128."""
     return even_shards(global_vocab_size, world_size)[rank]
 
 
 def vocab_range_from_per_partition_vocab_size(per_partition_vocab_size: int, rank: int, world_size: int) -> Range:
-    """``[first, last)`` vocabulary rows of ``rank`` if all ``world_size`` ranks hold equally many."""
+    """Return the ``[first, last)`` vocabulary rows of ``rank`` if all ``world_size`` ranks hold equally many."""
     return vocab_range_from_global_vocab_size(per_partition_vocab_size * world_size, rank, world_size)
 
 
