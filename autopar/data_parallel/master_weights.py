@@ -118,7 +118,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Whether transformers keeps a parameter of that name in fp32."""
+    """Return whether transformers keeps a parameter of a name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False
     names = set(inner._keep_in_fp32_modules_strict or ())
