@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TensorTracking", "storage_id", "tensors_in", "written_in_place"]
+__all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
 
 
 class TensorTracking(TorchDispatchMode):
@@ -35,7 +35,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def storage_id(tensor: torch.Tensor) -> int | None:
+def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number that views of a tensor have in common while one lives; None without a storage (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Dropout and sampling: the same on all tp ranks where activations are whole, different where they are shared out."""
+"""Dropout and sampling: the same on all tp ranks where activations are replicated, different where they are sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pooled(world_size=2)
-def test_dropout_on_whole_activations_is_equal_and_on_shared_out_ones_differs():
+def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs():
     torch.manual_seed(dist.get_rank())  # unseeded users: initialize shares the first rank's state
     model = parallel(gpt2(n_head=2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), 2).train()
     with torch.no_grad():  # the same values into both heads: only masks can make a difference

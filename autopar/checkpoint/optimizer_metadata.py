@@ -22,7 +22,11 @@ from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import decode
 
-__all__ = ["OptimizerMetadata", "StateEntry", "merge_metadata"]
+__all__ = ["COUNTERS", "OptimizerMetadata", "StateEntry", "is_sharded", "merge_metadata"]
+
+# 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
+# may be statistics.
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,51 @@ class StateEntry:
     def name(self, parameter: str, key: str, tp_rank: int) -> str:
         """Return the name of its tensor."""
         return f"{parameter}::{key}" + (f"@tp{tp_rank}" if self.kind == "own" else "")
+
+    def shape_on(
+        self, tp_rank: int, key: str, source: TensorPlan, due: TensorPlan, saved_tp: int, title: str
+    ) -> tuple[tuple[int, ...], Layout | None]:
+        """Return local shape and layout of this state, saved as ``source``, of the parameter ``due``.
+
+        Raises:
+            CheckpointError: it was saved for another sharding and cannot be resharded.
+        """
+        tp = due.layout.axis_size if due.layout is not None else 1
+        what = f"state {key!r} of {due.name} in {title}"
+        if self.kind == "like" and source.shape != due.shape:
+            raise CheckpointError(
+                f"{source.name} has shape {list(source.shape)} in the checkpoint, {due.name} has {list(due.shape)}"
+            )
+        if self.kind == "like":
+            return due.local_shape(tp_rank), due.layout
+        if self.kind == "own" and not _same(self.layout, due.layout):
+            raise CheckpointError(
+                f"{what} was saved with tensor_parallel_size={saved_tp}, the model runs with "
+                f"tensor_parallel_size={tp}"
+                + (" and shards the parameter differently" if saved_tp == tp else "")
+                + "\n  It is statistics of each rank's shard of the parameter and does not become that of other "
+                "shards.\n"
+                f"  Use tensor_parallel_size={saved_tp} and the policy of the checkpoint, or load without optimizer."
+            )
+        if self.kind == "whole" and is_sharded(due) and not (source.shape == () and key in COUNTERS):
+            raise CheckpointError(
+                f"{what} was saved of the whole parameter with tensor_parallel_size={saved_tp}, the model runs with "
+                f"tensor_parallel_size={tp}, which shards the parameter\n"
+                "  It is statistics of all of it and does not become that of shards.\n"
+                f"  Use tensor_parallel_size={saved_tp}, or load without optimizer."
+            )
+        return source.shape, None
+
+
+def is_sharded(due: TensorPlan) -> bool:
+    """Tell whether several ranks hold different parts of a tensor."""
+    return due.layout is not None and due.layout.axis_size > 1
+
+
+def _same(one: Layout | None, other: Layout | None) -> bool:
+    if one is None or other is None or one.dim != other.dim or one.axis_size != other.axis_size:
+        return False
+    return all(one.ranges(rank) == other.ranges(rank) for rank in range(one.axis_size))
 
 
 @dataclass(frozen=True)

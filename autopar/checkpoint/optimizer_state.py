@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_metadata import OptimizerMetadata, StateEntry
+from autopar.checkpoint.optimizer_metadata import COUNTERS, OptimizerMetadata, is_sharded
 from autopar.checkpoint.state import canonical_names
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -28,11 +28,8 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["COUNTERS", "OptimizerState", "Restoration", "Target", "prepare", "take"]
+__all__ = ["OptimizerState", "Restoration", "Target", "prepare", "take"]
 
-# 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
-# may be statistics.
-COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
 _VALUES = (type(None), bool, int, float, str)
@@ -110,7 +107,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
             what = f"state {key!r} of {name}"
             entry: dict[str, Any] = {}
             if type(value) in _VALUES and isinstance(key, str):
-                entry = {"kind": "value", "value": encode_inline(value, what)}
+                entry = {"kind": "value", "value": value}
             elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not _alike(value, parameter):
                 raise CheckpointError(
                     f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors and "
@@ -122,20 +119,17 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
                     raise CheckpointError(f"{title} has two states that would be called {saved.name}")
                 tensors[saved.name], plans[saved.name] = value.detach(), saved
             entries.setdefault(name, {})[key] = entry
-    return OptimizerState(
-        tensors,
-        plans,
-        {
-            "class": title,
-            "tp": plan.tp,
-            "groups": [
-                {"options": _options(group, index, title), "params": [name for name, _ in named]}
-                for index, (group, named) in enumerate(zip(optimizer.param_groups, groups, strict=True))
-            ],
-            "state": entries,
-            "other": _other(optimizer, title),
-        },
-    )
+    metadata = {
+        "class": title,
+        "tp": plan.tp,
+        "groups": [
+            {"options": _options(group), "params": [name for name, _ in named]}
+            for group, named in zip(optimizer.param_groups, groups, strict=True)
+        ],
+        "state": entries,
+        "other": _other(optimizer, title),
+    }
+    return OptimizerState(tensors, plans, encode_inline(metadata, title))
 
 
 def prepare(
@@ -178,7 +172,7 @@ def prepare(
                     mine[key] = entry.value
                     continue
                 source = saved[entry.name(name, key, tp_rank)]
-                shape, layout = _shape_here(key, entry, source, plan.tensors[name], tp_rank, before.tp, title)
+                shape, layout = entry.shape_on(tp_rank, key, source, plan.tensors[name], before.tp, title)
                 device = parameter.device
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
@@ -249,13 +243,9 @@ def _groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
     return groups
 
 
-def _options(group: Mapping[str, Any], index: int, title: str) -> dict[str, Any]:
-    """Encode the options of a group; the names of its parameters are saved in their canonical form anyway."""
-    return {
-        str(key): encode_inline(value, f"option {key!r} of parameter group {index} of {title}")
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group; the names of its parameters are saved in their canonical form anyway."""
+    return {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _option(now: Any, saved: Any) -> Any:
@@ -265,17 +255,13 @@ def _option(now: Any, saved: Any) -> Any:
     return saved
 
 
-def _other(optimizer: Optimizer, title: str) -> Any:
-    """Encode the state that belongs to no parameter."""
+def _other(optimizer: Optimizer, title: str) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter. Raises CheckpointError if there are tensors in it."""
     other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    data, tensors = encode(other, f"the state of {title}")
+    _, tensors = encode(other, f"the state of {title}")
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} is a tensor that belongs to no parameter; it cannot be saved")
-    return data
-
-
-def _is_sharded(due: TensorPlan) -> bool:
-    return due.layout is not None and due.layout.axis_size > 1
+    return other
 
 
 def _describe(
@@ -288,7 +274,7 @@ def _describe(
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
     if shape == local and key not in _STATISTICS:
         return TensorPlan(name, due.shape, dtype, due.layout), {"kind": "like"}
-    if not _is_sharded(due):
+    if not is_sharded(due):
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
     if shape == due.shape:
         raise CheckpointError(
@@ -298,44 +284,6 @@ def _describe(
         )
     assert due.layout is not None
     return TensorPlan(f"{name}@tp{tp_rank}", shape, dtype), {"kind": "own", "layout": due.layout.to_json()}
-
-
-# -- whether a saved state fits ----------------------------------------------------------------------------------------
-
-
-def _shape_here(
-    key: str, entry: StateEntry, source: TensorPlan, due: TensorPlan, tp_rank: int, saved_tp: int, title: str
-) -> tuple[tuple[int, ...], Layout | None]:
-    """Return local shape and layout of a state of the parameter ``due``."""
-    tp = due.layout.axis_size if due.layout is not None else 1
-    what = f"state {key!r} of {due.name} in {title}"
-    if entry.kind == "like" and source.shape != due.shape:
-        raise CheckpointError(
-            f"{source.name} has shape {list(source.shape)} in the checkpoint, {due.name} has {list(due.shape)}"
-        )
-    if entry.kind == "like":
-        return due.local_shape(tp_rank), due.layout
-    if entry.kind == "own" and not _same(entry.layout, due.layout):
-        raise CheckpointError(
-            f"{what} was saved with tensor_parallel_size={saved_tp}, the model runs with tensor_parallel_size={tp}"
-            + (" and shards the parameter differently" if saved_tp == tp else "")
-            + "\n  It is statistics of each rank's shard of the parameter and does not become that of other shards.\n"
-            f"  Use tensor_parallel_size={saved_tp} and the policy of the checkpoint, or load without optimizer."
-        )
-    if entry.kind == "whole" and _is_sharded(due) and not (source.shape == () and key in COUNTERS):
-        raise CheckpointError(
-            f"{what} was saved of the whole parameter with tensor_parallel_size={saved_tp}, the model runs with "
-            f"tensor_parallel_size={tp}, which shards the parameter\n"
-            "  It is statistics of all of it and does not become that of shards.\n"
-            f"  Use tensor_parallel_size={saved_tp}, or load without optimizer."
-        )
-    return source.shape, None
-
-
-def _same(one: Layout | None, other: Layout | None) -> bool:
-    if one is None or other is None or one.dim != other.dim or one.axis_size != other.axis_size:
-        return False
-    return all(one.ranges(rank) == other.ranges(rank) for rank in range(one.axis_size))
 
 
 def _dtype(source: TensorPlan) -> torch.dtype:

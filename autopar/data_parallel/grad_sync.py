@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.distributed.digest import extremes
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
@@ -19,7 +20,6 @@ __all__ = [
     "Alike",
     "average_over_replicas",
     "buckets",
-    "extremes",
     "flattened",
     "held_alike",
     "runs_of",
@@ -122,14 +122,6 @@ def sum_gradients(
             if scale != 1.0:
                 flat.mul_(scale)
             dist.all_reduce(flat, group=group)
-
-
-def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
-    """Return the largest and the smallest of each number over the ranks of a group. One collective."""
-    pair = torch.tensor([[*numbers], [-number for number in numbers]], device=device)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = pair.tolist()
-    return largest, [-number for number in smallest]
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:

@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
@@ -28,9 +27,9 @@ from autopar.deferred_init.files import load_lazily
 from autopar.deferred_init.sources import Init, by_parameter, replace_storage, set_source, versions_of
 from autopar.errors import ConfigError
 from autopar.storage.lazy_tensor import InMemory
+from autopar.tensor_tracking import storage_key, tensors_in
 
 __all__ = ["in_lazy_init", "lazy_init"]
-
 
 _WRITE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
@@ -58,21 +57,43 @@ def lazy_init() -> Iterator[None]:
             ``device_map``.
         CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
     """
-    patches = _Patches()
+    patches, models = _Patches(), _Models()
     made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are temporary
-    models = _Models()
     empty = _EmptyOnMeta(models)
+    _patch_torch(patches, made, empty)
+    _patch_transformers(patches, models, empty)
+    try:
+        with torch.device("cpu"), empty:
+            yield
+    finally:
+        patches.undo()
+    _move_to_meta(list(made.values()), empty)
 
-    def register_parameter(self: nn.Module, name: str, param: Any) -> None:
-        patches.original(nn.Module, "register_parameter")(self, name, param)
-        if patches.mine:
-            made[id(self)] = self
 
-    def register_buffer(self: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
-        patches.original(nn.Module, "register_buffer")(self, name, tensor, persistent)
-        if patches.mine:
-            made[id(self)] = self
+def _patch_torch(patches: _Patches, made: MutableMapping[int, nn.Module], empty: _EmptyOnMeta) -> None:
+    def registering(name: str) -> Callable[..., None]:
+        def register(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            patches.original(nn.Module, name)(self, *args, **kwargs)
+            if patches.mine:
+                made[id(self)] = self
 
+        return register
+
+    def register_parametrization(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+        if patches.mine and (parameter := module._parameters.get(tensor_name)) is not None:
+            empty.materialize(parameter)  # the new parameters are computed from it
+        return patches.original(parametrize, "register_parametrization")(module, tensor_name, *args, **kwargs)
+
+    for name in ("register_parameter", "register_buffer"):
+        patches.set(nn.Module, name, registering(name))
+    patches.set(parametrize, "register_parametrization", register_parametrization)
+    for module_name in hf_init.TORCH_MODULES_TO_PATCH:
+        for name in hf_init.TORCH_INIT_FUNCTIONS:
+            if hasattr(module := sys.modules.get(module_name), name):
+                patches.set(module, name, empty.recording(getattr(module, name)))
+
+
+def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta) -> None:
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         if patches.mine:
             models.begin(self)
@@ -93,33 +114,14 @@ def lazy_init() -> Iterator[None]:
         with empty.off():
             return load_lazily(original, model, files, config, *rest, **kwargs)
 
-    def register_parametrization(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        if patches.mine and (parameter := module._parameters.get(tensor_name)) is not None:
-            empty.materialize(parameter)  # the new parameters are computed from it
-        return patches.original(parametrize, "register_parametrization")(module, tensor_name, *args, **kwargs)
-
-    patches.set(nn.Module, "register_parameter", register_parameter)
-    patches.set(nn.Module, "register_buffer", register_buffer)
-    patches.set(parametrize, "register_parametrization", register_parametrization)
-    for module_name in hf_init.TORCH_MODULES_TO_PATCH:
-        for name in hf_init.TORCH_INIT_FUNCTIONS:
-            if hasattr(module := sys.modules.get(module_name), name):
-                patches.set(module, name, empty.recording(getattr(module, name)))
-    patches.set(PreTrainedModel, "__init__", functools.wraps(PreTrainedModel.__init__)(begin))
-    patches.set(PreTrainedModel, "init_weights", init_weights)
-
     def finalize(*args: Any, **kwargs: Any) -> Any:
         with empty.off() if patches.mine else nullcontext():  # what is missing in the files is initialized for real
             return patches.original(PreTrainedModel, "_finalize_model_loading")(*args, **kwargs)
 
+    patches.set(PreTrainedModel, "__init__", functools.wraps(PreTrainedModel.__init__)(begin))
+    patches.set(PreTrainedModel, "init_weights", init_weights)
     patches.set(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
     patches.set(PreTrainedModel, "_finalize_model_loading", staticmethod(finalize))
-    try:
-        with torch.device("cpu"), empty:
-            yield
-    finally:
-        patches.undo()
-    _move_to_meta(list(made.values()), empty)
 
 
 def in_lazy_init() -> bool:
@@ -156,12 +158,11 @@ class _Models:
         """
         if self._begun or not self._built:
             return
-        leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-        storages = {leaf.untyped_storage()._cdata for leaf in leaves}
+        storages = {storage_key(tensor) for tensor in tensors_in(values)}
         for model in self._built:
             for name, parameter in model.named_parameters():
                 pending = parameter.is_meta or model not in self.loaded  # initialize gives it its value
-                if pending and parameter.untyped_storage()._cdata in storages:
+                if pending and storage_key(parameter) in storages:
                     raise ConfigError(
                         f"{name} of {type(model).__name__} has no value yet inside lazy_init: nothing can be written "
                         "into it, or computed from it\n"
@@ -181,8 +182,8 @@ class _Patches:
         setattr(owner, name, value)
 
     def original(self, owner: Any, name: str) -> Callable[..., Any]:
-        found = next(value for known, key, value in self._replaced if (known, key) == (owner, name))
-        return found.__func__ if isinstance(found, staticmethod) else found
+        value = next(value for known, key, value in self._replaced if (known, key) == (owner, name))
+        return value.__func__ if isinstance(value, staticmethod) else value
 
     @property
     def mine(self) -> bool:

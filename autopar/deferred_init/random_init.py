@@ -21,7 +21,7 @@ from autopar.deferred_init.sources import inits_of, sources_of
 from autopar.distributed.rng import kept
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
-from autopar.tensor_tracking import TensorTracking, storage_id, tensors_in
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 __all__ = ["DeferredParameter", "InitSteps"]
 
@@ -91,7 +91,7 @@ class InitSteps:
             self._calls.insert(place, (module, reset))
 
     def _touches(self, calls: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
-        by_storage = {storage_id(p.parameter): key for key, p in self._drawn.items()}
+        by_storage = {storage_key(p.parameter): key for key, p in self._drawn.items()}
         result = []
         try:
             with kept(), self._context():
@@ -217,7 +217,7 @@ class _Touched(TensorTracking):
         self._note((args, kwargs))
 
     def _note(self, value: Any) -> None:
-        storages = {storage_id(tensor) for tensor in tensors_in(value) if tensor.is_meta}
+        storages = {storage_key(tensor) for tensor in tensors_in(value) if tensor.is_meta}
         self.keys |= {self._by_storage[storage] for storage in storages & self._by_storage.keys()}
 
     @contextmanager

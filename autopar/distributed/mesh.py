@@ -137,10 +137,10 @@ class MPU(MeshAccessors):
         mine: Axis | None = None
         for ranks in groups:  # every rank takes part in the making of every group, in the same order
             key = tuple(ranks)
-            if key not in made:  # axes through the same ranks share a group
-                whole = len(ranks) == self.world_size
-                made[key] = dist.group.WORLD if whole else dist.new_group(ranks, group_desc=name)
-                if self.rank in ranks and not whole:
+            if key not in made:  # one group for all axes through the same ranks
+                world = len(ranks) == self.world_size
+                made[key] = dist.group.WORLD if world else dist.new_group(ranks, group_desc=name)
+                if self.rank in ranks and not world:
                     self._owned.append(made[key])
             if self.rank in ranks:
                 mine = Axis(name, made[key], ranks, ranks.index(self.rank))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,6 +130,26 @@ def seeded(seed: int) -> Iterator[None]:
         before.restore()
 
 
+@contextmanager
+def base_seed(needed: bool = True) -> Iterator[int | None]:
+    """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
+
+    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws in a :func:`stream`.
+    """
+    before = TorchGenerators.now(cuda=False)
+    try:
+        yield int(torch.randint(2**62, (), device="cpu").item()) if needed else None
+    except BaseException:
+        if needed:
+            before.restore()
+        raise
+
+
+def stream(seed: int | None, number: int) -> AbstractContextManager[None]:
+    """Draw inside from stream ``number`` of a :func:`base_seed`, or as outside if there is none."""
+    return nullcontext() if seed is None else seeded(seed + number)
+
+
 def _cuda_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
@@ -156,36 +176,6 @@ def same_draws(device: torch.device) -> Iterator[None]:
     finally:
         if not torch.equal(own.cpu, first.cpu):
             own.restore()
-
-
-@contextmanager
-def base_seed(needed: bool = True) -> Iterator[int | None]:
-    """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
-
-    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws in a :func:`stream`.
-    """
-    if not needed:
-        yield None
-        return
-    before = TorchGenerators.now(cuda=False)
-    try:
-        yield int(torch.randint(2**62, (), device="cpu").item())
-    except BaseException:
-        before.restore()
-        raise
-
-
-@contextmanager
-def stream(seed: int | None, number: int) -> Iterator[None]:
-    """Draw inside from stream ``number`` of a seed; outside, torch's generators go on where they were.
-
-    Without a seed they simply go on.
-    """
-    if seed is None:
-        yield
-        return
-    with seeded(seed + number):
-        yield
 
 
 def share(axis: Axis, device: torch.device) -> None:

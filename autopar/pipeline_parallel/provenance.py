@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.tensor_tracking import storage_id, written_in_place
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, written_in_place
 
 __all__ = ["Provenance"]
 
@@ -27,7 +25,7 @@ _VALUELESS = frozenset(
 ) | {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
 
 
-class Provenance(TorchDispatchMode):
+class Provenance(TensorTracking):
     """Dispatch mode in which each tensor knows the names of the marked tensors from which it was computed.
 
     Attributes:
@@ -52,29 +50,26 @@ class Provenance(TorchDispatchMode):
         return frozenset().union(*found)
 
     def _of(self, tensor: torch.Tensor) -> frozenset[str]:
-        key = storage_id(tensor)
+        key = storage_key(tensor)
         return self._origins.get(key, frozenset()) if key is not None else frozenset()
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
-        key = storage_id(tensor)
+        key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return
         if names and key not in self._origins:
             self._alive.append(tensor.untyped_storage())
         self._origins[key] = names
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        found = frozenset().union(*(self._of(leaf) for leaf in inputs))
+    def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the result, and what is written in place, the origins of the arguments."""
+        inputs = list(tensors_in((args, kwargs)))
+        found = frozenset().union(*map(self._of, inputs))
         if not found or func._schema.name.rpartition("::")[2] in _VALUELESS:
-            return result
+            return
         if func is torch.ops.aten._local_scalar_dense.default:
             self.read_by_control_flow |= found
         # the schemas of collectives do not say what they write
         collective = func.namespace in ("c10d", "_c10d_functional")
-        for leaf in [*tree_leaves(result), *(inputs if collective else written_in_place(func, args, kwargs))]:
-            if isinstance(leaf, torch.Tensor):
-                self._set(leaf, found)
-        return result
+        for tensor in [*tensors_in(result), *(inputs if collective else written_in_place(func, args, kwargs))]:
+            self._set(tensor, found)

@@ -29,10 +29,10 @@ class ExpertParallel(RegionModule):
         if hidden.is_meta:  # the routes depend on data
             return torch.empty_like(hidden)
         tokens, k = chosen.shape
-        share = even_layout(tokens, axis.size)
-        x = scatter(hidden.reshape(tokens, -1), axis, share, 0)  # [tokens/tp, hidden]
-        w = scatter(weights, axis, share, 0).reshape(-1)  # [tokens/tp * k]
-        ids = share.shard(chosen, axis.rank, 0).reshape(-1)
+        layout = even_layout(tokens, axis.size)
+        x = scatter(hidden.reshape(tokens, -1), axis, layout, 0)  # [tokens/tp, hidden]
+        w = scatter(weights, axis, layout, 0).reshape(-1)  # [tokens/tp * k]
+        ids = layout.shard(chosen, axis.rank, 0).reshape(-1)
         ends = torch.tensor([experts.ranges(rank)[-1][1] for rank in range(axis.size)], device=ids.device)
         starts = torch.tensor([experts.ranges(rank)[0][0] for rank in range(axis.size)], device=ids.device)
         owner = torch.bucketize(ids, ends, right=True)
@@ -50,7 +50,7 @@ class ExpertParallel(RegionModule):
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
         weighted = back * w[order].unsqueeze(-1)  # here, so that only rows are sent
         y = torch.zeros_like(x).index_add(0, order // k, weighted.to(x.dtype))
-        return gather(y, axis, share, 0).view_as(hidden)
+        return gather(y, axis, layout, 0).view_as(hidden)
 
     def _compute(self, forward: Any, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         if rows.shape[0]:

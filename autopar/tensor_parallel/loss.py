@@ -66,18 +66,7 @@ def vocab_parallel_cross_entropy(
             targets and widths are asserted on the device, as in torch, to spare a wait.
     """
     axis = axis_of(group)
-    if not logits.is_floating_point() or logits.dim() == 0:
-        raise ConfigError(
-            f"logits must be floating point of shape [..., vocab/tp], not {logits.dtype} {list(logits.shape)}"
-        )
-    if target.shape != logits.shape[:-1]:
-        raise ConfigError(f"target of shape {list(target.shape)} does not fit logits of shape {list(logits.shape)}")
-    if target.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(f"target must hold class indices (int64 or int32), not {target.dtype}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
-    if reduction not in ("none", "mean", "sum"):
-        raise ConfigError(f"reduction must be 'none', 'mean' or 'sum', not {reduction!r}")
+    _check_arguments(logits, target, label_smoothing, reduction)
     if vocab_size is None:
         width = torch.tensor([logits.shape[-1]], device=logits.device)
         widths = collectives.gather(width, axis, even_layout(axis.size, axis.size), 0).tolist()
@@ -98,6 +87,21 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return losses.view(target.shape)
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str) -> None:
+    if not logits.is_floating_point() or logits.dim() == 0:
+        raise ConfigError(
+            f"logits must be floating point of shape [..., vocab/tp], not {logits.dtype} {list(logits.shape)}"
+        )
+    if target.shape != logits.shape[:-1]:
+        raise ConfigError(f"target of shape {list(target.shape)} does not fit logits of shape {list(logits.shape)}")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(f"target must hold class indices (int64 or int32), not {target.dtype}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+    if reduction not in ("none", "mean", "sum"):
+        raise ConfigError(f"reduction must be 'none', 'mean' or 'sum', not {reduction!r}")
 
 
 def _check_targets(target: torch.Tensor, ignored: torch.Tensor, vocab_size: int) -> None:

@@ -99,8 +99,7 @@ class _GlobalMeans(TorchFunctionMode):
         self, x: torch.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
     ) -> torch.Tensor:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        centred = wide - self._total(wide)
-        y = (centred * torch.rsqrt(self._total(centred * centred) + eps)).to(x.dtype)
+        y = self._rms_norm(wide - self._total(wide), shape, None, eps).to(x.dtype)
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
 

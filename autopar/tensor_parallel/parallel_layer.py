@@ -136,20 +136,19 @@ def make_layer(
     if how.init_method is None:
         full = plain(device=how.device, dtype=how.dtype)
     else:  # without torch's own draws
-        device: Any = how.device or torch.get_default_device()
-        full = nn.utils.skip_init(plain, device=device, dtype=how.dtype)
+        full = plain(device="meta", dtype=how.dtype).to_empty(device=how.device or torch.get_default_device())
         with torch.no_grad():
             for name, parameter in full.named_parameters():
                 how.init_method(parameter.data) if name == "weight" else parameter.zero_()
     layer.tp, layer.region, layer.autopar, layer.autopar_layouts = axis, _LayerRegion(axis), plan, dict(plan.layouts)
-    for name, whole in full._parameters.items():
+    for name, tensor in full._parameters.items():
         layout = plan.layouts.get(name)
-        if whole is None:
+        if tensor is None:
             layer.register_parameter(name, None)
         elif layout is None:
-            setattr(layer, name, nn.Parameter(whole.data))
+            setattr(layer, name, nn.Parameter(tensor.data))
         else:
-            setattr(layer, name, nn.Parameter(layout.shard(whole.data, axis.rank)))
+            setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
             mark_shard(layer._parameters[name], layout.dim, how.stride)
     return full.get_parameter("weight").data
 

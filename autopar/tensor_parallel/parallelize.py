@@ -1,4 +1,4 @@
-"""Apply a plan to a model in place, undo it, and gather or scatter its whole state."""
+"""Apply a plan to a model in place, undo it, and gather or load its full state."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         if name in sharded:
             due[sharded[name][1].dim] = sharded[name][1].size
         if list(state[name].shape) != due:
-            raise CheckpointError(f"{name} has shape {list(state[name].shape)}, the whole one of the model has {due}")
+            raise CheckpointError(f"{name} has shape {list(state[name].shape)}, the full one of the model has {due}")
     for name, tensor in own.items():
         axis, layout = sharded.get(name, (None, None))
         tensor.data.copy_(state[name] if layout is None or axis is None else layout.shard(state[name], axis.rank))

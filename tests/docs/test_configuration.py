@@ -7,8 +7,8 @@ import re
 import yaml
 
 import autopar
-from autopar.config.parallel_config import _NUMBERS, _SECTIONS
 from autopar.config.pipeline import PipelineConfig
+from autopar.config.sections import NUMBERS, SECTIONS
 from tests.docs.pages import DOCS, codes
 
 
@@ -26,7 +26,7 @@ def test_the_configuration_is_documented_whole() -> None:
         precision="fp16",
         gradient_clipping=1.0,
     )
-    known = {*_NUMBERS, *(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys)}
+    known = {*NUMBERS, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)}
     shown = {
         f"{section}.{key}" if key else section
         for section, keys in content.items()

@@ -19,8 +19,8 @@ from autopar.tensor_parallel.experts import ExpertParallel
 from tests.parity import check, language_batches, randomise
 from tests.pool import pooled
 from tests.small import llama
-from tests.tensor_parallel.test_boundaries import MIXTURE_RULES, Mixture
-from tests.tensor_parallel.toys import ToyConfig, batches, rehearsed, toy, toy_policy
+from tests.tensor_parallel.test_region_modules import MIXTURE_RULES, Mixture
+from tests.tensor_parallel.toys import ToyConfig, batches, checked_plan, toy, toy_policy
 
 
 def by_expert(tp: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_a_mixture_with_its_load_balancing_loss_on_two() -> None:
     own = 3 if model.mpu.tp.rank == 0 else 2
     assert isinstance(experts, ExpertParallel)
     assert experts.num_experts == own and experts.gate_up_proj.shape == (own, 16, 16)
-    assert model.model.layers[1].self_attn.q_proj.weight.shape[0] == 8  # the rest is shared out as before
+    assert model.model.layers[1].self_attn.q_proj.weight.shape[0] == 8  # the rest is sharded as before
     autopar.deparallelize(model)
     assert experts.num_experts == 5 and type(experts).__name__ == "MixtralExperts"
     assert experts.gate_up_proj.shape == (5, 16, 16)
@@ -111,14 +111,14 @@ def test_fewer_tokens_than_ranks() -> None:
     check(lambda: toy(Routed, reachable=3), few, 4, policy=ROUTED, config=by_expert(4))
 
 
-def test_models_whose_experts_cannot_be_shared_out_whole() -> None:
+def test_models_whose_experts_cannot_be_sharded_by_expert() -> None:
     plain = llama()
     with pytest.raises(ConfigError) as info:
         make_plan(plain, find_policy(plain), 2, by_expert=True)
     assert str(info.value) == "expert_parallel_size: this model has no experts that can be sharded by expert"
     rules = {**MIXTURE_RULES, "experts": {"region": "ffn", "by_expert": "experts"}}
     policy = toy_policy({"ffn": "ffn", "experts": "3"}, rules)
-    assert rehearsed(toy(Mixture), policy)
+    assert checked_plan(toy(Mixture), policy)
     with pytest.raises(ConfigError) as info:
         make_plan(toy(Mixture), read_user_policy(policy), 2, by_expert=True)
     assert str(info.value) == (

@@ -1,4 +1,4 @@
-"""Norms whose mean runs over shared-out features, in groups or over all, in each way that such norms are written."""
+"""Norms whose mean runs over sharded features, in groups or over all, in each way that such norms are written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tensor_parallel.toys import (
     Mean,
     ToyConfig,
     batches,
-    rehearsed,
+    checked_plan,
     toy,
     toy_policy,
 )
@@ -76,7 +76,7 @@ def normed(name: str) -> Any:
 
 
 @pooled(world_size=2)
-def test_a_norm_over_all_shared_out_features_in_each_way_it_is_written() -> None:
+def test_a_norm_over_all_sharded_features_in_each_way_it_is_written() -> None:
     for name in NORMS:
         check(lambda name=name: normed(name), batches(), 2, policy=NORMED)
 
@@ -187,7 +187,7 @@ def test_a_norm_over_groups_needs_to_know_of_them() -> None:
         (2, 4, "3 of 12"),
     ):
         with pytest.raises(PolicyError) as info:  # also where a rank's features are just those of one group
-            rehearsed(toy(Grouped, groups=groups), policy, tp)
+            checked_plan(toy(Grouped, groups=groups), policy, tp)
         message = str(info.value)
         assert message.startswith(f"policy dict:blocks.modules.norm: a norm over {what}")
         assert message.endswith(": it has groups, write {norm_over: ..., within: GROUPS} or {cut: ...}")
@@ -225,7 +225,7 @@ class Varied(nn.Module):
 def test_a_reduction_that_is_not_known_is_refused_by_name(by: str, message: str) -> None:
     model = toy(lambda config: MLP(config, Varied(config.ffn, by)))
     with pytest.raises(PolicyError) as info:
-        rehearsed(model, NORMED)
+        checked_plan(model, NORMED)
     assert str(info.value) == f"policy dict:blocks.modules.between: {message}"
 
 
@@ -236,7 +236,7 @@ def test_a_norm_that_reads_what_is_whole_is_refused() -> None:
 
     model = toy(lambda config: Before(config, Mean(config.ffn)), hidden_size=5)
     with pytest.raises(PolicyError) as info:
-        rehearsed(model, NORMED)
+        checked_plan(model, NORMED)
     assert str(info.value) == (
         "policy dict:blocks.modules.between: layers.0.between is norm_over, but its input is replicated"
     )

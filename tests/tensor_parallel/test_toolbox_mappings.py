@@ -92,7 +92,7 @@ def test_gather_of_uneven_shards_needs_the_whole_size():
     y, grad = run(lambda x: gather_from_tensor_model_parallel_region(x, mpu, size=6), full[:, low:high], full + t)
     same(y, full)
     same(grad, (full + t)[:, low:high])
-    with pytest.raises(ConfigError, match=f"dim -1 has 5 elements on rank {t} of 4, its share of 6 is {high - low}"):
+    with pytest.raises(ConfigError, match=f"dim -1 has 5 elements on rank {t} of 4, its shard of 6 has {high - low}"):
         gather_from_tensor_model_parallel_region(torch.ones(2, 5), mpu, size=6)
 
 

@@ -75,8 +75,8 @@ def toy_policy(units: dict[str, Any], modules: dict[str, Any], **blocks: Any) ->
     }
 
 
-def rehearsed(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:
-    """The plan, after its rehearsal."""
+def checked_plan(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:
+    """The plan, after its dry run."""
     plan = make_plan(model, read_user_policy(policy), tp, **options)
     assert check_plan(model, "", plan)
     return plan

@@ -15,7 +15,7 @@ import torch
 
 from autopar.checkpoint.format import PARTS, Manifest, versions
 from autopar.checkpoint.offline.output import copy_small_files, output_folder, progress_bar
-from autopar.checkpoint.optimizer_state import COUNTERS
+from autopar.checkpoint.optimizer_metadata import COUNTERS
 from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import Staging

@@ -65,11 +65,11 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
     """``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
 
     Args:
-        size: ``n`` if it does not divide evenly and was shared out by :func:`autopar.layout.even_shards` (the logits of
+        size: ``n`` if it does not divide evenly and was sharded by :func:`autopar.layout.even_shards` (the logits of
             a vocabulary of 50257). Without it all ranks must bring the same width.
 
     Raises:
-        ConfigError: if this rank's width is not its share of ``size``.
+        ConfigError: if this rank's width is not that of its shard of ``size``.
     """
     return _gather(x, group, -1, size)
 
@@ -150,6 +150,6 @@ def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) ->
     if layout.local_size(axis.rank) != x.shape[dim]:
         raise ConfigError(
             f"dim {dim} has {x.shape[dim]} elements on rank {axis.rank} of {axis.size}, "
-            f"its share of {size} is {layout.local_size(axis.rank)}"
+            f"its shard of {size} has {layout.local_size(axis.rank)}"
         )
     return collectives.gather(x, axis, layout, dim)

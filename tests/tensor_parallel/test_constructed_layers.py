@@ -178,7 +178,7 @@ def test_what_cannot_be_built_says_why() -> None:
     layer = ColumnParallelLinear(4, 4, bias=False, group=mpu)
     with pytest.raises(CheckpointError, match="missing weight; unexpected wheel"):
         load_full_state_dict(layer, {"wheel": torch.ones(4, 4)})
-    with pytest.raises(CheckpointError, match=r"weight has shape \[2, 4\], the whole one of the model has \[4, 4\]"):
+    with pytest.raises(CheckpointError, match=r"weight has shape \[2, 4\], the full one of the model has \[4, 4\]"):
         load_full_state_dict(layer, layer.state_dict())
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ConsistencyError, match=r"random states of the ranks \[0, 1\] differ: they would draw"):

@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import ConfigError, PolicyError
 from tests.parity import check
 from tests.pool import pooled
-from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, rehearsed, share, toy, toy_policy
+from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
 
 WORLD = {"model_parallelism": {"tensor_parallel_size": 2}}
 
@@ -78,7 +78,7 @@ def test_parts_that_do_not_add_up_give_both_numbers(parts: list[str], message: s
     policy = copy.deepcopy(FUSED)
     policy["blocks"]["modules"]["in_proj"] = {"column": parts}
     with pytest.raises(PolicyError) as info:
-        rehearsed(toy(Fused), policy)
+        checked_plan(toy(Fused), policy)
     assert str(info.value).startswith(f"policy dict:blocks.modules.in_proj: {message}")
 
 
@@ -170,7 +170,7 @@ def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
 def test_a_cut_that_does_not_fit_what_stands_there(path: str, rule: Any, message: str) -> None:
     policy = toy_policy({"heads": "heads"}, {**ATTENTION_RULES, path: rule}, attributes={"heads": "heads"})
     with pytest.raises(PolicyError) as info:
-        rehearsed(toy(Attention), policy)
+        checked_plan(toy(Attention), policy)
     assert str(info.value).startswith(f"policy dict:blocks.modules.{path}")
     assert message in str(info.value)
 
@@ -231,7 +231,7 @@ def test_a_star_where_no_list_is_and_a_missing_member() -> None:
         ("branches.0.a.between.*", "Nested has no module 'branches.0.a.between.*'"),
     ]:
         with pytest.raises(PolicyError, match="has no module") as info:
-            rehearsed(toy(Nested), toy_policy({"ffn": "ffn"}, {path: {"column": "ffn"}}))
+            checked_plan(toy(Nested), toy_policy({"ffn": "ffn"}, {path: {"column": "ffn"}}))
         assert str(info.value).startswith(f"policy dict:blocks.modules.{path}: {message}")
 
 
@@ -244,7 +244,7 @@ def test_what_is_made_of_too_few_units_stays_whole_on_every_rank() -> None:
     model = check(lambda: toy(Attention), batches(), 4, policy=policy)
     assert model.layers[0].heads == 1
     with pytest.raises(ConfigError, match="3 heads cannot be sharded over 4 ranks"):
-        rehearsed(toy(Attention, heads=3), ATTENTION, 4)
+        checked_plan(toy(Attention, heads=3), ATTENTION, 4)
 
 
 @pooled(world_size=2)
@@ -276,7 +276,7 @@ def test_a_tied_module_without_a_rule_that_cuts_it_is_refused() -> None:
             return super().forward(x) + self.inner["other"](x).sum(-1, keepdim=True)
 
     with pytest.raises(PolicyError) as info:
-        rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, MLP_RULES))
+        checked_plan(toy(Tied), toy_policy({"ffn": "ffn"}, MLP_RULES))
     assert str(info.value) == (
         "policy dict:blocks.modules.up: layers.0.inner.other.weight is the same tensor as layers.0.up.weight, "
         "which this rule shards, but has no rule that shards it"
@@ -284,15 +284,15 @@ def test_a_tied_module_without_a_rule_that_cuts_it_is_refused() -> None:
     with pytest.raises(
         PolicyError, match=r"inner.other.weight is the same tensor as layers.0.up.weight, but replicated here"
     ):
-        rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, {**MLP_RULES, "inner": "replicated"}))
+        checked_plan(toy(Tied), toy_policy({"ffn": "ffn"}, {**MLP_RULES, "inner": "replicated"}))
     gathered = {**MLP_RULES, "inner.other": {"column": "ffn", "gather_output": True}}
-    assert rehearsed(toy(Tied), toy_policy({"ffn": "ffn"}, gathered))
+    assert checked_plan(toy(Tied), toy_policy({"ffn": "ffn"}, gathered))
 
 
 def test_a_row_reads_as_many_units_as_a_column_makes() -> None:
     policy = toy_policy({"ffn": "inferred"}, {"up": {"column": ["ffn", "ffn"]}, "down": {"row": "ffn"}})
     with pytest.raises(PolicyError) as info:
-        rehearsed(toy(MLP, ffn=6), policy)
+        checked_plan(toy(MLP, ffn=6), policy)
     assert str(info.value) == (
         "policy dict:blocks.modules.down: down reads 6 'ffn', but up makes 3 (policy dict:blocks.modules.up)"
     )

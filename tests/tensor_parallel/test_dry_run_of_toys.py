@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from autopar.errors import PolicyError
-from tests.tensor_parallel.test_boundaries import HEADS, LATENT_RULES, MIXTURE_RULES, Latent, Mixture, Selective
-from tests.tensor_parallel.toys import MLP, MLP_RULES, Toy, ToyConfig, filled, rehearsed, toy, toy_policy
+from tests.tensor_parallel.test_region_modules import HEADS, LATENT_RULES, MIXTURE_RULES, Latent, Mixture, Selective
+from tests.tensor_parallel.toys import MLP, MLP_RULES, Toy, ToyConfig, checked_plan, filled, toy, toy_policy
 
 
 def refused(model: Any, policy: Any, path: str, message: str) -> None:
     """The error is blamed on the rule of ``path``."""
     with pytest.raises(PolicyError) as info:
-        rehearsed(model, policy)
+        checked_plan(model, policy)
     assert str(info.value).startswith(f"policy dict:blocks.modules.{path}: {message}"), str(info.value)
 
 
@@ -25,8 +25,8 @@ def latent(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_right_rules_pass() -> None:
-    rehearsed(toy(Latent), latent())
-    rehearsed(toy(Mixture), toy_policy({"ffn": "ffn"}, MIXTURE_RULES))
+    checked_plan(toy(Latent), latent())
+    checked_plan(toy(Mixture), toy_policy({"ffn": "ffn"}, MIXTURE_RULES))
 
 
 MIXED = (
@@ -35,7 +35,7 @@ MIXED = (
 )
 
 
-def test_a_whole_activation_that_meets_shared_out_ones() -> None:
+def test_a_replicated_activation_that_meets_sharded_ones() -> None:
     rules = latent(latent="replicated", norm="replicated", k={"column": "heads"})
     refused(toy(Latent), rules, "q", f"in layers.1 {MIXED}")  # nothing flows back into the model's own inputs
 
@@ -62,7 +62,7 @@ def test_a_parameter_whose_gradient_stays_partial() -> None:
     units = {"ffn": "ffn"}
     message = "layers.0.scale works on sharded activations, but its rule leaves its gradient partial: "
     refused(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": "replicated"}), "up", message)
-    assert rehearsed(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
+    assert checked_plan(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
 
 
 def test_a_parameter_that_is_read_where_nobody_sums_its_gradient() -> None:
@@ -116,7 +116,7 @@ def test_what_layers_read() -> None:
         "between",
         "layers.0.between is a column inside a region, but its input is replicated",
     )
-    assert rehearsed(model, toy_policy(ffn, {**MLP_RULES, "between": {"column": "ffn"}}))
+    assert checked_plan(model, toy_policy(ffn, {**MLP_RULES, "between": {"column": "ffn"}}))
     rules = {"up": {"column": "ffn"}, "steer": {"row": "ffn", "enter_output": True}, "down": {"row": "ffn"}}
     refused(
         toy(Selective),
@@ -191,7 +191,7 @@ def test_outputs_are_whole_and_of_the_right_shape() -> None:
     policy = toy_policy({"ffn": "ffn", "heads": "heads"}, MLP_RULES)
     inside = filled(Reports(ToyConfig(report="inside")))
     refused(inside, policy, "up", "output 'hidden' is still sharded: some row or gather_output is missing")
-    assert rehearsed(filled(Reports(ToyConfig(report="count"))), policy)
+    assert checked_plan(filled(Reports(ToyConfig(report="count"))), policy)
     policy["attributes"] = {"heads": "heads"}
     refused(
         filled(Reports(ToyConfig(report="count"))),
@@ -209,4 +209,4 @@ def test_regions_that_names_alone_show_to_be_wrong() -> None:
     with pytest.raises(
         PolicyError, match=r"layers.0.experts.up is matched by two rules, here and, with layers.0.experts, in"
     ):
-        rehearsed(toy(Mixture), toy_policy({"ffn": "ffn"}, once))
+        checked_plan(toy(Mixture), toy_policy({"ffn": "ffn"}, once))

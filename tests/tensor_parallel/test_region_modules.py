@@ -1,4 +1,4 @@
-"""What borders on a region: outputs used inside it, work on all heads at once, bare experts, arguments that are cut."""
+"""Region modules: outputs used inside a region, work on all heads at once, bare experts, arguments that are sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from autopar.errors import PolicyError
 from tests.parity import check
 from tests.pool import pooled
-from tests.tensor_parallel.toys import Toy, ToyConfig, batches, filled, rehearsed, share, toy, toy_policy
+from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, share, toy, toy_policy
 
 HEADS = {"heads": "heads"}
 
@@ -51,7 +51,7 @@ def test_an_output_that_is_used_inside_the_region() -> None:
 
 
 class Selective(nn.Module):
-    """Mamba 1: what the shared-out features say all together (a row) steers them again, one by one."""
+    """Mamba 1: what the sharded features say all together (a row) steers them again, one by one."""
 
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
@@ -136,10 +136,10 @@ def test_a_region_that_some_modules_open_and_another_closes() -> None:
 
 def test_regions_that_are_opened_and_never_closed() -> None:
     units = {"ffn": "ffn"}
-    assert rehearsed(toy(Ranged), toy_policy(units, RANGED_RULES))
+    assert checked_plan(toy(Ranged), toy_policy(units, RANGED_RULES))
     rules = {name: rule for name, rule in RANGED_RULES.items() if name != "down"}
     with pytest.raises(PolicyError, match="gate opens a region sharded by 'ffn' that no row closes"):
-        rehearsed(toy(Ranged), toy_policy(units, rules))
+        checked_plan(toy(Ranged), toy_policy(units, rules))
 
 
 class Talking(nn.Module):
@@ -181,7 +181,7 @@ def test_gathered_needs_a_count() -> None:
     policy["units"] = {"heads": "inferred"}
     del policy["blocks"]["attributes"]
     with pytest.raises(PolicyError) as info:
-        rehearsed(toy(TalkingHeads), policy)
+        checked_plan(toy(TalkingHeads), policy)
     assert str(info.value) == (
         "policy dict:blocks.modules.talk: 'gathered' of talk needs a unit with a count, 'heads' is inferred"
     )
@@ -312,19 +312,19 @@ class OneBias(Biases):
 
 
 def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
-    assert rehearsed(filled(Biases(ToyConfig())), biased(INPUTS), 3)
+    assert checked_plan(filled(Biases(ToyConfig())), biased(INPUTS), 3)
     with pytest.raises(PolicyError, match=r"bias.bias works on sharded activations, but its rule leaves"):
-        rehearsed(filled(OneBias(ToyConfig())), biased(INPUTS), 3)
+        checked_plan(filled(OneBias(ToyConfig())), biased(INPUTS), 3)
 
 
 def test_an_argument_that_is_exact_repeated_or_the_same_for_all() -> None:
     layer = share(filled(Biases(ToyConfig())), biased(INPUTS), 3, 1).layers[0]
-    (cut, *_) = layer.autopar.inputs
+    (planned, *_) = layer.autopar.inputs
     whole = torch.arange(4.0).view(4, 1)  # heads 0 1 | 2 | 3
-    assert layer._cut_input(whole, cut).tolist() == [[2.0]]
-    assert layer._cut_input(torch.cat([whole, whole + 10]), cut).tolist() == [[2.0], [12.0]]
+    assert layer._shard_input(whole, planned.layout).tolist() == [[2.0]]
+    assert layer._shard_input(torch.cat([whole, whole + 10]), planned.layout).tolist() == [[2.0], [12.0]]
     for other in (whole[:1], torch.zeros(6), None, "text", 3):
-        assert layer._cut_input(other, cut) is other
+        assert layer._shard_input(other, planned.layout) is other
 
 
 def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:
@@ -335,10 +335,10 @@ def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:
         ("k.input", "Biased has no module 'k'"),
     ]:
         with pytest.raises(PolicyError) as info:
-            rehearsed(filled(Biases(ToyConfig())), biased({path: {"cut": "heads", "dim": 0}}))
+            checked_plan(filled(Biases(ToyConfig())), biased({path: {"cut": "heads", "dim": 0}}))
         assert str(info.value).startswith(f"policy dict:blocks.inputs.{path}: {message}")
     policy = biased(INPUTS)
     policy["units"] = {"heads": "inferred"}
     del policy["blocks"]["attributes"]
     with pytest.raises(PolicyError, match=r"inputs.bias: 'heads' is inferred: the input bias needs a count"):
-        rehearsed(filled(Biases(ToyConfig())), policy)
+        checked_plan(filled(Biases(ToyConfig())), policy)
