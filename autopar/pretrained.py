@@ -36,29 +36,10 @@ _REFUSED = {
 }
 
 _OF_FILES = {  # what has no meaning for a folder of shards
-    "adapter_kwargs",
-    "adapter_name",
-    "cache_dir",
-    "code_revision",
-    "disable_mmap",
-    "force_download",
-    "from_flax",
-    "from_tf",
-    "ignore_mismatched_sizes",
-    "local_files_only",
-    "low_cpu_mem_usage",
-    "mirror",
-    "offload_buffers",
-    "offload_state_dict",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "tqdm_class",
-    "use_auth_token",
-    "use_safetensors",
-    "variant",
-    "weights_only",
+    *("adapter_kwargs", "adapter_name", "cache_dir", "code_revision", "disable_mmap", "force_download"),
+    *("from_flax", "from_tf", "ignore_mismatched_sizes", "local_files_only", "low_cpu_mem_usage", "mirror"),
+    *("offload_buffers", "offload_state_dict", "proxies", "revision", "subfolder", "token", "tqdm_class"),
+    *("use_auth_token", "use_safetensors", "variant", "weights_only"),
 }
 _OFF = {"allow_all_kernels", "fusion_config", "kernel_config", "key_mapping", "use_kernels"}  # there only if not set
 

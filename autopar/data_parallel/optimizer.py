@@ -63,7 +63,7 @@ class ParallelStep(OwnedParameters):
         super().__init__(optimizer, model, mpu.dp, sharded=config.zero_stage == 1)
         self.plan, self.mpu, self.counted, self._failures = plan, mpu, counted, failures
         self.max_norm = config.gradient_clipping
-        self.scale = LossScale.of(config) if config.precision == "fp16" else None
+        self.scale = LossScale(config) if config.precision == "fp16" else None
         self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
         self.skipped_steps, self.step_was_skipped = 0, False
         self.gradient_norm: torch.Tensor | None = None
