@@ -1,4 +1,4 @@
-"""Who called: the user's own code, or a library that knows what it does."""
+"""The caller: the user's own code, or a library that knows what it does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def is_library(frame: FrameType) -> bool:
-    """Whether code of autopar, of an installed package, or of a model's own files from the hub runs there."""
+    """Return whether code of autopar, of an installed package, or of a model's own files from the hub runs there."""
     place = frame.f_code.co_filename
     return (
         _is_ours(frame)
@@ -31,7 +31,7 @@ def is_library(frame: FrameType) -> bool:
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """``(module, function)`` of the calls that led to autopar, innermost first, up to one of autopar's own."""
+    """Yield ``(module, function)`` of the calls that led to autopar, innermost first, up to one of autopar's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back

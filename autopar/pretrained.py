@@ -36,29 +36,10 @@ _REFUSED = {
 }
 
 _OF_FILES = {  # what has no meaning for a folder of shards
-    "adapter_kwargs",
-    "adapter_name",
-    "cache_dir",
-    "code_revision",
-    "disable_mmap",
-    "force_download",
-    "from_flax",
-    "from_tf",
-    "ignore_mismatched_sizes",
-    "local_files_only",
-    "low_cpu_mem_usage",
-    "mirror",
-    "offload_buffers",
-    "offload_state_dict",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "tqdm_class",
-    "use_auth_token",
-    "use_safetensors",
-    "variant",
-    "weights_only",
+    *("adapter_kwargs", "adapter_name", "cache_dir", "code_revision", "disable_mmap", "force_download"),
+    *("from_flax", "from_tf", "ignore_mismatched_sizes", "local_files_only", "low_cpu_mem_usage", "mirror"),
+    *("offload_buffers", "offload_state_dict", "proxies", "revision", "subfolder", "token", "tqdm_class"),
+    *("use_auth_token", "use_safetensors", "variant", "weights_only"),
 }
 _OFF = {"allow_all_kernels", "fusion_config", "kernel_config", "key_mapping", "use_kernels"}  # there only if not set
 
@@ -117,7 +98,7 @@ def from_pretrained(
 def _load(
     model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """A lazy model whose values are in a checkpoint, and what that lacks. ``given`` is for transformers."""
+    """Build a lazy model whose values are in a checkpoint, and say what that lacks. ``given`` is for transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
     try:
         with torch.device("cpu"):  # whatever the default device is
@@ -140,7 +121,7 @@ def _load(
 def _checked(
     model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keyword arguments for transformers."""
+    """Return the keyword arguments for transformers."""
     if isinstance(model_class, type) and not callable(getattr(model_class, "from_pretrained", None)):
         name = model_class.__name__
         raise ConfigError(
@@ -177,7 +158,7 @@ def _checked_dtype(dtype: Any) -> str | torch.dtype:
 
 
 def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any]) -> PreTrainedModel:
-    """A lazy model whose values are in the shards of a checkpoint of ours."""
+    """Build a lazy model whose values are in the shards of a checkpoint of ours."""
     shards = Shards(folder)
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
@@ -205,7 +186,7 @@ def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, give
 
 
 def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with its config, or the one in ``options``; what is no part of the config is for the constructor."""
+    """Build the model of its config, or the one in ``options``; what is no part of that is for the constructor."""
     hf_config, trust = copy.deepcopy(options.pop("config", None)), options.pop("trust_remote_code", None)
     if hf_config is None:
         names = ("attn_implementation", "experts_implementation")

@@ -156,7 +156,7 @@ class ParallelConfig:
 
 
 def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields that sections set. A section is on unless it says otherwise; one that is off sets nothing else."""
+    """Return the fields that sections set. A section is on unless it says otherwise; one that is off sets nothing."""
     fields = {}
     for section, given in values.items():
         content = {"enable": True, **given}
@@ -193,7 +193,7 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
 
 
 def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
-    """What keeps ``initialize`` from these sizes in a world of that size; nothing if the world is not known."""
+    """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
     tp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
     problems = []
     if ep not in (1, tp):

@@ -18,7 +18,7 @@ _REDUCTIONS = ("tokens", "microbatch")
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How ``execute_pipeline`` runs: the section ``pipeline``.
+    """The section ``pipeline``: how ``execute_pipeline`` runs.
 
     Attributes:
         schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zero-bubble``, ``zbv`` or ``dualpipev``; a batch that gives
@@ -48,7 +48,7 @@ class PipelineConfig:
         return self.schedule in _FOLDED
 
     def given(self) -> dict[str, Any]:
-        """The keys of the section that are not the defaults."""
+        """Return the keys of the section that are not the defaults."""
         found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value, default = getattr(self, field.name), field.default

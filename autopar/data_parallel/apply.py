@@ -25,7 +25,7 @@ __all__ = ["DataParallel", "apply", "attach"]
 
 
 class DataParallel:
-    """What :func:`apply` has put on a model.
+    """The hooks and checks that :func:`apply` has put on a model.
 
     Attributes:
         wrappers: checks what is wrapped around the model.

@@ -217,7 +217,7 @@ _NOTHING: tuple[int, tuple[int, ...], Any] = (0, (), None)
 
 
 def _joined(batches: list[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """One tensor of them; None if they are none, or hold no values of samples."""
+    """Join the batches; None if they are none, or hold no values of samples."""
     alike = {(batch.shape[1:], batch.dtype) for batch in batches}
     if len(alike) != 1 or any(batch.ndim == 0 for batch in batches):
         return None

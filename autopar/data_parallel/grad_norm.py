@@ -86,7 +86,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
-    """The parts of a local gradient that this rank counts."""
+    """Return the parts of a local gradient that this rank counts."""
     local = local_part(gradient)
     if layout is None:
         return [local] if mpu.tp.rank == 0 else []

@@ -132,7 +132,7 @@ def _kind_of_gradient(parameter: nn.Parameter) -> int:
 
 
 def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """The parameter's gradient in this dtype; zeros if it has none."""
+    """Return the parameter's gradient in this dtype; zeros if it has none."""
     gradient = parameter.grad
     if gradient is None or gradient.dtype != dtype:
         gradient = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,34 +13,18 @@ from autopar.distributed.mesh import MPU
 __all__ = ["GradScaler", "LossScale", "agree_on_overflow"]
 
 
-@dataclass
 class LossScale:
-    """The factor of a loss before backward, so that small gradients survive in fp16.
+    """The factor of a loss before backward, so that small gradients survive in fp16: the config's ``precision``.
 
     An overflow uses up one of ``hysteresis`` chances; when none is left it multiplies the scale by ``backoff_factor``,
     down to ``min_scale``, and so does each further one. ``growth_interval`` steps in a row without an overflow multiply
     it by ``growth_factor``, up to ``max_scale``, and give the chances back.
     """
 
-    scale: float
-    min_scale: float
-    max_scale: float
-    growth_interval: int
-    growth_factor: float
-    backoff_factor: float
-    hysteresis: int
-    steps: int = 0  # in a row without an overflow
-    chances: int = field(default=-1)
-
-    def __post_init__(self) -> None:
-        self.chances = self.hysteresis if self.chances < 0 else self.chances
-
-    @classmethod
-    def of(cls, config: ParallelConfig) -> LossScale:
-        """Return the scale that the config's section ``precision`` describes."""
-        c = config
-        limits = c.initial_scale, c.min_scale, c.max_scale
-        return cls(*limits, c.growth_interval, c.growth_factor, c.backoff_factor, c.hysteresis)
+    def __init__(self, config: ParallelConfig) -> None:
+        self._config = config
+        self.scale, self.min_scale, self.max_scale = config.initial_scale, config.min_scale, config.max_scale
+        self.steps, self.chances = 0, config.hysteresis  # steps in a row without an overflow
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step, or after one that was skipped because of an ``overflow``."""
@@ -49,12 +32,12 @@ class LossScale:
             self.steps = 0
             self.chances = max(self.chances - 1, 0)
             if self.chances == 0:
-                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+                self.scale = max(self.scale * self._config.backoff_factor, self.min_scale)
             return
         self.steps += 1
-        if self.steps == self.growth_interval:
-            self.steps, self.chances = 0, self.hysteresis
-            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+        if self.steps == self._config.growth_interval:
+            self.steps, self.chances = 0, self._config.hysteresis
+            self.scale = min(self.scale * self._config.growth_factor, self.max_scale)
 
     def limit(self, largest: float) -> None:
         """Keep the scale at or below ``largest`` from now on."""

@@ -66,17 +66,22 @@ def to_half(
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        value, gradient = parameter.data, parameter.grad
-        parameter.grad = None
-        parameter.data = value.float() if stays_fp32(name) else value.to(dtype)
-        if gradient is not None:
-            parameter.grad = gradient.to(parameter.dtype)
+        value = parameter.data
+        _replace(parameter, value.float() if stays_fp32(name) else value.to(dtype))
         if parameter.dtype == dtype and not value.is_meta and keep(parameter):
             masters.keep(parameter, value.float() if value.dtype != torch.float32 else value)
     saved = set(model.state_dict())
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point() and not stays_fp32(name):
             buffer.data = buffer.data.to(dtype)
+
+
+def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter another value, and its gradient that one's dtype."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = value
+    if gradient is not None:
+        parameter.grad = gradient.to(value.dtype)
 
 
 @torch.no_grad()
@@ -88,11 +93,8 @@ def to_fp32(model: nn.Module, weights: Mapping[int, torch.Tensor | None]) -> Non
     """
     for parameter in model.parameters():
         if parameter.dtype in DTYPES.values():
-            weight, gradient = weights.get(id(parameter)), parameter.grad
-            parameter.grad = None
-            parameter.data = parameter.data.float() if weight is None else weight
-            if gradient is not None:
-                parameter.grad = gradient.float()
+            weight = weights.get(id(parameter))
+            _replace(parameter, parameter.data.float() if weight is None else weight)
     for buffer in model.buffers():
         if buffer.dtype in DTYPES.values():
             buffer.data = buffer.data.float()
@@ -118,7 +120,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
-    """Whether transformers keeps a parameter of that name in fp32."""
+    """Return whether transformers keeps a parameter of a name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False
     names = set(inner._keep_in_fp32_modules_strict or ())

@@ -63,7 +63,7 @@ class ParallelStep(OwnedParameters):
         super().__init__(optimizer, model, mpu.dp, sharded=config.zero_stage == 1)
         self.plan, self.mpu, self.counted, self._failures = plan, mpu, counted, failures
         self.max_norm = config.gradient_clipping
-        self.scale = LossScale.of(config) if config.precision == "fp16" else None
+        self.scale = LossScale(config) if config.precision == "fp16" else None
         self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
         self.skipped_steps, self.step_was_skipped = 0, False
         self.gradient_norm: torch.Tensor | None = None
@@ -176,7 +176,7 @@ class ParallelStep(OwnedParameters):
 
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Collectives of ``ranks`` inside wait no longer than ``pipeline.timeout``, and name who failed."""
+        """Limit collectives of ``ranks`` inside to ``pipeline.timeout``, and name the rank that failed."""
         with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
@@ -192,7 +192,7 @@ class ParallelStep(OwnedParameters):
                         entries[key] = value.float()
 
     def _agree(self) -> bool:
-        """Whether some rank's fp16 gradients overflowed, the same answer everywhere; one collective.
+        """Return whether some rank's fp16 gradients overflowed, the same answer everywhere; one collective.
 
         Raises:
             ConfigError: fp16 gradients of a loss that was not scaled.
@@ -217,7 +217,7 @@ class ParallelStep(OwnedParameters):
         return bool(overflow)
 
     def _multiplier(self) -> torch.Tensor | float:
-        """What gradients are multiplied by before the step: one over the loss scale, and the clipping."""
+        """Return the factor of gradients before the step: one over the loss scale, and the clipping."""
         scale = 1.0 if self.scale is None else self.scale.scale
         if not self.max_norm:
             return 1 / scale
@@ -226,7 +226,7 @@ class ParallelStep(OwnedParameters):
         return torch.clamp(self.max_norm / (self.gradient_norm + 1e-6), max=1.0) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
-        """Each parameter that this rank steps -> what is stepped, with its gradient: itself, or its fp32 weight."""
+        """Map each parameter of this rank to what is stepped, with its gradient: itself, or its fp32 weight."""
         stepped: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in self.names:
             owned, gradient = self.owns(parameter), parameter.grad
@@ -263,7 +263,7 @@ class ParallelStep(OwnedParameters):
     # -- state_dict and load_state_dict ----------------------------------------------------------------------------
 
     def _indexed(self) -> dict[int, torch.Tensor]:
-        """Parameters as torch numbers them in a state dict."""
+        """Return parameters as torch numbers them in a state dict."""
         return dict(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
 
     def _save(self, optimizer: Any, state_dict: dict[str, Any]) -> None:

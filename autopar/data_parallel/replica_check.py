@@ -43,7 +43,7 @@ _BUSY = 16  # ranks from which on the store is asked less often
 
 @dataclass
 class _Progress:
-    """One optimizer: what it steps, and which of its steps were compared.
+    """The progress of one optimizer: what it steps, and which of its steps were compared.
 
     Attributes:
         number: among the optimizers of this model, in the order of their first steps.
@@ -282,7 +282,7 @@ _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def _inside_another_step() -> bool:
-    """Whether an optimizer's step is called by that of another one (ZeroRedundancyOptimizer's, a wrapper's)."""
+    """Return whether an optimizer's step is called by that of another one (ZeroRedundancyOptimizer's, a wrapper's)."""
     frame, found = sys._getframe(1), 0
     while frame is not None and found < 2:
         found += frame.f_code is _WRAPPER
@@ -291,6 +291,6 @@ def _inside_another_step() -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is plain data in a param group."""
+    """Return what is plain data in a param group."""
     plain = (bool, int, float, str, tuple, type(None))
     return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

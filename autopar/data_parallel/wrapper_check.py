@@ -83,7 +83,7 @@ class WrapperCheck:
         self._kind = type(model)  # fully_shard has changed it
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether the model, a part of it, or a copy of it is among ``modules``."""
+        """Return whether the model, a part of it, or a copy of it is among ``modules``."""
         model = self._model()
         own = {id(module) for module in model.modules()} if model is not None else set()
         return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)

@@ -86,11 +86,11 @@ class Blocks:
         return costs
 
     def _holding(self, name: str) -> int | None:
-        """The block in which a tensor lies; None for one outside of them."""
+        """Return the block in which a tensor lies; None for one outside of them."""
         return next((place for place, path in enumerate(self.paths) if name.startswith(path + ".")), None)
 
     def _beside(self, name: str) -> int | None:
-        """The block in which or beside which a tensor is used; None: beside all."""
+        """Return the block in which or beside which a tensor is used; None: beside all."""
         place = self._holding(name)
         if place is not None or _any_above(name, self._everywhere):
             return place
@@ -140,7 +140,7 @@ class Blocks:
                 yield name, held_by.get(name.rpartition(".")[0], everywhere)
 
     def _read_by_all(self, root: nn.Module, read_at: Mapping[str, set[int]] | None, within: str) -> set[str]:
-        """Parameters in front of the blocks that all stages need, as far as can be told without seeing them read."""
+        """Return parameters in front of the blocks that all stages need, as far as can be told from what was seen."""
         if len(self.paths) < 2:
             return set()
         tensors = dict(root.named_parameters(remove_duplicate=False))
@@ -156,7 +156,7 @@ class Blocks:
         return unread & before if self._read_further(self.model, unread, read_at) else set()
 
     def _read_further(self, model: PreTrainedModel, unread: set[str], reads: Mapping[str, set[int]]) -> bool:
-        """Whether blocks seem to read more than what lies between the words at the first one.
+        """Return whether blocks seem to read more than what lies between the words at the first one.
 
         Parameters are ``unread`` where the forward was seen with other inputs (text alone). An image encoder makes what
         is put between the words: then it belongs in front of the first block, and only there. Or later blocks look at
@@ -190,14 +190,14 @@ def _embedding(model: PreTrainedModel) -> nn.Module:
 
 
 def _tower(inner: str, other: str) -> str:
-    """The outermost module around one list of blocks that is not around the other."""
+    """Return the outermost module around one list of blocks that is not around the other."""
     parts = inner.split(".")
     outer = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next(path for path in outer if not _below(other, path))
 
 
 def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) -> tuple[str, str]:
-    """The lists of blocks that are split into stages: of an encoder-decoder model two, else one (beside "")."""
+    """Return the lists of blocks that are split into stages: of an encoder-decoder model two, else "" and one."""
     paths = {id(module): join(prefix, path) for path, module in model.named_modules()}
     sizes = {
         path: sum(p.numel() for scope in scopes if scope.block is not None for p in scope.block.parameters())

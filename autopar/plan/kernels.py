@@ -31,7 +31,7 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
 
 
 def _is_foreign(function: Any) -> bool:
-    """Whether transformers' wrapper around a function has found another implementation than its own."""
+    """Return whether transformers' wrapper around a function has found another implementation than its own."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
     found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))

@@ -166,7 +166,7 @@ def _add(rule: TensorRule, match: RuleMatch, modules: dict[str, ModulePlan], lay
 
 
 def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
-    """The outputs of a region are summed: what two ranks hold would count twice."""
+    """Check that no parameter in a region is on two ranks: its outputs are summed, they would count twice."""
     regions = [path for path, plan in modules.items() if plan.rule == "region"]
     for path, plan in modules.items():
         if any(path == region or path.startswith(region + ".") for region in regions):
@@ -207,7 +207,7 @@ def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
 
 
 def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
-    """Each module that holds a sharded parameter has a rule: a tied one without would compute as if it were whole."""
+    """Check that each module with a sharded parameter has a rule: a tied one without would compute as if whole."""
     by_id = layouts.by_id()
     for path, module in root.named_modules():
         for name, parameter in module._parameters.items():

@@ -233,7 +233,7 @@ class AttributePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank of a tensor-parallel group holds of one model.
+    """The shards of one model on every rank of a tensor-parallel group.
 
     Attributes:
         tp: size of the tensor-parallel axis.

@@ -52,7 +52,7 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
 
 
 def _whole(match: RuleMatch) -> Iterator[TensorRule]:
-    """Kinds that replicate every parameter: ``replicated``, ``enter_output``, ``gathered``, ``once``."""
+    """Yield rules of kinds that replicate every parameter: ``replicated``, ``enter_output``, ``gathered``, ``once``."""
     module, rule = match.module, match.rule
     assert isinstance(module, nn.Module)
     whole: list[tuple[str, torch.Tensor, Layout | None]] = [(n, p, None) for n, p in module.named_parameters()]
@@ -140,7 +140,7 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
 
 
 def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
-    """The layout of parts that no parameter shows: their widths are 1 or stated."""
+    """Return the layout of parts that no parameter shows: their widths are 1 or stated."""
     elements = 0
     for part in parts:
         count = match.count(part.unit)
@@ -152,7 +152,7 @@ def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
 
 
 def _bare(match: RuleMatch) -> TensorRule:
-    """A parameter or buffer beside the layers."""
+    """Return the rule of a parameter or buffer beside the layers."""
     rule, tensor = match.rule, match.module
     assert isinstance(tensor, torch.Tensor)
     holder, _, name = match.path.rpartition(".")
@@ -185,7 +185,7 @@ def _repeated_parts(match: RuleMatch) -> tuple[Part, ...]:
 
 
 def _dim(tensor: torch.Tensor, shown: str, match: RuleMatch) -> int:
-    """The dim that the rule shards, counted from the front."""
+    """Return the dim that the rule shards, counted from the front."""
     dim = 0 if match.rule.dim is None else match.rule.dim
     if not -tensor.ndim <= dim < tensor.ndim:
         raise PolicyError(f"{shown} has {tensor.ndim} dims, the rule shards dim {dim}", match.rule.where)
@@ -202,7 +202,7 @@ def _check_plain(shown: str, tensor: torch.Tensor, match: RuleMatch) -> None:
 
 
 def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
-    """The weight that the rule shards, the dim of its units. ``nn.Linear`` stores [out, in], ``Conv1D`` [in, out]."""
+    """Return the weight that the rule shards, and the dim: ``nn.Linear`` stores [out, in], ``Conv1D`` [in, out]."""
     module, rule = match.module, match.rule
     kind = type(module).__name__
     if rule.kind == "embedding":

@@ -96,7 +96,7 @@ class _ViewTracking(TorchDispatchMode):
         self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # the tensor is kept, so that its id stays its own
 
     def piece(self, tensor: torch.Tensor, saved: str | None = None) -> tuple[str, Piece] | None:
-        """The first stored tensor that ``tensor`` has elements of, and what it is; None for something computed.
+        """Return the first stored tensor that ``tensor`` has elements of, and what it is; None for something computed.
 
         Args:
             saved: its name in the file; None for a part of a joined tensor.

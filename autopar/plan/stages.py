@@ -26,7 +26,7 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 @dataclass
 class Reads:
-    """Where a model's own forward reads what (:func:`autopar.dry_run.block_reads.trace_reads`).
+    """What a model's own forward reads, and where (:func:`autopar.dry_run.block_reads.trace_reads`).
 
     Attributes:
         order: places of the elements in the order in which they were called.

@@ -60,7 +60,7 @@ def plan_tensors(
 
 
 def _of_plain(tensor: torch.Tensor, listed: list[str], layout: Layout | None) -> TensorPlan:
-    """A tensor of a plain module, which is written under all of its names, for a strict ``load_state_dict``."""
+    """Plan a tensor of a plain module, which is written under all of its names, for a strict ``load_state_dict``."""
     name, *aliases = listed
     whole = torch.empty(tensor.shape, device="meta")
     pieces = [Piece(same, tuple(tensor.shape), tuple(whole.stride()), 0) for same in listed] if aliases else ()
@@ -70,7 +70,7 @@ def _of_plain(tensor: torch.Tensor, listed: list[str], layout: Layout | None) ->
 
 
 def _canonical(listed: list[str], prefix: str, model: nn.Module) -> str:
-    """Of the names of one tied tensor the one that transformers keeps (remove_tied_weights_from_state_dict)."""
+    """Return the name of a tied tensor that transformers keeps (remove_tied_weights_from_state_dict)."""
     if len(listed) == 1:
         return listed[0]
     tied = [f"{prefix}.{name}" if prefix else name for name in getattr(model, "all_tied_weights_keys", None) or {}]

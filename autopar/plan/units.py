@@ -93,7 +93,7 @@ class UnitTable:
         return holder
 
     def _shown(self, holder: Any) -> str:
-        """What was asked for an attribute; a model without config answers for itself."""
+        """Return the name, for messages, of what was asked for an attribute: of a model without config its own."""
         return self.model if self.root is not None and isinstance(holder, SimpleNamespace) else type(holder).__name__
 
     def _known(self, holder: Any) -> Iterable[str]:

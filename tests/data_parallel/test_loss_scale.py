@@ -6,7 +6,7 @@ from autopar.data_parallel.loss_scale import LossScale
 
 def scale(**changes):
     settings = {"initial_scale": 8.0, "min_scale": 2.0, "max_scale": 16.0, "growth_interval": 3, "hysteresis": 2}
-    return LossScale.of(ParallelConfig(precision="fp16", **{**settings, **changes}))
+    return LossScale(ParallelConfig(precision="fp16", **{**settings, **changes}))
 
 
 def after(one, overflows):
@@ -38,7 +38,7 @@ def test_a_saved_one_goes_on_where_it_was():
     one, other = scale(), scale()
     after(one, [1, 0, 0])
     other.load_state_dict(one.state_dict())
-    assert other == one
+    assert vars(other) == vars(one)
     assert after(other, [0]) == after(one, [0]) == [16]
 
 
