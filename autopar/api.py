@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,43 +14,41 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar import checkpoint
+from autopar.activation_checkpoint import keep, keep_on_cpu, recompute
 from autopar.config import ParallelConfig
-from autopar.consensus import on_every_rank
-from autopar.data_parallel.activations import keep, keep_on_cpu, recompute
-from autopar.data_parallel.attach import attach as attach_optimizer
-from autopar.data_parallel.fully_shard import check_offload
+from autopar.data_parallel.apply import attach as attach_optimizer
+from autopar.data_parallel.fsdp import check_offload
+from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
-from autopar.data_parallel.step_check import StepCheck
-from autopar.data_parallel.wrappers import WrapperCheck
+from autopar.data_parallel.replica_check import StepCheck
+from autopar.data_parallel.wrapper_check import WrapperCheck
+from autopar.deferred_init.context import in_lazy_init
+from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
+from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.excepthook import publish_uncaught
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import share
+from autopar.dry_run.block_reads import trace_reads
+from autopar.dry_run.inputs import sample_inputs
+from autopar.dry_run.tensor_parallel import FirstForward, check_plan, warn_no_dry_run
 from autopar.errors import ConfigError
-from autopar.generators import share
-from autopar.gradient_sums import held_alike
-from autopar.lazy_model import in_lazy_init
-from autopar.materialize import Materializer, lazy_facts
-from autopar.mesh import MPU
 from autopar.pipeline_parallel.pipeline import Pipeline
-from autopar.pipeline_parallel.trace import trace_reads
-from autopar.policy.inside import model_inside
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.stages import Reads, StagePlan, elements_of, make_stages
+from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.plan import ModulePlan, Plan
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
-from autopar.policy.stages import Reads, StagePlan, elements_of, make_stages
-from autopar.roll_call import RollCall
-from autopar.tensor_parallel import megatron_marks, parallelize
-from autopar.tensor_parallel.attach import attach, detach
+from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.consistency import ForwardCheck
-from autopar.tensor_parallel.first_call import FirstCall
+from autopar.tensor_parallel.hooks import attach, detach
+from autopar.tensor_parallel.megatron import parameter_marks as megatron_marks
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.rehearsal import rehearse
-from autopar.tensor_parallel.sample_inputs import sample_inputs
-from autopar.uncaught import tell_uncaught
 
 __all__ = ["deparallelize", "initialize"]
-
-_log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -108,13 +105,14 @@ def initialize(
 
     Returns:
         ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
-        ``model.mpu`` (:class:`~autopar.mesh.MPU`), ``model.save_parallelized`` and ``model.from_parallelized``.
+        ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
+        ``model.from_parallelized``.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
-    parsed, _ = on_every_rank(
+    parsed, _ = same_on_every_rank(
         lambda: _check_call(model, config, policy, optimizer, lr_scheduler),
         lambda checked: {"config": dataclasses.asdict(checked[0]), "optimizer": checked[1]},
     )
@@ -122,53 +120,55 @@ def initialize(
     try:  # every check is here; the model is untouched so far
         prefix, inner = _inside(model, policy)
         by_expert = parsed.expert_parallel_size > 1
-        plan, lazy = on_every_rank(
+        plan, lazy = same_on_every_rank(
             lambda: _plan(model, prefix, inner, policy, mpu, by_expert, optimizer, parsed.zero_stage),
             lambda made: _facts(made[0], model),
         )
-        stages = on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
-        lazy.make_equal(mpu)
+        stages = same_on_every_rank(lambda: _stages(model, inner, policy, mpu, parsed), StagePlan.to_json)
+        lazy.sync_parameters(mpu)
         lazy.draw(mpu, lambda name: mpu.pp.rank in stages.holders(name))
     except Exception:
         mpu.destroy()
         raise
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parallelize.make_equal(model, mpu)
+    parallelize.sync_parameters(model, mpu)
     share(mpu.model, mpu.device)
     region = Region(mpu.tp)
     plain = not isinstance(inner, PreTrainedModel)
-    first_call = FirstCall(inner, plan) if plain else None
+    first_forward = FirstForward(inner, plan) if plain else None
     parallelize.apply(model, plan, mpu.tp, region)
     blocks = [model.get_submodule(path) for path in stages.elements]
     if parsed.activation_checkpointing and plain:
         recompute(blocks)
-    roll = RollCall(mpu, parsed.pipeline.timeout)
-    mpu.tp.explain = roll.in_collective
-    tell_uncaught(roll)
+    failures = FailureLog(mpu, parsed.pipeline.timeout)
+    mpu.tp.explain = failures.failure_of_layer
+    publish_uncaught(failures)
     wrappers = WrapperCheck(model, mpu)  # says first what it finds in a step
     comparing = parsed.consistency_check and parsed.zero_stage != 3
-    steps = StepCheck(model, inner, mpu, roll, held_alike(model, plan, mpu), compare=comparing)
-    pipeline = Pipeline(model, inner, stages, mpu, parsed.pipeline, roll, check=parsed.consistency_check, steps=steps)
-    on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
+    steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=comparing)
+    pipeline = Pipeline(
+        model, inner, stages, mpu, parsed.pipeline, failures, check=parsed.consistency_check, steps=steps
+    )
+    same_on_every_rank(lambda: lazy.fill(mpu), lambda _: None)
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
     if parsed.activation_checkpointing and not plain:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if parsed.activation_checkpointing and parsed.cpu_checkpointing:
         keep_on_cpu(inner)
-    region.watch(model)
-    check = _forward_check(parsed, mpu, roll, region, steps)
+    region.find_dropout(model)
+    check = _forward_check(parsed, mpu, failures, region, steps)
     if check is not None:
-        check.learn(inner)
-    attach(inner, plan, mpu, region, roll, check)
-    if first_call is not None:
-        first_call.attach(inner)
+        check.find_sharded(inner)
+    attach(inner, plan, mpu, region, failures, check)
+    if first_forward is not None:
+        first_forward.attach(inner)
     pipeline.attach(model)
     checkpoint.attach(model, plan, mpu, inner, prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu
     model._autopar = _State(plan, stages, mpu, parsed, prefix, steps)
     model._autopar.wrappers = wrappers
-    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, roll, blocks)
+    model._autopar.step = attach_optimizer(model, inner, names, plan, mpu, parsed, optimizer, failures, blocks)
     megatron_marks.mark(model, plan, stages, mpu)
     return model if optimizer is None else (model, optimizer)
 
@@ -225,13 +225,13 @@ class _State:
 
 
 def _forward_check(
-    config: ParallelConfig, mpu: MPU, roll: RollCall, region: Region, steps: StepCheck
+    config: ParallelConfig, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck
 ) -> ForwardCheck | None:
     if not config.consistency_check or mpu.tp.size == 1:
         return None
     kind, _, number = config.consistency_inputs.partition(" ")
     every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
-    return ForwardCheck(mpu, roll, region, steps, int(number) if every is None else every)
+    return ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
 
 
 def _check_call(
@@ -290,13 +290,9 @@ def _plan(
     plan = make_plan(model, find_policy(inner, policy), mpu.tp.size, by_expert=by_expert)
     if optimizer is not None:
         check_state(optimizer, model, plan, stage)
-    rehearsed = rehearse(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
-    if not rehearsed and policy is not None and plan.tp > 1:
-        _log.warning(
-            "%s does not run without data, so your policy could not be rehearsed: compare its loss and gradients with "
-            "the plain model's once.",
-            type(inner).__name__,
-        )
+    checked = check_plan(inner, prefix, plan) or not isinstance(inner, PreTrainedModel)
+    if not checked and policy is not None and plan.tp > 1:
+        warn_no_dry_run(inner)
     return plan, Materializer(model, inner, plan)
 
 
@@ -350,5 +346,5 @@ def _facts(plan: Plan, model: nn.Module) -> Any:
         "modules": {module.path: module.facts() for module in plan.modules.values()},
         "attributes": {f"{a.path}.{a.name}": a.values for a in plan.attributes},
         "parameters": {n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()},
-        "lazy": lazy_facts(model),
+        "lazy": deferred_fingerprint(model),
     }

@@ -73,7 +73,7 @@ class PipelineError(AutoparError):
 
 
 class ShardWarning(UserWarning):
-    """What a rank holds of a weight is used where the whole weight is likely to be meant."""
+    """A rank's shard of a weight is used where the whole weight is likely to be meant."""
 
 
 def clip(text: str, width: int = 120) -> str:

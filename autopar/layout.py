@@ -1,6 +1,6 @@
-"""How the units of one tensor dim are shared out over the ranks of an axis. Pure; the only slicing code.
+"""Layouts: how the units of one tensor dim are sharded over the ranks of an axis. Pure; the only slicing code.
 
-A *unit* (an attention head, one ffn neuron, one vocabulary row) may be shared out but never cut in two.
+A *unit* (an attention head, one ffn neuron, one vocabulary row) lies on a rank as a whole; it is never divided.
 A *layout* says how units lie along one dim of one stored tensor: blocks side by side, each block a run
 of equally wide units. GPT-2 stores ``q | k | v`` as three blocks of ``heads``; BLOOM stores one block of
 ``heads`` whose units are three head widths wide.
@@ -8,10 +8,10 @@ of equally wide units. GPT-2 stores ``q | k | v`` as three blocks of ``heads``; 
 Everything else follows from :meth:`Layout.ranges`: the ``[start, stop)`` ranges of the stored dim that a
 rank holds. ``shard`` concatenates those ranges, ``unshard`` writes them back, a loader reads just them.
 
-    >>> shares = share_out(3, 2)                       # 3 heads over 2 ranks
-    >>> shares
+    >>> heads = even_shards(3, 2)                      # 3 heads over 2 ranks
+    >>> heads
     ((0, 2), (2, 3))
-    >>> Layout.of(dim=0, blocks=[Block("heads", 3, 4, shares)]).ranges(1)
+    >>> Layout.of(dim=0, blocks=[Block("heads", 3, 4, heads)]).ranges(1)
     ((8, 12),)
 """
 
@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Block", "Layout", "Range", "Shares", "follow", "share_out", "share_out_replicated"]
+__all__ = ["Block", "Layout", "Range", "UnitRanges", "aligned_shards", "even_shards", "replicated_shards"]
 
 Range = tuple[int, int]
 """``[start, stop)``."""
 
-Shares = tuple[Range, ...]
+UnitRanges = tuple[Range, ...]
 """For each rank of the axis the ``[start, stop)`` units that it holds."""
 
 
-def share_out(count: int, size: int) -> Shares:
-    """Share ``count`` units out over ``size`` ranks as evenly as whole units allow; the first ranks get more.
+def even_shards(count: int, size: int) -> UnitRanges:
+    """Shard ``count`` units over ``size`` ranks as evenly as whole units allow; the first ranks get more.
 
     Ranks may end up with no unit (a vocabulary of 3 on 4 ranks); callers decide whether that is allowed.
     """
@@ -43,44 +43,44 @@ def share_out(count: int, size: int) -> Shares:
     return tuple((starts[rank], starts[rank + 1]) for rank in range(size))
 
 
-def share_out_replicated(count: int, size: int) -> Shares:
-    """Share ``count`` units out over more ranks than units: each rank holds one unit, some ranks the same one.
+def replicated_shards(count: int, size: int) -> UnitRanges:
+    """Shard ``count`` units over more ranks than units: each rank holds one, some ranks replicate the same one.
 
-    With ``count >= size`` this is :func:`share_out`. ``count=2, size=3`` gives unit 0 to ranks 0 and 1, unit 1 to 2.
+    With ``count >= size`` this is :func:`even_shards`. ``count=2, size=3`` gives unit 0 to ranks 0 and 1, unit 1 to 2.
     """
     if count >= size or count == 0:
-        return share_out(count, size)
-    shares: list[Range] = []
-    for unit, (start, stop) in enumerate(share_out(size, count)):
-        shares += [(unit, unit + 1)] * (stop - start)
-    return tuple(shares)
+        return even_shards(count, size)
+    ranges: list[Range] = []
+    for unit, (start, stop) in enumerate(even_shards(size, count)):
+        ranges += [(unit, unit + 1)] * (stop - start)
+    return tuple(ranges)
 
 
-def follow(count: int, leader_count: int, leader_shares: Shares) -> Shares:
-    """Share ``count`` units out so that each lies on a rank that holds its leader.
+def aligned_shards(count: int, leader_count: int, leaders: UnitRanges) -> UnitRanges:
+    """Shard ``count`` units so that each lies on a rank that holds its leader.
 
     Leader ``i`` owns units ``[i * n, (i + 1) * n)`` with ``n = count / leader_count`` (query heads and their KV head).
-    Ranks that hold the same leader share its units out among themselves. Raises ``ValueError`` if ``n`` is not whole.
+    Ranks that hold the same leader split its units among themselves. Raises ``ValueError`` if ``n`` is not whole.
     """
     if leader_count == 0 or count % leader_count:
         raise ValueError(f"{count} units cannot follow {leader_count}: {count} / {leader_count} is not whole")
     each = count // leader_count
-    shares: list[Range] = []
-    for rank, (start, stop) in enumerate(leader_shares):
-        holders = [r for r, share in enumerate(leader_shares) if share == (start, stop)]
-        low, high = share_out((stop - start) * each, len(holders))[holders.index(rank)]
-        shares.append((start * each + low, start * each + high))
-    return tuple(shares)
+    ranges: list[Range] = []
+    for rank, (start, stop) in enumerate(leaders):
+        holders = [r for r, held in enumerate(leaders) if held == (start, stop)]
+        low, high = even_shards((stop - start) * each, len(holders))[holders.index(rank)]
+        ranges.append((start * each + low, start * each + high))
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A run of ``count`` units, each ``width`` elements wide, and which units each rank holds."""
+    """A run of ``count`` units, each ``width`` elements wide, and the ``ranges`` of units that the ranks hold."""
 
     unit: str
     count: int
     width: int
-    shares: Shares
+    ranges: UnitRanges
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """How blocks of units lie along dim ``dim`` of one stored tensor, and who holds what.
+    """Blocks of units side by side along dim ``dim`` of one stored tensor, and which ranks hold them.
 
     Build it with :meth:`of`; ``dim`` is never negative. All sizes are in elements along ``dim``.
     """
@@ -101,14 +101,14 @@ class Layout:
     @classmethod
     def of(cls, dim: int, blocks: Sequence[Block]) -> Layout:
         """Lay ``blocks`` side by side along ``dim``. Raises ``ValueError`` if their axis sizes differ."""
-        if len({len(block.shares) for block in blocks}) != 1:
-            raise ValueError("blocks of one layout must be shared out over the same axis")
+        if len({len(block.ranges) for block in blocks}) != 1:
+            raise ValueError("blocks of one layout must be sharded over the same axis")
         return cls(dim, tuple(blocks))
 
     @property
     def axis_size(self) -> int:
-        """Ranks over which the units are shared out."""
-        return len(self.blocks[0].shares)
+        """Ranks over which the units are sharded."""
+        return len(self.blocks[0].ranges)
 
     @cached_property
     def size(self) -> int:
@@ -121,7 +121,7 @@ class Layout:
         for rank in range(self.axis_size):
             offset, ranges = 0, list[Range]()
             for block in self.blocks:
-                start, stop = block.shares[rank]
+                start, stop = block.ranges[rank]
                 low, high = offset + start * block.width, offset + stop * block.width
                 if ranges and ranges[-1][1] == low:
                     ranges[-1] = (ranges[-1][0], high)  # touching ranges become one
@@ -132,11 +132,11 @@ class Layout:
         return tuple(table)
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
-        """The ``[start, stop)`` ranges of the stored dim that ``rank`` holds, in the order in which it holds them."""
+        """Return the ``[start, stop)`` ranges of the stored dim that ``rank`` holds, in the order of its shard."""
         return self._ranges[rank]
 
     def local_size(self, rank: int) -> int:
-        """Elements along ``dim`` on ``rank``."""
+        """Count the elements along ``dim`` on ``rank``."""
         return sum(stop - start for start, stop in self._ranges[rank])
 
     @cached_property
@@ -165,11 +165,11 @@ class Layout:
         return tuple(owned)
 
     def owned(self, rank: int) -> tuple[Range, ...]:
-        """Like :meth:`ranges` without what a lower rank holds too: over all ranks every element exactly once."""
+        """Return :meth:`ranges` without what a lower rank holds too: over all ranks every element exactly once."""
         return self._owned[rank]
 
     def owned_local(self, rank: int) -> tuple[Range, ...]:
-        """:meth:`owned` in coordinates of the rank's own shard."""
+        """Return :meth:`owned` in coordinates of the rank's own shard."""
         result: list[Range] = []
         offset = 0
         for start, stop in self._ranges[rank]:
@@ -181,13 +181,13 @@ class Layout:
         return tuple(result)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Shape of the shard that ``rank`` holds of a stored tensor of ``shape``."""
+        """Return the shape of the shard that ``rank`` holds of a stored tensor of ``shape``."""
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
     def shard(self, tensor: torch.Tensor, rank: int, dim: int | None = None) -> torch.Tensor:
-        """Cut what ``rank`` holds out of the stored tensor; a contiguous copy that shares no storage with it.
+        """Copy the shard of ``rank`` out of the stored tensor, contiguous and in storage of its own.
 
-        ``dim`` stands in for the layout's own: the same units lie along the last dim of an activation.
+        ``dim`` replaces the layout's: the same units may lie along another dim of an activation.
         Raises ``ValueError`` if ``tensor`` does not have the layout's size along it.
         """
         dim = self.dim if dim is None else dim
@@ -217,35 +217,35 @@ class Layout:
             offset += stop - start
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int | None = None) -> torch.Tensor:
-        """Inverse of :meth:`shard`: the stored tensor from the shards of all ranks, in rank order."""
+        """Concatenate the shards of all ranks, in rank order, to the stored tensor: the inverse of :meth:`shard`."""
         dim = self.dim if dim is None else dim
         if len(shards) != self.axis_size:
             raise ValueError(f"{len(shards)} shards for an axis of size {self.axis_size}")
         shape = list(shards[0].shape)
         shape[dim] = self.size
         full = torch.empty(shape, dtype=shards[0].dtype, device=shards[0].device)
-        for rank in reversed(range(self.axis_size)):  # a lower rank has the last word where several hold an element
+        for rank in reversed(range(self.axis_size)):  # where several ranks hold an element, the lowest one's is kept
             self.write(full, shards[rank], rank, dim)
         return full
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; :meth:`from_json` gives the layout back."""
+        """Return the layout as plain data, as it is in manifests."""
         return {
             "dim": self.dim,
             "blocks": [
-                {"unit": b.unit, "count": b.count, "width": b.width, "shares": [list(s) for s in b.shares]}
+                {"unit": b.unit, "count": b.count, "width": b.width, "shares": [list(held) for held in b.ranges]}
                 for b in self.blocks
             ],
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:
-        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        """Read :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
         blocks = []
         for b in data["blocks"]:
-            shares = tuple((int(start), int(stop)) for start, stop in b["shares"])
+            ranges = tuple((int(start), int(stop)) for start, stop in b["shares"])
             count, width = int(b["count"]), int(b["width"])
-            if count < 0 or width < 0 or any(not 0 <= start <= stop <= count for start, stop in shares):
+            if count < 0 or width < 0 or any(not 0 <= start <= stop <= count for start, stop in ranges):
                 raise ValueError(f"block {b} holds units outside [0, {count})")
-            blocks.append(Block(str(b["unit"]), count, width, shares))
+            blocks.append(Block(str(b["unit"]), count, width, ranges))
         return cls.of(int(data["dim"]), blocks)

@@ -1,4 +1,4 @@
-"""from_pretrained(): a checkpoint becomes this rank's share of a parallel model; the whole model is never in memory."""
+"""from_pretrained(): a checkpoint as this rank's shards of a parallel model; the whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
-from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.verification import share_of_verification
+from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.config import ParallelConfig
-from autopar.consensus import on_every_rank
+from autopar.deferred_init.context import in_lazy_init, lazy_init
+from autopar.deferred_init.files import differs, explained, point_to
+from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError
-from autopar.lazy_files import differs, explained, point_to
-from autopar.lazy_model import in_lazy_init, lazy_init
-from autopar.mesh import MeshSizes
 from autopar.policy.schema import Policy
 
 __all__ = ["from_pretrained"]
@@ -32,7 +31,7 @@ _REFUSED = {
     "state_dict": "initialize takes a model that sits in memory",
     **dict.fromkeys(
         ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config"),
-        "autopar gives every rank its own share of the model",
+        "autopar gives every rank its own shards of the model",
     ),
 }
 
@@ -76,7 +75,7 @@ def from_pretrained(
     verify: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Load a checkpoint as this rank's share of a parallel model; each rank reads the bytes of its own shards.
+    """Load a checkpoint as this rank's shards of a parallel model; each rank reads the bytes of its own.
 
     Equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``, which needs
     memory for the whole model. Every rank calls it. What the checkpoint lacks (a head that is new for the task) is
@@ -104,32 +103,38 @@ def from_pretrained(
             know; a call inside :func:`autopar.lazy_init`.
         ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
     """
-
-    def load() -> tuple[Any, dict[str, Any]]:
-        given = _checked(model_class, path, config, model_config, dtype, kwargs)
-        folder = Path(path) / (given.get("subfolder") or "")
-        try:
-            with torch.device("cpu"):  # whatever the default device is
-                if (folder / MANIFEST).is_file():
-                    return _from_shards(model_class, folder, config, verify, given), {}
-                with lazy_init():
-                    model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
-        except (AutoparError, Warning):
-            raise
-        except Exception as error:  # whatever transformers stumbles over
-            raise explained(error, folder, kwargs) from error
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise ConfigError(f"{path} holds an adapter: load the base model, and the adapter after that")
-        if strict and (info["missing_keys"] or info["unexpected_keys"]):
-            raise CheckpointError(differs(str(path), model, info))
-        return model, info
-
     wanted_info = kwargs.pop("output_loading_info", False)
-    model, info = on_every_rank(
-        load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
+    model, info = same_on_every_rank(
+        lambda: _load(
+            model_class, path, config, _checked(model_class, path, config, model_config, dtype, kwargs), strict, verify
+        ),
+        lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)},
     )
     model = initialize(model, config, policy=policy)
     return (model, info) if wanted_info else model
+
+
+def _load(
+    model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool
+) -> tuple[Any, dict[str, Any]]:
+    """A lazy model whose values are in a checkpoint, and what that lacks. ``given`` is for transformers."""
+    folder = Path(path) / (given.get("subfolder") or "")
+    try:
+        with torch.device("cpu"):  # whatever the default device is
+            if (folder / MANIFEST).is_file():
+                return _from_shards(model_class, folder, config, verify, given), {}
+            with lazy_init():
+                model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
+    except (AutoparError, Warning):
+        raise
+    except Exception as error:  # whatever transformers stumbles over
+        own = {name: value for name, value in given.items() if name not in ("config", "dtype")}
+        raise explained(error, folder, own) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(f"{path} holds an adapter: load the base model, and the adapter after that")
+    if strict and (info["missing_keys"] or info["unexpected_keys"]):
+        raise CheckpointError(differs(str(path), model, info))
+    return model, info
 
 
 def _checked(
@@ -180,7 +185,7 @@ def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, give
         shards.verify_along()
         tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
         now = MeshSizes(tp, pp, world // (tp * pp))
-        for held in share_of_verification(list(shards.held(("model",))), shards.manifest.sizes, now, rank):
+        for held in assign_verification(list(shards.stored(("model",))), shards.manifest.sizes, now, rank):
             shards.verify(held)
     options = {
         name: value

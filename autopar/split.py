@@ -1,37 +1,33 @@
-"""Cut a Hugging Face checkpoint into the shards of a mesh beforehand: one process, one tensor in memory at a time."""
+"""Split a Hugging Face checkpoint into the shards of a mesh: one process, one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from autopar.checkpoint.folder import Staging
 from autopar.checkpoint.format import Manifest, versions
-from autopar.checkpoint.lazy import InMemory, LazyTensor
-from autopar.checkpoint.merge import parse_dtype, refuse_own_place
-from autopar.checkpoint.reshard import check_sizes, finish, write_part
-from autopar.checkpoint.safetensors_stream import dtype_of, nbytes
-from autopar.checkpoint.stages import stages_by_size
+from autopar.checkpoint.offline.output import output_folder, parse_dtype, progress_bar
+from autopar.checkpoint.offline.reshard import check_sizes, stages_by_size, write_manifest, write_part
 from autopar.checkpoint.state import listed
+from autopar.deferred_init.context import lazy_init
+from autopar.deferred_init.files import explained
+from autopar.deferred_init.sources import sources_of
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, nearest
-from autopar.lazy_files import explained
-from autopar.lazy_model import lazy_init
-from autopar.mesh import MeshSizes
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy
-from autopar.policy.plan import Plan
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy
-from autopar.sources import sources_of
+from autopar.storage.lazy_tensor import InMemory, LazyTensor
+from autopar.storage.safetensors_io import dtype_of, nbytes
 
 __all__ = ["split_checkpoint"]
 
@@ -66,27 +62,22 @@ def split_checkpoint(
 
     Raises:
         CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
-        ConfigError, UnsupportedModelError, PolicyError: the model cannot be cut like that.
+        ConfigError, UnsupportedModelError, PolicyError: the model cannot be sharded like that.
     """
     check_sizes(tp, pp)
-    folder, target = Path(source), Path(os.path.abspath(destination))
-    chosen = parse_dtype(dtype)
-    refuse_own_place("split", folder, target)
+    folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
     plan = make_plan(model, find_policy(model, policy), tp)
     sources = _sources(model, plan)
     bytes_of = {name: nbytes(dtype_of(tensor.dtype), tensor.shape) for name, tensor in plan.tensors.items()}
-    staging = Staging(target, replace=force)
-    try:
-        show = sys.stderr.isatty() if progress is None else progress
-        with tqdm(total=sum(bytes_of.values()), desc="splitting", unit="B", unit_scale=True, disable=not show) as bar:
+    with output_folder("split", folder, destination, force) as staging:
+        with progress_bar("splitting", sum(bytes_of.values()), progress) as bar:
 
             def read(name: str) -> torch.Tensor:
                 bar.update(bytes_of[name])
                 return sources[name].read().to(dtype_of(plan.tensors[name].dtype))
 
-            stages = stages_by_size(bytes_of, pp)
-            part = write_part(staging.temp, staging.id, "model", plan.tensors, read, (tp, pp), stages)
+            part = write_part(staging, "model", plan.tensors, read, (tp, pp), stages_by_size(bytes_of, pp))
         manifest = Manifest(
             save_id=staging.id,
             sizes=MeshSizes(tp, pp, 1),
@@ -97,15 +88,11 @@ def split_checkpoint(
             parameters=frozenset(plan.canonical(name) for name, _ in model.named_parameters()),
             versions=versions(),
         )
-        return finish(staging, manifest, folder, chosen)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        staging.discard()
+        return write_manifest(staging, manifest, folder, chosen)
 
 
 def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The model of the folder with its weights on the meta device."""
+    """Return the model of the folder with its weights on the meta device."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -146,7 +133,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
 
 
 def _sources(model: PreTrainedModel, plan: Plan) -> dict[str, LazyTensor]:
-    """Canonical name -> where its values come from."""
+    """Return canonical name -> lazy tensor, over parameters and persistent buffers."""
     found: dict[str, LazyTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
@@ -156,7 +143,7 @@ def _sources(model: PreTrainedModel, plan: Plan) -> dict[str, LazyTensor]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found.setdefault(plan.canonical(start + name), InMemory(buffer))
-    absent = [name for name in plan.tensors if name not in found]
-    if absent:
-        raise CheckpointError(f"the checkpoint has no values for {listed(absent)}")
+    missing = [name for name in plan.tensors if name not in found]
+    if missing:
+        raise CheckpointError(f"the checkpoint has no values for {listed(missing)}")
     return found

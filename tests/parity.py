@@ -36,10 +36,25 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 def close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert torch.isfinite(expected).all(), f"{what}: the plain model's is not finite"
+    if actual.dtype == expected.dtype and torch.equal(actual, expected):
+        return
     error = (actual - expected).abs()
     allowed = tolerance * (1 + expected.abs())
     worst = (error - allowed).max().item() if error.numel() else -1.0
     assert worst <= 0, f"{what}: off by {error.max().item():.3e}, allowed {tolerance} absolute and relative"
+
+
+def all_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str, tolerance: float = TOLERANCE
+) -> None:
+    """:func:`close` for each name in ``what.format(name)``; all in one comparison, one by one only to say which."""
+    named = [(actual[name], value) for name, value in expected.items()]
+    if len({tensor.dtype for pair in named for tensor in pair}) == 1 and all(a.shape == e.shape for a, e in named):
+        mine, theirs = (torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in zip(*named, strict=True))
+        if torch.isfinite(theirs).all() and ((mine - theirs).abs() <= tolerance * (1 + theirs.abs())).all():
+            return
+    for name, value in expected.items():
+        close(actual[name], value, what.format(name), tolerance)
 
 
 def reseed(seed: int) -> None:
@@ -63,12 +78,12 @@ def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | N
         parts = [shards[name] for shards in everyone]
         layout: Layout | None = plan.tensors[plan.canonical(name)].layout
         if layout is None:
-            for rank, part in enumerate(parts):
+            for rank, part in enumerate(parts[1:], 1):
                 close(part, parts[0], f"{name}: replicated, but different on tp rank {rank}", 1e-6)
             result[name] = parts[0]
         else:
             result[name] = layout.unshard(parts)
-            for rank, part in enumerate(parts):  # replicas hold the same
+            for rank, part in enumerate(parts if layout.replicated else ()):  # replicas hold the same
                 close(part, layout.shard(result[name], rank), f"{name}: replicas differ", 1e-6)
     return result
 
@@ -80,15 +95,16 @@ def _everyones(local: dict[str, torch.Tensor], plan: Any, axis: Any) -> list[dic
     ]
     if axis.size == 1:
         return [local]
-    if any(tensor.dtype != torch.float32 for tensor in local.values()):
+    dtypes = {tensor.dtype for tensor in local.values()}
+    if len(dtypes) != 1:
         everyone: list[Any] = [local] * axis.size
         dist.all_gather_object(everyone, local, group=axis.group)
         return everyone
     longest = max(sum(math.prod(shape) for shape in listed.values()) for listed in shapes)
-    flat = torch.zeros(longest)
+    flat = torch.zeros(longest, dtype=dtypes.pop())
     flat_local = torch.cat([tensor.reshape(-1) for tensor in local.values()])
     flat[: flat_local.numel()] = flat_local
-    rows = [torch.empty(longest) for _ in range(axis.size)]
+    rows = [torch.empty_like(flat) for _ in range(axis.size)]
     dist.all_gather(rows, flat, group=axis.group)
     result = []
     for row, listed in zip(rows, shapes, strict=True):
@@ -147,8 +163,12 @@ def check(
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     config: dict[str, Any] | None = None,
     first: Callable[[nn.Module, nn.Module], None] | None = None,
+    step: bool = True,
 ) -> nn.Module:
-    """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before."""
+    """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before.
+
+    Without ``step`` it ends after the gradients: a step treats each element by itself.
+    """
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3))
     plain = build().train()
     parallel = copy.deepcopy(plain)
@@ -181,15 +201,16 @@ def check(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = whole(parallel, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
+    for parameter in plain.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        close(gradients[name], parameter.grad, f"gradient of {name}", tolerance)
+    all_close(gradients, {n: p.grad for n, p in plain.named_parameters()}, "gradient of {}", tolerance)
+    if not step:
+        return parallel
     reference_optimizer.step()
     made_before.step()
     weights = whole(parallel, lambda parameter: parameter.data)
-    for name, parameter in plain.named_parameters():
-        close(weights[name], parameter.data, f"{name} after the step", tolerance)
+    all_close(weights, {n: p.data for n, p in plain.named_parameters()}, "{} after the step", tolerance)
     return parallel
 
 

@@ -1,8 +1,9 @@
 """Worlds that live as long as the test run: for many small tests over the same number of ranks.
 
 ``@pooled(world_size=2)`` is ``@distributed(world_size=2)`` with ranks that have run other pooled tests: they keep
-their process group and every modeling file that they have imported. A test that fails or hangs takes its world down
-with it; the next one starts a new world. Tests in it must leave nothing behind that others could trip over.
+their process group and every modeling file that they have imported. What a body leaves behind is put back after it
+(:mod:`tests.leftovers`). A test that fails or hangs takes its world down with it; the next one starts a new world.
+There is one world of each size. Bodies that kill a rank or need a process of their own stay ``@distributed``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.worlds import PRELOAD, join, run_body
+from tests.worlds import PRELOAD, connection_failed, join, run_body
 
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail by themselves
+_RANKS = 24  # of all worlds together; beyond it those that have waited longest end
 
 
 class World:
@@ -60,6 +63,7 @@ class World:
                     try:
                         text = pipe.recv()
                     except EOFError:
+                        self.processes[rank].join(_GRACE)
                         text = f"the process died with code {self.processes[rank].exitcode}"
                     if text is not None:
                         failures[rank] = text
@@ -104,14 +108,12 @@ def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., N
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
-            for other in [size for size in _worlds if size != world_size]:  # one at a time: they hold memory
-                _worlds.pop(other).close()
-            world = _worlds.get(world_size) or _worlds.setdefault(world_size, World(world_size))
             try:
-                world.run(body.__module__, body.__qualname__, timeout, args, kwargs)
-            except BaseException:
-                _worlds.pop(world_size).close()
-                raise
+                _run(body, world_size, timeout, args, kwargs)
+            except AssertionError as error:
+                if not connection_failed(error):
+                    raise
+                _run(body, world_size, timeout, args, kwargs)
 
         run.body = body  # type: ignore[attr-defined]
         run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
@@ -120,14 +122,32 @@ def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., N
     return decorate
 
 
+def _run(
+    body: Callable[..., None], world_size: int, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    world = _worlds.pop(world_size, None) or World(world_size)
+    _worlds[world_size] = world  # the last one used is the last of them
+    for size in list(_worlds)[:-1]:
+        if sum(_worlds) > _RANKS:
+            _worlds.pop(size).close()
+    try:
+        world.run(body.__module__, body.__qualname__, timeout, args, kwargs)
+    except BaseException:
+        _worlds.pop(world_size).close()
+        raise
+
+
 def _serve(rank: int, world_size: int, folder: str, pipe: Any) -> None:
     import torch
+
+    from tests.leftovers import Settings
 
     with open(f"{folder}/stack-rank{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         try:
-            join(rank, world_size, folder, timeout=120)
+            join(rank, world_size, folder, timeout=300)
+            settings = Settings()
         except BaseException:
             pipe.recv()
             pipe.send(traceback.format_exc())
@@ -138,7 +158,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Any) -> None:
             except EOFError:
                 os._exit(0)
             try:
-                run_body(module, name, args, kwargs)
+                with warnings.catch_warnings():
+                    run_body(module, name, args, kwargs)
+                del args, kwargs
+                settings.restore()
                 pipe.send(None)
             except BaseException:
                 pipe.send(traceback.format_exc())

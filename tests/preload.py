@@ -1,15 +1,33 @@
 """Imported once by the fork server, so that every rank of every world starts with it.
 
-``torch._dynamo`` and what it needs are imported by the first optimizer of a process; here that is paid once.
+``torch._dynamo`` and what it needs are imported by the first optimizer of a process, transformers compiles 900 regular
+expressions for the first model that is planned, and torch looks up each of its operators on the meta device once. Here
+that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage collections, which would copy its pages.
 """
 
-from transformers import (  # noqa: F401
-    AutoConfig,
-    BertForMaskedLM,
-    GenerationMixin,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-)
+from __future__ import annotations
 
-import tests.parity
-import tests.small  # noqa: F401
+import gc
+import importlib
+import pkgutil
+
+from transformers import AutoConfig, BertForMaskedLM, GenerationMixin, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
+
+import autopar
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.plan.make_plan import make_plan
+from autopar.policy.match import find_policy
+from tests.small import gpt2
+
+
+def _plan_once() -> None:
+    model = gpt2()
+    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
+
+
+for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
+    if not module.name.endswith("__main__"):  # it would run the command line, and end the server
+        importlib.import_module(module.name)
+_plan_once()
+gc.collect()
+gc.freeze()

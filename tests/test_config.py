@@ -7,10 +7,11 @@ import re
 import pytest
 import yaml
 
-from autopar.config import _NUMBERS, _SECTIONS, ParallelConfig
+from autopar.config import ParallelConfig
+from autopar.config.foreign_keys import _ELSEWHERE, _RENAMED, explain
+from autopar.config.pipeline import PipelineConfig
+from autopar.config.sections import NUMBERS, SECTIONS
 from autopar.errors import ConfigError
-from autopar.foreign_keys import _ELSEWHERE, _RENAMED, explain
-from autopar.pipeline_config import PipelineConfig
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
 
@@ -166,7 +167,7 @@ def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():
     assert ParallelConfig.parse(off).expert_parallel_size == 1
     message = (
         "expert_parallel_size=2 must be 1 or tensor_parallel_size=4: "
-        "whole experts are shared out over the tensor-parallel ranks"
+        "whole experts are distributed over the tensor-parallel ranks"
     )
     for wrong in (
         {"model_parallelism": {"tensor_parallel_size": 4, "expert_parallel_size": 2}},
@@ -205,8 +206,8 @@ def test_zero_precision_and_clipping():
 
 
 def test_null_is_the_default_of_every_key_and_section(tmp_path):
-    sections = {name: dict.fromkeys(keys) for name, keys in _SECTIONS.items()}
-    assert ParallelConfig.parse(dict.fromkeys([*_SECTIONS, *_NUMBERS])) == ParallelConfig()
+    sections = {name: dict.fromkeys(keys) for name, keys in SECTIONS.items()}
+    assert ParallelConfig.parse(dict.fromkeys([*SECTIONS, *NUMBERS])) == ParallelConfig()
     # A section that is present is on, whatever its keys say by default.
     assert ParallelConfig.parse(sections) == ParallelConfig(activation_checkpointing=True)
     (tmp_path / "c.yaml").write_text(
@@ -271,7 +272,7 @@ def test_keys_of_other_libraries_say_what_to_write(source, message):
 
 
 def test_every_foreign_key_has_one_sentence_that_leads_somewhere():
-    own = {*_SECTIONS, *_NUMBERS, *(f"{name}.{key}" for name, keys in _SECTIONS.items() for key in keys)}
+    own = {*SECTIONS, *NUMBERS, *(f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys)}
     assert {home for names in _RENAMED.values() for home in names.values()} <= own
     assert list(_RENAMED) == list(_ELSEWHERE)
     names = {name for table in (_RENAMED, _ELSEWHERE) for library in table.values() for name in library}

@@ -1,8 +1,9 @@
 """Every policy file, by itself: each model type, each task head, small and random, against the plain model.
 
-The main head of the first model type of each file runs in every test run; all model types with all heads are marked
-``every``. The cases of a model type share one world; a failure names its case. That each single rule matters is in
-tests/policy/test_every_rule.py.
+What needs no ranks runs for all model types in every run: plans at several sizes, shards put together again, a
+rehearsal. So do the main heads of tests/representatives.py on two ranks. Everything else is marked ``every``: all
+model types with all heads on two ranks, and on four one policy of each structure. The cases of a model type share one
+world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from torch import nn
 
 import autopar
 import autopar.api
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import SUPPORTED
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
-from tests.worlds import distributed
+from tests.representatives import REPRESENTATIVES, one_of_each_structure
 
 # Model types whose plain forward does not run on the meta device, so that no rehearsal looks at their policies.
 NOT_REHEARSED = {
@@ -79,7 +80,6 @@ NOT_REHEARSED = {
 # Heads and KV heads at each size: shared out unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
-REHEARSE = rehearse  # _run switches off the one in initialize
 POLICIES = list(own_policies())
 MODEL_TYPES = sorted(supported_model_types())
 WHOLE = [name for name in MODEL_TYPES if not of_type(name).inside]  # the others are parts, tested inside these
@@ -111,19 +111,25 @@ def _of_policy(name: str, listed: list[Case]) -> list[Case]:
     return [case for case in listed if find_policy(build(case, *SIZES[2])).name == name] or listed
 
 
-def _run(wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, vocab: int = 131) -> None:
-    """Check each case; the first failure names its case on every rank."""
+def _run(
+    wanted: Iterable[Case], tp: int, heads: int = 0, kv_heads: int = 0, vocab: int = 131, thorough: bool = True
+) -> None:
+    """Check each case; the first failure names its case on every rank.
+
+    Args:
+        thorough: two micro-batches, whose gradients add up, and a step; else one micro-batch.
+    """
     transformers.logging.set_verbosity_error()
-    autopar.api.rehearse = lambda *_: True  # test_every_head_can_be_rehearsed has it, without a world
+    autopar.api.check_plan = lambda *_: True  # the tests of rehearsals have it, without a world
     heads, kv_heads = (heads, kv_heads) if heads else SIZES[tp]
     for case in wanted:
         try:
             model = build(case, heads, kv_heads, vocab=vocab)
-            inputs = batches(case, model.config)
+            inputs = batches(case, model.config, 2 if thorough else 1)
             words = kind(case.head) in ("causal", "seq2seq") and model.can_generate()
             first = functools.partial(_same_tokens, batch=inputs[0])
             generates = words and vocab > 3 and of_type(case.model_type).generates
-            parallel = check(lambda model=model: copy.deepcopy(model), inputs, tp, first=first if generates else None)
+            parallel = check(lambda model=model: model, inputs, tp, first=first if generates else None, step=thorough)
             parallel.mpu.destroy()
         except Exception as error:
             raise AssertionError(f"{case} at tp {tp}, {heads} heads, {kv_heads} KV heads: {error}") from error
@@ -157,47 +163,84 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
     assert torch.equal(*tokens), f"generated {tokens[1].tolist()}, the plain model {tokens[0].tolist()}"
 
 
-# -- one model type of each file, in every run --------------------------------------------------------------------
+# -- without ranks: all model types -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if set(_types(name)) & set(WHOLE)])
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
+    listed = _cases(model_type)
+    if not listed:
+        return  # all its heads are left out, with reasons: a part that the tests of another model hold
+    for case in _main(model_type)[:1]:
+        for tp, sizes in SIZES.items():
+            _comes_back(build(case, *sizes), tp)
+    done = any(_rehearse(case, 2) for case in [*_main(model_type)[:1], *listed])  # until one can be
+    assert done != (model_type in NOT_REHEARSED), "NOT_REHEARSED is wrong about it"
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("model_type", WHOLE)
+def test_every_head_is_rehearsed(model_type: str) -> None:
+    """Heads that only classify share all but a replicated layer with the others."""
+    for case in _cases(model_type):
+        if case.variant or kind(case.head) in ("seq2seq", "causal", "masked", "base"):
+            _rehearse(case, 2)
+    for case in _main(model_type)[:1]:
+        for tp in (3, 4):
+            _rehearse(case, tp)
+
+
+def _rehearse(case: Case, tp: int) -> bool:
+    """Whether it can be rehearsed; it is not refused."""
+    transformers.logging.set_verbosity_error()
+    model = build(case, *SIZES[tp])
+    try:
+        return check_plan(model, "", make_plan(model, find_policy(model), tp))
+    except Exception as error:
+        raise AssertionError(f"{case} at tp {tp}: {error}") from error
+
+
+def _comes_back(model: nn.Module, tp: int) -> None:
+    """Every parameter and buffer of the plan is what its shards make, which have the shapes that the plan says."""
+    state = dict(model.state_dict(keep_vars=True))
+    for name, tensor in make_plan(model, find_policy(model), tp).tensors.items():
+        if tensor.layout is not None:
+            shards = [tensor.layout.shard(state[name].detach(), rank) for rank in range(tp)]
+            for rank, shard in enumerate(shards):
+                assert shard.shape == tensor.local_shape(rank), f"{name} of {tp} ranks"
+            assert torch.equal(tensor.layout.unshard(shards), state[name]), f"{name} over {tp} ranks"
+
+
+# -- over ranks: some of them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", REPRESENTATIVES)
 @pooled(world_size=2)
-def test_the_first_model_type_on_two(name: str) -> None:
-    first = next(model_type for model_type in _types(name) if model_type in WHOLE)
-    _run(_of_policy(name, _main(first))[:1], 2)
+def test_a_representative_on_two(model_type: str) -> None:
+    _run(_main(model_type)[:1], 2)
+    for case in _main(model_type)[:1]:
+        _merges(case)
 
 
-@distributed(world_size=3, timeout=300)
+@pooled(world_size=3, timeout=300)
 def test_one_of_each_family_on_three() -> None:
     for model_type in ("gpt2", "llama", "phi3", "qwen3", "bert", "distilbert", "mixtral", "t5", "bart", "mamba2"):
         _run(_main(model_type)[:1], 3)
 
 
-# -- everything, a sixteenth of it in every run ---------------------------------------------------------------------
+# -- over ranks: all of them --------------------------------------------------------------------------------------
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("model_type", WHOLE)
 @pooled(world_size=2, timeout=600)
 def test_every_head_on_two(model_type: str) -> None:
-    listed = _cases(model_type)
-    _rehearse(listed, model_type)
-    _run(listed, 2)
-    for case in _main(model_type)[:1]:
+    main = _main(model_type)[:1]
+    _run(main, 2)
+    # That gradients add up and that a step finds its parameters is no matter of the head.
+    _run([case for case in _cases(model_type) if case not in main], 2, thorough=False)
+    for case in main:
         _merges(case)
-
-
-def _rehearse(listed: list[Case], model_type: str) -> None:
-    """What initialize does before it touches a model refuses none of them; each rank looks at its part of the cases.
-
-    Heads that only classify share all but a replicated layer with the others.
-    """
-    if not listed:
-        return  # all its heads are left out, with reasons: a part that the tests of another model hold
-    chosen = [c for c in listed if c.variant or kind(c.head) in ("seq2seq", "causal", "masked", "base")]
-    rest = [c for c in listed if c not in chosen]
-    done = _rehearse_some(chosen) or _rehearse_some(rest)
-    assert done != (model_type in NOT_REHEARSED), "NOT_REHEARSED is wrong about it"
 
 
 def _merges(case: Case) -> None:
@@ -218,27 +261,13 @@ def _merges(case: Case) -> None:
         shutil.rmtree(place[0])
 
 
-def _rehearse_some(chosen: list[Case]) -> bool:
-    """Whether one of the cases could be rehearsed; none is refused."""
-    rehearsed, problem = False, ""
-    for case in chosen[dist.get_rank() :: dist.get_world_size()]:
-        model = build(case, *SIZES[2])
-        try:
-            rehearsed |= REHEARSE(model, "", make_plan(model, find_policy(model), 2))
-        except Exception as error:
-            problem = problem or f"{case}: {error}"
-    everyone: list[tuple[bool, str]] = [(rehearsed, problem)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (rehearsed, problem))
-    for _, text in everyone:
-        assert not text, text
-    return any(done for done, _ in everyone)
-
-
 @pytest.mark.every
-@pytest.mark.parametrize("model_type", WHOLE)
+@pytest.mark.parametrize("name", one_of_each_structure(WHOLE))
 @pooled(world_size=4, timeout=600)
-def test_the_main_head_on_four(model_type: str) -> None:
-    _run(_main(model_type)[:1], 4)
+def test_one_of_each_structure_on_four(name: str) -> None:
+    """More ranks than KV heads: without ranks that is planned and rehearsed for every model type."""
+    first = next(model_type for model_type in _types(name) if model_type in WHOLE)
+    _run(_of_policy(name, _main(first))[:1], 4, thorough=False)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------
@@ -251,35 +280,35 @@ LLAMA, QWEN3, PHI3 = (
 GPT2, BERT = Case("gpt2", "GPT2LMHeadModel"), Case("bert", "BertForMaskedLM")
 
 
-@distributed(world_size=2, timeout=300)
+@pooled(world_size=2, timeout=300)
 def test_one_two_and_three_kv_heads_on_two() -> None:
     for heads, kv_heads in [(4, 1), (5, 1), (6, 2), (9, 3)]:
-        _run([LLAMA, QWEN3, PHI3], 2, heads, kv_heads)
+        _run([LLAMA, QWEN3, PHI3], 2, heads, kv_heads, thorough=False)
 
 
-@distributed(world_size=3, timeout=300)
+@pooled(world_size=3, timeout=300)
 def test_one_two_and_three_kv_heads_on_three() -> None:
     for heads, kv_heads in [(4, 1), (6, 2), (8, 2), (9, 3)]:
-        _run([LLAMA, QWEN3, PHI3], 3, heads, kv_heads)
+        _run([LLAMA, QWEN3, PHI3], 3, heads, kv_heads, thorough=False)
 
 
-@distributed(world_size=4, timeout=300)
+@pooled(world_size=4, timeout=300)
 def test_one_two_and_three_kv_heads_on_four() -> None:
     for heads, kv_heads in [(6, 1), (8, 2), (9, 3)]:
-        _run([LLAMA, QWEN3, PHI3], 4, heads, kv_heads)
+        _run([LLAMA, QWEN3, PHI3], 4, heads, kv_heads, thorough=False)
 
 
-@distributed(world_size=4, timeout=300)
+@pooled(world_size=4, timeout=300)
 def test_25_heads_on_four() -> None:
     for kv_heads in (1, 5, 25):
-        _run([LLAMA, PHI3], 4, 25, kv_heads)
-    _run([GPT2, BERT], 4, 25)
+        _run([LLAMA, PHI3], 4, 25, kv_heads, thorough=False)
+    _run([GPT2, BERT], 4, 25, thorough=False)
 
 
-@distributed(world_size=4, timeout=300)
+@pooled(world_size=4, timeout=300)
 def test_small_and_odd_vocabularies_on_four() -> None:
     for vocab in (17, 5, 3):  # 3 leaves the last rank without a row
-        _run([GPT2, LLAMA, BERT, Case("llama", "LlamaForCausalLM", "other tie")], 4, 4, 2, vocab)
+        _run([GPT2, LLAMA, BERT, Case("llama", "LlamaForCausalLM", "other tie")], 4, 4, 2, vocab, thorough=False)
 
 
 # -- nothing is left out ------------------------------------------------------------------------------------------
@@ -330,7 +359,7 @@ def test_a_policy_says_what_is_special_and_for_which_transformers(path: Path) ->
             assert comment.endswith(".") and len(comment) > 20, lines[place]
     for policy in policies:
         ranges = {policy.range_of(model_type) for model_type in policy.model_types}
-        assert ranges <= {SUPPORTED, ">=5.23,<6"}  # make test-oldest has the one, make test the other
+        assert ranges <= {SUPPORTED, ">=5.23,<6"}  # make test-all has both
     assert SUPPORTED not in path.read_text(), "it holds where a policy says nothing"
 
 

@@ -14,37 +14,38 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, UnsupportedModelError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
+from tests.compare import same_gradients
 from tests.parity import check, close, language_batches, whole
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_gpt2_on_two():
     check(gpt2, language_batches(131), tp=2)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_gpt2_on_four_and_with_an_empty_vocabulary_shard():
     check(gpt2, language_batches(131), tp=4)
     check(lambda: gpt2(vocab_size=3), language_batches(3), tp=4)
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_llama_on_three_with_two_kv_heads():
     check(lambda: llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4), language_batches(131), tp=3)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_kv_heads_fewer_than_ranks_and_25_heads():
     for heads, kv in [(8, 1), (8, 2), (9, 3), (25, 1), (25, 5)]:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4 * heads}
         check(functools.partial(llama, **sizes), language_batches(131), tp=4)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_everything_is_attached_and_the_module_is_what_it_was():
     model = gpt2()
     classes = {name: type(module) for name, module in model.named_modules()}
@@ -97,7 +98,7 @@ class Wrapped(nn.Module):
         return self.scale(self.language(input_ids).logits)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_module_of_the_users_own_with_a_model_inside():
     plain = Wrapped()
     model = parallel(copy.deepcopy(plain), 2)
@@ -106,12 +107,10 @@ def test_a_module_of_the_users_own_with_a_model_inside():
     close(actual, expected, "output")
     expected.square().mean().backward()
     actual.square().mean().backward()
-    gradients = whole(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name)
+    same_gradients(model, plain)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_model_with_different_random_weights_becomes_rank_zeros():
     model = gpt2(seed=dist.get_rank())
     parallel(model, 2)
@@ -120,7 +119,7 @@ def test_a_model_with_different_random_weights_becomes_rank_zeros():
         assert torch.equal(weights[name], parameter), name
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_deparallelize_gives_back_the_plain_model_and_initialize_works_again():
     plain = gpt2(add_cross_attention=True)
     model = copy.deepcopy(plain)
@@ -147,7 +146,7 @@ def test_deparallelize_gives_back_the_plain_model_and_initialize_works_again():
         autopar.deparallelize(model)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_second_initialize_is_refused_also_from_outside():
     model = parallel(gpt2(), 2)
     with pytest.raises(ConfigError, match="is parallelized already: tensor_parallel_size=2"):
@@ -158,13 +157,13 @@ def test_a_second_initialize_is_refused_also_from_outside():
         parallel(model.transformer, 2)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_would_be_silently_wrong_raises():
     model = parallel(gpt2(), 2)
     with pytest.raises(ConfigError, match="resize_token_embeddings: the vocabulary of this GPT2LMHeadModel"):
         model.resize_token_embeddings(140)
     with pytest.raises(
-        ConfigError, match=r"save_pretrained: this rank holds only its share.*\n?.*merge_checkpoints=True"
+        ConfigError, match=r"save_pretrained: this rank holds only its part.*\n?.*merge_checkpoints=True"
     ):
         model.save_pretrained("nowhere")
     with pytest.raises(ConfigError, match=r"resize_token_embeddings: the vocabulary of this GPT2Model"):
@@ -175,7 +174,7 @@ def test_what_would_be_silently_wrong_raises():
         model(torch.tensor([[0, 131]]))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_ranks_that_call_differently_all_get_an_error():
     rank = dist.get_rank()
     for config, policy, meta in [
@@ -195,7 +194,7 @@ def test_ranks_that_call_differently_all_get_an_error():
         parallel(gpt2(), 2)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_attention_maps_are_those_of_all_heads():
     plain = gpt2(attn_implementation="eager")
     model = parallel(copy.deepcopy(plain), 2)
@@ -206,7 +205,7 @@ def test_attention_maps_are_those_of_all_heads():
         close(ours, theirs, "attention map")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_buffers_of_odd_kinds_are_made_equal():
     model = gpt2()
     rank = dist.get_rank()
@@ -222,7 +221,7 @@ def test_buffers_of_odd_kinds_are_made_equal():
     assert model.halves.sum() == 0 and model.scalar.item() == 0 and model.wide.tolist() == [0.0] * 4
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_replicas_with_different_random_weights_become_equal_too():
     model = parallel(gpt2(seed=dist.get_rank()), 2)
     weights: list = [None] * 4
@@ -230,7 +229,7 @@ def test_replicas_with_different_random_weights_become_equal_too():
     assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_weights_copied_over_all_ranks_are_found():
     model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
     for (
@@ -241,7 +240,7 @@ def test_weights_copied_over_all_ranks_are_found():
         model(torch.arange(6)[None])
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_deep_copy_is_a_working_parallel_model_of_its_own():
     model = parallel(gpt2(), 2)
     twin = copy.deepcopy(model)
@@ -256,7 +255,7 @@ def test_a_deep_copy_is_a_working_parallel_model_of_its_own():
     assert hooks[0].region is not model.transformer.h[0].attn.c_attn.region
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_two_models_with_two_meshes_live_side_by_side():
     two, four, ids = parallel(gpt2(), 2), parallel(gpt2(), 4), torch.arange(6)[None]
     expected = gpt2()(ids).logits
@@ -270,21 +269,21 @@ def test_a_size_that_does_not_fit_says_what_does():
     with pytest.raises(ConfigError) as info:
         make_plan(model, find_policy(model), 16)
     assert str(info.value) == (
-        "tensor_parallel_size=16 does not fit GPT2LMHeadModel: 9 heads cannot be shared out over 16 ranks.\n"
-        "  'heads' is num_attention_heads=9 (policies/gpt2.yaml:7), cut by attn.c_attn (policies/gpt2.yaml:17).\n"
+        "tensor_parallel_size=16 does not fit GPT2LMHeadModel: 9 heads cannot be sharded over 16 ranks.\n"
+        "  'heads' is num_attention_heads=9 (policies/gpt2.yaml:7), sharded by attn.c_attn (policies/gpt2.yaml:17).\n"
         "  Largest size that fits this model: 9."
     ).replace("gpt2.yaml:7", f"gpt2.yaml:{find_policy(model).units['heads'].where.line}").replace(
         "gpt2.yaml:17", f"gpt2.yaml:{find_policy(model).towers[0].blocks['attn.c_attn'].where.line}"
     )
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
     model = gpt2(n_head=1) if dist.get_rank() else gpt2()  # rank 1 holds another model
     before = copy.deepcopy(model.state_dict())
     with pytest.raises((ConfigError, ConsistencyError)) as info:
         parallel(model, 2)
-    expected = "1 heads cannot be shared out over 2 ranks"
+    expected = "1 heads cannot be sharded over 2 ranks"
     assert expected in str(info.value)
     if dist.get_rank() == 0:
         assert str(info.value).startswith("rank 1 cannot initialize its model, so no rank does:")
@@ -315,7 +314,7 @@ def test_an_unsupported_model_names_the_closest():
         autopar.initialize(model)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_activation_checkpointing_gives_the_same_gradients():
     check(gpt2, language_batches(131), tp=2, config={"activation_checkpointing": {"enable": True}})
     model = parallel(gpt2(), 2, activation_checkpointing={})
@@ -323,7 +322,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
     assert not autopar.deparallelize(model).is_gradient_checkpointing
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_gradients_that_are_there_already_are_cut_too():
     plain = gpt2()
     plain(torch.arange(6)[None]).logits.sum().backward()
@@ -350,7 +349,7 @@ def test_planning_a_billion_parameters_takes_under_two_seconds():
     assert plan.tensors["model.layers.0.mlp.down_proj.weight"].local_shape(0) == (2048, 688)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_initialize_on_the_meta_device():
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2))

@@ -5,44 +5,44 @@ import random
 import pytest
 import torch
 
-from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
+from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 
 
 def fused(heads: int, kv_heads: int, width: int, size: int, dim: int = 0) -> Layout:
-    kv = share_out_replicated(kv_heads, size)
-    q = follow(heads, kv_heads, kv)
+    kv = replicated_shards(kv_heads, size)
+    q = aligned_shards(heads, kv_heads, kv)
     return Layout.of(
         dim, [Block("heads", heads, width, q), Block("kv", kv_heads, width, kv), Block("kv", kv_heads, width, kv)]
     )
 
 
 def test_share_out_is_even_and_whole():
-    assert share_out(9, 2) == ((0, 5), (5, 9))
-    assert share_out(25, 4) == ((0, 7), (7, 13), (13, 19), (19, 25))
-    assert share_out(3, 4) == ((0, 1), (1, 2), (2, 3), (3, 3))  # a vocabulary may leave a rank empty
+    assert even_shards(9, 2) == ((0, 5), (5, 9))
+    assert even_shards(25, 4) == ((0, 7), (7, 13), (13, 19), (19, 25))
+    assert even_shards(3, 4) == ((0, 1), (1, 2), (2, 3), (3, 3))  # a vocabulary may leave a rank empty
 
 
 def test_query_heads_follow_their_kv_head():
-    kv = share_out_replicated(3, 2)
+    kv = replicated_shards(3, 2)
     assert kv == ((0, 2), (2, 3))
-    assert follow(9, 3, kv) == ((0, 6), (6, 9))  # SmolLM2-135M on two ranks
+    assert aligned_shards(9, 3, kv) == ((0, 6), (6, 9))  # SmolLM2-135M on two ranks
 
 
 def test_fewer_kv_heads_than_ranks_are_replicated():
-    assert share_out_replicated(2, 4) == ((0, 1), (0, 1), (1, 2), (1, 2))
-    assert share_out_replicated(2, 3) == ((0, 1), (0, 1), (1, 2))
-    assert follow(8, 2, share_out_replicated(2, 4)) == ((0, 2), (2, 4), (4, 6), (6, 8))
-    assert follow(9, 3, share_out_replicated(3, 4)) == ((0, 2), (2, 3), (3, 6), (6, 9))
-    assert follow(25, 1, share_out_replicated(1, 4)) == ((0, 7), (7, 13), (13, 19), (19, 25))
+    assert replicated_shards(2, 4) == ((0, 1), (0, 1), (1, 2), (1, 2))
+    assert replicated_shards(2, 3) == ((0, 1), (0, 1), (1, 2))
+    assert aligned_shards(8, 2, replicated_shards(2, 4)) == ((0, 2), (2, 4), (4, 6), (6, 8))
+    assert aligned_shards(9, 3, replicated_shards(3, 4)) == ((0, 2), (2, 3), (3, 6), (6, 9))
+    assert aligned_shards(25, 1, replicated_shards(1, 4)) == ((0, 7), (7, 13), (13, 19), (19, 25))
 
 
 def test_follow_refuses_a_ratio_that_is_not_whole():
     with pytest.raises(ValueError, match="10 units cannot follow 3: 10 / 3 is not whole"):
-        follow(10, 3, share_out(3, 2))
+        aligned_shards(10, 3, even_shards(3, 2))
 
 
 def test_fused_equal_blocks_are_cut_block_by_block():
-    shares = share_out(4, 2)
+    shares = even_shards(4, 2)
     layout = Layout.of(0, [Block("heads", 4, 1, shares)] * 3)
     stored = torch.arange(12)
     assert layout.shard(stored, 0).tolist() == [0, 1, 4, 5, 8, 9]
@@ -77,14 +77,14 @@ def test_unshard_is_the_inverse_of_shard(seed: int):
 
 
 def test_empty_shards_are_fine():
-    layout = Layout.of(0, [Block("vocab", 3, 1, share_out(3, 4))])
+    layout = Layout.of(0, [Block("vocab", 3, 1, even_shards(3, 4))])
     stored = torch.randn(3, 2)
     assert layout.shard(stored, 3).shape == (0, 2)
     assert torch.equal(layout.unshard([layout.shard(stored, r) for r in range(4)]), stored)
 
 
 def test_wrong_sizes_raise_with_both_numbers():
-    layout = Layout.of(0, [Block("heads", 4, 2, share_out(4, 2))])
+    layout = Layout.of(0, [Block("heads", 4, 2, even_shards(4, 2))])
     with pytest.raises(ValueError, match="dim 0 has 9 elements, the layout describes 8"):
         layout.shard(torch.zeros(9), 0)
     with pytest.raises(ValueError, match="shard of rank 1 has 3 elements along dim 0, the layout describes 4"):
@@ -103,7 +103,7 @@ def test_a_layout_survives_json_and_malformed_json_is_refused():
 
 
 def test_the_other_dim_of_an_activation():
-    layout = Layout.of(0, [Block("heads", 4, 2, share_out(4, 2))] * 2)
+    layout = Layout.of(0, [Block("heads", 4, 2, even_shards(4, 2))] * 2)
     x = torch.randn(2, 3, 16)
     parts = [layout.shard(x, rank, dim=-1) for rank in range(2)]
     assert torch.equal(layout.unshard(parts, dim=-1), x)

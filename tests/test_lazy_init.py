@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 import autopar
 from autopar.errors import ConfigError
@@ -239,19 +238,19 @@ def test_a_copy_in_another_dtype():
 def test_only_one_block_is_whole_at_a_time():
     model = lazily(gpt2(n_layer=6))
     held: list[int] = []
-    from autopar import materialize
+    from autopar.deferred_init import materialize
 
-    real = materialize.swap
+    real = materialize.replace_storage
 
     def counting(parameter: nn.Parameter, data: torch.Tensor) -> None:
         real(parameter, data)
         held.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
 
-    materialize.swap = counting  # type: ignore[assignment]
+    materialize.replace_storage = counting  # type: ignore[assignment]
     try:
         parallel(model, 2)
     finally:
-        materialize.swap = real
+        materialize.replace_storage = real
     drawing = held[: held.index(0, 1) + 1]
     block = sum(p.numel() for p in gpt2().transformer.h[0].parameters())
     largest = max(p.numel() for p in gpt2().parameters())
@@ -268,80 +267,6 @@ def test_ranks_that_do_not_agree():
     model = lazily(gpt2()) if dist.get_rank() else plain
     with pytest.raises(autopar.ConsistencyError):
         parallel(model, 2)
-
-
-def lost(model: Any, other: Any) -> list[Callable[[], Any]]:
-    """Ways to write into weights of a GPT-2."""
-    wte, bias = model.transformer.wte.weight, model.transformer.h[0].ln_1.bias
-    return [
-        lambda: wte.mul_(2),
-        lambda: wte.__imul__(2),
-        wte[3].zero_,
-        lambda: bias.fill_(3.0),
-        lambda: nn.init.constant_(bias, 3.0),
-        lambda: model.load_state_dict(other.state_dict()),
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
-@pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize("number", range(6))
-def test_writes_before_initialize_are_refused(tmp_path, number, loaded):
-    plain = gpt2()
-    plain.save_pretrained(tmp_path)
-    with autopar.lazy_init():
-        model = GPT2LMHeadModel.from_pretrained(tmp_path) if loaded else GPT2LMHeadModel(plain.config)
-    written = copy.deepcopy(model).requires_grad_(False)
-    with torch.no_grad():
-        lost(written, plain)[number]()
-    for wrong in (written, copy.deepcopy(written), written.to(torch.bfloat16)):
-        with pytest.raises(ConfigError, match="were written into before initialize: transformer"):
-            autopar.initialize(wrong)
-    for right in (copy.deepcopy(model.double()), model):  # and nothing else counts as a write
-        assert not any(parameter.is_meta for parameter in autopar.initialize(right).parameters())
-
-
-@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
-@pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize("number", range(8))
-def test_writes_inside_are_refused(tmp_path, number, loaded):
-    plain = gpt2()
-    plain.save_pretrained(tmp_path)
-    with autopar.lazy_init():
-        model = GPT2LMHeadModel.from_pretrained(tmp_path) if loaded else GPT2LMHeadModel(plain.config)
-        ways = lost(model, plain)
-        ways += [lambda: model.transformer.wte.weight.data.mul_(3), lambda: model.lm_head.weight.data[:2].add_(1)]
-        with pytest.raises((ConfigError, RuntimeError), match="has no value yet inside lazy_init"), torch.no_grad():
-            ways[number]()
-
-
-def test_values_that_a_constructor_computed_are_no_better(tmp_path):
-    config = llama().config
-    with autopar.lazy_init():
-        model = LlamaForCausalLM(config)
-        assert not model.model.norm.weight.is_meta  # torch.ones; initialization has the last word
-        with pytest.raises(ConfigError, match=r"model\.norm.weight of LlamaForCausalLM has no value yet"):
-            model.model.norm.weight.data.fill_(3.0)
-
-
-def test_a_new_head_may_be_written(tmp_path):
-    gpt2().transformer.save_pretrained(tmp_path)
-    with autopar.lazy_init():
-        model = GPT2ForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0)
-        model.score.weight.data.fill_(3.0)
-    assert (autopar.initialize(model).score.weight == 3).all()
-
-
-def test_initialize_inside_is_refused(tmp_path):
-    plain = gpt2()
-    plain.save_pretrained(tmp_path)
-    with autopar.lazy_init():
-        model = GPT2LMHeadModel(plain.config)
-        with pytest.raises(ConfigError, match=r"initialize inside lazy_init .* call it after the with"):
-            autopar.initialize(model)
-        with pytest.raises(ConfigError, match=r"from_pretrained inside lazy_init .* call it after the with"):
-            autopar.from_pretrained(GPT2LMHeadModel, tmp_path)
-    autopar.initialize(model)
 
 
 @pytest.mark.parametrize("build", ["constructor", "files"])

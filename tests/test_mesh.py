@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
 from autopar.errors import ConfigError
-from autopar.mesh import MPU, MeshSizes, rank_groups
-from tests.worlds import distributed
+from tests.pool import pooled
 
 
 def test_the_groups_of_every_axis_partition_a_world_of_ten_thousand():
@@ -25,7 +25,7 @@ def test_rank_order_is_tp_then_dp_then_pp():
     assert groups["embedding"][0] == [0, 12]
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_two_four_then_four_two_then_two_four():
     before = len(dist.distributed_c10d._world.pg_map)
     for tp, pp in [(2, 4), (4, 2), (2, 4)]:
@@ -37,7 +37,7 @@ def test_two_four_then_four_two_then_two_four():
         assert len(dist.distributed_c10d._world.pg_map) == before
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_getters_answer_the_same_under_every_spelling():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank = dist.get_rank()
@@ -63,7 +63,7 @@ def test_getters_answer_the_same_under_every_spelling():
     assert mpu.mesh.mesh_dim_names == ("pp", "dp", "tp")
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_world_that_does_not_divide_is_an_error_with_the_numbers():
     with pytest.raises(ConfigError) as info:
         MPU(tensor_parallel_size=3)

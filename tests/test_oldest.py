@@ -1,8 +1,8 @@
 """The version ranges in the policies are true at their lower end.
 
-``make test-oldest`` runs this with the oldest supported transformers: every policy whose range begins there plans and
-rehearses the main head of each of its model types, and a few families are compared with the plain model over two ranks.
-With another version there is nothing to do.
+``make test-all`` runs this a second time, with the oldest supported transformers: every policy whose range begins there
+plans and rehearses the main head of each of its model types, and a few families are compared with the plain model over
+two ranks. With another version there is nothing to do.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from transformers import CONFIG_MAPPING
 
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.pool import pooled
 from tests.random_models import build
 from tests.test_every_policy import _main, _run
@@ -42,7 +42,7 @@ FAMILIES = [
 CANNOT_BUILD = {"cohere_compass_text"}
 
 pytestmark = [
-    pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"make test-oldest has transformers {OLDEST}"),
+    pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"make test-all runs it with transformers {OLDEST}"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # its own calls of torch
 ]
 
@@ -68,7 +68,7 @@ def test_a_policy_plans_and_rehearses(name: str) -> None:
             continue  # a newer model type of an old structure
         for case in _main(model_type)[:1]:
             model = build(case, 6, 3)
-            rehearse(model, "", make_plan(model, find_policy(model), 2))
+            check_plan(model, "", make_plan(model, find_policy(model), 2))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

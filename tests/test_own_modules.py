@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.merge import merge_checkpoint
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
 from tests.own_modules import GPT, GPT_POLICY, Block, gpt, tokens
 from tests.parity import check, close
-from tests.worlds import distributed
+from tests.pool import pooled
 
 
 def parallel(model: Any, tp: int = 1, pp: int = 1, policy: Any = GPT_POLICY, **rest: Any) -> Any:
@@ -34,7 +34,7 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in autopar.deparallelize(model).state_dict().items()}
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_gpt_of_ones_own_is_exact_on_every_mesh(tmp_path: Path) -> None:
     folder = tmp_path
     for tp in (2, 4):
@@ -149,7 +149,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 MLP_POLICY = {"units": {"ffn": "inferred"}, "prefix": {"0": {"column": "ffn"}, "2": {"row": "ffn"}}}
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_vision_transformer_and_an_mlp_without_any_config() -> None:
     check(patches, [images(1), images(2)], 2, policy=PATCHES)
     for count in (3, "block.heads"):  # so many, and of each block
@@ -161,7 +161,7 @@ def test_a_vision_transformer_and_an_mlp_without_any_config() -> None:
     dist.barrier()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_replicas_optimizers_and_recomputation(tmp_path: Path) -> None:
     plain = gpt()
     for batch in (tokens(1), tokens(2)):
@@ -223,7 +223,7 @@ class Noisy(nn.Module):
         return self.down(y)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_dropout_and_inputs_are_watched() -> None:
     model = parallel(gpt(dropout=0.5), 2).train()
     seen: list[torch.Tensor] = []
@@ -243,7 +243,7 @@ def test_dropout_and_inputs_are_watched() -> None:
         model(**tokens(dist.get_rank()))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_policy_that_is_wrong_is_found_at_the_first_call() -> None:
     unscaled = GPT_POLICY.replace("    attn.n_embd: heads\n", "")
     model = parallel(gpt(), 2, policy=unscaled)
@@ -251,7 +251,7 @@ def test_a_policy_that_is_wrong_is_found_at_the_first_call() -> None:
         model(**tokens(1))
     partial = {**PATCHES, "units": {"heads": 3}}
     partial["blocks"] = {**partial["blocks"], "modules": {**partial["blocks"]["modules"], "query": "replicated"}}
-    with pytest.raises(PolicyError, match=r"an activation that is whole meets sh|fails in layers\.0"):
+    with pytest.raises(PolicyError, match=r"a replicated activation meets sh|fails in layers\.0"):
         parallel(patches(), 2, policy=partial)(**images(1))
 
 

@@ -1,4 +1,4 @@
-"""Dropout and sampling: the same on all tp ranks where activations are whole, different where they are shared out."""
+"""Dropout and sampling: the same on all tp ranks where activations are replicated, different where they are sharded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.parity import close, language_batches, whole
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 IDS = torch.arange(10).view(2, 5)
 
@@ -21,8 +21,8 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-@distributed(world_size=2)
-def test_dropout_on_whole_activations_is_equal_and_on_shared_out_ones_differs():
+@pooled(world_size=2)
+def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs():
     torch.manual_seed(dist.get_rank())  # unseeded users: initialize shares the first rank's state
     model = parallel(gpt2(n_head=2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), 2).train()
     with torch.no_grad():  # the same values into both heads: only masks can make a difference
@@ -42,7 +42,7 @@ def test_dropout_on_whole_activations_is_equal_and_on_shared_out_ones_differs():
     assert not torch.equal(first, second)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_replicated_parameters_stay_bitwise_equal_over_twenty_steps_of_dropout():
     model = parallel(gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), 2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -59,7 +59,7 @@ def test_replicated_parameters_stay_bitwise_equal_over_twenty_steps_of_dropout()
     assert torch.equal(first, second)  # regions left the global random state alike
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_same_seed_draws_the_same_masks_and_another_seed_others():
     model = parallel(gpt2(attn_pdrop=0.3), 2).train()
     losses = []
@@ -69,7 +69,7 @@ def test_the_same_seed_draws_the_same_masks_and_another_seed_others():
     assert losses[0] == losses[1] != losses[2]
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_activation_checkpointing_recomputes_the_same_masks():
     rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
     gradients = []
@@ -82,7 +82,7 @@ def test_activation_checkpointing_recomputes_the_same_masks():
         close(gradients[1][name], gradient, name, 1e-6)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_without_dropout_no_random_number_is_drawn():
     model = parallel(gpt2(), 2).train()
     before = torch.get_rng_state()
@@ -90,7 +90,7 @@ def test_without_dropout_no_random_number_is_drawn():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_interrupted_forward_leaves_the_random_streams_alike():
     model = parallel(gpt2(attn_pdrop=0.3), 2).train()
 
@@ -105,7 +105,7 @@ def test_an_interrupted_forward_leaves_the_random_streams_alike():
     assert torch.equal(states[0], states[1])
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_sampling_is_that_of_the_plain_model_given_the_seed_and_the_same_on_all_ranks_without():
     plain = gpt2().eval()
     model = parallel(copy.deepcopy(plain), 2).eval()
@@ -119,7 +119,7 @@ def test_sampling_is_that_of_the_plain_model_given_the_seed_and_the_same_on_all_
     assert torch.equal(first, second)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_greedy_and_beam_search_with_a_cache():
     plain = gpt2().eval()
     model = parallel(copy.deepcopy(plain), 2).eval()
@@ -128,7 +128,7 @@ def test_greedy_and_beam_search_with_a_cache():
         assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options)), settings
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_inference_mode():
     plain = gpt2().eval()
     model = parallel(copy.deepcopy(plain), 2).eval()
@@ -138,7 +138,7 @@ def test_inference_mode():
         assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_projections_that_read_the_same_tensor_share_one_all_reduce():
     """Backward of one block: one sum for q, k and v, one for gate and up; forward: one for o and one for down."""
     original, calls = dist.all_reduce, []
@@ -160,7 +160,7 @@ def test_projections_that_read_the_same_tensor_share_one_all_reduce():
     assert counts[1] - counts[0] == 4
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_evaluation_between_forward_and_a_recomputing_backward_changes_no_mask():
     gradients = []
     for interrupt in (False, True):
@@ -177,7 +177,7 @@ def test_an_evaluation_between_forward_and_a_recomputing_backward_changes_no_mas
         close(gradients[1][name], gradient, name, 1e-6)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_autocast_gives_the_dtypes_of_the_plain_model():
     plain = gpt2()
     model = parallel(copy.deepcopy(plain), 2)

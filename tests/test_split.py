@@ -21,10 +21,10 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from autopar.checkpoint.check import check_checkpoint
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.merge import merge_checkpoint
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.cli import app
 from autopar.errors import CheckpointError
 from autopar.split import split_checkpoint

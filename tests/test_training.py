@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import autopar
-from tests.parity import check, close, language_batches, whole
+from tests.compare import same_gradients, same_weights
+from tests.parity import check, close, language_batches
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -21,13 +22,13 @@ OPTIMIZERS = {
 }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_optimizers_made_before():
     for make in OPTIMIZERS.values():
         check(gpt2, language_batches(131), tp=2, optimizer=make)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_optimizers_made_after_and_param_groups_of_the_users_own():
     for make in OPTIMIZERS.values():
         plain = gpt2()
@@ -46,12 +47,10 @@ def test_optimizers_made_after_and_param_groups_of_the_users_own():
                 optimizer.zero_grad()
             for s in scheduler:
                 s.step()
-        weights = whole(model, lambda parameter: parameter.data)
-        for name, parameter in plain.named_parameters():
-            close(weights[name], parameter.data, name, 2e-5)
+        same_weights(model, plain, 2e-5)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_adafactor_trains():
     model = gpt2()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
@@ -66,7 +65,7 @@ def test_adafactor_trains():
     assert losses[-1] < 0.6 * losses[0]
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():
     for build in (gpt2, llama):
         torch.manual_seed(0)
@@ -100,7 +99,7 @@ def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_who
         assert step == 20
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_fp16_and_bf16_forward_stays_near_fp32():
     for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
         expected = gpt2()(torch.arange(6)[None]).logits
@@ -108,9 +107,9 @@ def test_fp16_and_bf16_forward_stays_near_fp32():
         close(model(torch.arange(6)[None]).logits.float(), expected, str(dtype), tolerance)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
-    from autopar.tensor_parallel import causal_loss
+    from autopar.tensor_parallel import loss as causal_loss
 
     calls = []
     original = causal_loss.vocab_parallel_cross_entropy
@@ -125,9 +124,7 @@ def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
                 close(actual.logits, expected.logits, "logits")
                 (expected.loss + expected.logits.square().mean()).backward()  # logits may be used besides
                 (actual.loss + actual.logits.square().mean()).backward()
-        gradients = whole(model, lambda parameter: parameter.grad)
-        for name, parameter in plain.named_parameters():
-            close(gradients[name], parameter.grad, name, 2e-5)
+        same_gradients(model, plain, 2e-5)
         region = model.lm_head.region
         assert region._gathered is None and region._local is None  # nothing is kept alive
         assert isinstance(copy.deepcopy(model)._loss_function, causal_loss.CausalLoss)
@@ -160,19 +157,19 @@ head:
 """
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_policy_of_the_colo_tensor_tutorial():
     model = check(gpt2, language_batches(131), tp=2, policy=COLO_TENSOR)
     assert model.transformer.wte.weight.shape == (131, 18)
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_policy_of_the_colo_tensor_tutorial_on_four():
     check(gpt2, language_batches(131), tp=4, policy=COLO_TENSOR)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_zero_redundancy_and_fsdp2_compose_over_the_data_parallel_axis():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer

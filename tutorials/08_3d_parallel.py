@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import autopar
-from autopar.mesh import MPU
+from autopar.distributed.mesh import MPU
 
 
 def warm_up(step: int) -> float:

@@ -1,11 +1,11 @@
 """Checkpoints: a folder of shards that appears whole or not at all, read on any mesh, and its Hugging Face form."""
 
-from autopar.checkpoint.attach import attach, detach
-from autopar.checkpoint.check import check_checkpoint
 from autopar.checkpoint.dtensor import to_dtensor_state_dict
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.merge import merge_checkpoint
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint.methods import attach, detach
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 
 __all__ = [
     "Manifest",

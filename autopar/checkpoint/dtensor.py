@@ -1,9 +1,9 @@
 """The state of a parallelized model as DTensors, for ``torch.distributed.checkpoint``.
 
-A DTensor describes a shard by one range, cut as ``torch.chunk`` cuts: rank 0 first, all but the last ones equally long.
+A DTensor describes a shard by one range, as ``torch.chunk`` splits: rank 0 first, all but the last ones equally long.
 Where a layout says the same it becomes that ``Shard(dim)``. Elsewhere (a fused ``q | k | v``, heads that do not divide,
-KV heads that several ranks hold) the DTensor's local tensor is a :class:`_Pieces`, which answers the three questions
-that ``torch.distributed.checkpoint`` asks of a tensor: what to write, what to read, and into which memory.
+replicated KV heads) the DTensor's local tensor is a :class:`_RangesShard`, which implements the protocol that
+``torch.distributed.checkpoint`` asks of a tensor: what to write, what to read, and into which memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autopar.checkpoint.state import local_tensors, state_of
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range
 
-__all__ = ["cut_as_chunks", "disjoint_ranges", "to_dtensor_state_dict"]
+__all__ = ["disjoint_ranges", "is_even_shard", "to_dtensor_state_dict"]
 
 _aten = torch.ops.aten
 
 
 def to_dtensor_state_dict(model: nn.Module, aliases: bool = False) -> dict[str, DTensor]:
-    """The tensors of a parallelized model as DTensors under the names of the plain model's state dict.
+    """Return the tensors of a parallelized model as DTensors, under the names of the plain model's state dict.
 
     What ``torch.distributed.checkpoint.save`` or ``async_save`` makes of it holds whole logical tensors: it loads on
     any number of ranks, and ``dcp_to_torch_save`` turns it into the plain model's state dict. The values share memory
@@ -38,8 +38,8 @@ def to_dtensor_state_dict(model: nn.Module, aliases: bool = False) -> dict[str, 
         state = to_dtensor_state_dict(model)
         torch.distributed.checkpoint.load(state, checkpoint_id="folder")
 
-    Every layout can be expressed. Tensors that are cut as DTensor itself cuts are ordinary ``Shard(dim)``; for the
-    others (fused projections, heads that do not divide, KV heads on several ranks) only saving and loading work, and
+    Every layout can be expressed. Tensors that are sharded as DTensor itself does it are ordinary ``Shard(dim)``; for
+    the others (fused projections, heads that do not divide, replicated KV heads) only saving and loading work, and
     computing with them, ``full_tensor()`` included, is an error. torch's ``HuggingFaceStorageWriter`` silently writes
     wrong values for tensors of which a rank holds several ranges: for files in Hugging Face's form use
     ``save_parallelized(..., merge_checkpoints=True)``.
@@ -68,36 +68,36 @@ def _as_dtensor(
 ) -> DTensor:
     if layout is None:
         return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-    if not cut_as_chunks(layout):
-        local = _Pieces(local, layout, rank)
+    if not is_even_shard(layout):
+        local = _RangesShard(local, layout, rank)
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(layout.dim)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def cut_as_chunks(layout: Layout) -> bool:
-    """Whether every rank holds the range that DTensor's ``Shard(dim)`` gives it."""
+def is_even_shard(layout: Layout) -> bool:
+    """Tell whether every rank holds the range that DTensor's ``Shard(dim)`` gives it."""
     size, each = layout.size, -(-layout.size // layout.axis_size)
-    cuts = [min(rank * each, size) for rank in range(layout.axis_size + 1)]
-    due = [((start, stop),) if start < stop else () for start, stop in itertools.pairwise(cuts)]
+    bounds = [min(rank * each, size) for rank in range(layout.axis_size + 1)]
+    due = [((start, stop),) if start < stop else () for start, stop in itertools.pairwise(bounds)]
     return due == [layout.ranges(rank) for rank in range(layout.axis_size)]
 
 
 def disjoint_ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
-    """:meth:`Layout.ranges` cut so that any two ranges of any two ranks are equal or disjoint.
+    """Split :meth:`Layout.ranges` so that any two ranges of any two ranks are equal or disjoint.
 
     ``torch.distributed.checkpoint`` writes equal ranges once and refuses those that overlap otherwise.
     """
     if not layout.replicated:
         return layout.ranges(rank)
-    cuts = sorted({cut for r in range(layout.axis_size) for held in layout.ranges(r) for cut in held})
+    bounds = sorted({bound for r in range(layout.axis_size) for held in layout.ranges(r) for bound in held})
     return tuple(
         part
         for start, stop in layout.ranges(rank)
-        for part in itertools.pairwise([start, *(cut for cut in cuts if start < cut < stop), stop])
+        for part in itertools.pairwise([start, *(bound for bound in bounds if start < bound < stop), stop])
     )
 
 
-class _Pieces(torch.Tensor):
+class _RangesShard(torch.Tensor):
     """A shard made of several ranges of the stored tensor, as far as ``torch.distributed.checkpoint`` needs it.
 
     It has the shape of the shard, shares its memory, and implements torch's ``_Checkpointable`` protocol.
@@ -113,13 +113,13 @@ class _Pieces(torch.Tensor):
     _rank: int
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, layout: Layout, rank: int) -> _Pieces:
+    def __new__(cls, local: torch.Tensor, layout: Layout, rank: int) -> _RangesShard:
         """Wrap ``local``; nothing is copied."""
-        pieces = torch.Tensor._make_wrapper_subclass(
+        shard = torch.Tensor._make_wrapper_subclass(
             cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device
         )
-        pieces._local, pieces._layout, pieces._rank = local, layout, rank
-        return pieces
+        shard._local, shard._layout, shard._rank = local, layout, rank
+        return shard
 
     def __init__(self, local: torch.Tensor, layout: Layout, rank: int) -> None:
         pass
@@ -133,25 +133,25 @@ class _Pieces(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> _Pieces:
-        """What making the DTensor and copying it to another memory (``async_save``) need, and nothing else."""
+    ) -> _RangesShard:
+        """Support what making the DTensor and copying it to another memory (``async_save``) need, and nothing else."""
         operation, options = func.overloadpacket, dict(kwargs or {})
-        if isinstance(args[0], _Pieces):
+        if isinstance(args[0], _RangesShard):
             self = args[0]
             if operation in (_aten.detach, _aten.alias, _aten.clone, _aten._to_copy):
                 return cls(func(self._local, *args[1:], **options), self._layout, self._rank)
             if operation is _aten.view and tuple(args[1]) == tuple(self.shape):
                 return cls(self._local.view_as(self._local), self._layout, self._rank)
-            if operation is _aten.new_empty:  # DTensor asks for the size of its own cut
+            if operation is _aten.new_empty:  # DTensor asks for the size of its own shard
                 return cls(torch.empty_like(self._local, **options), self._layout, self._rank)
         raise CheckpointError(
-            f"{operation} on a DTensor that is not cut as DTensor cuts (a fused, uneven or replicated layout): "
+            f"{operation} on a DTensor that is not sharded as DTensor shards (a fused, uneven or replicated layout): "
             "it can only be saved and loaded with torch.distributed.checkpoint\n"
             "  For whole tensors use save_parallelized(..., merge_checkpoints=True), or dcp_to_torch_save afterwards."
         )
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """The pieces: their place in the stored tensor, and a view of the memory."""
+        """Return the ranges: their place in the stored tensor, and a view of the memory."""
         dim, result, offset = self._layout.dim, [], 0
         for start, stop in disjoint_ranges(self._layout, self._rank):
             view = self._local.narrow(dim, offset, stop - start)
@@ -179,4 +179,4 @@ class _Pieces(torch.Tensor):
         for chunk, view in self._chunks():
             if chunk.offsets == index.offset:
                 return view
-        raise ValueError(f"{index.fqn} has no piece at {index.offset} on rank {self._rank}")
+        raise ValueError(f"{index.fqn} has no range at {index.offset} on rank {self._rank}")

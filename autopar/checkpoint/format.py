@@ -1,14 +1,14 @@
 """The folder of a sharded checkpoint: file names and the manifest ``autopar.json``.
 
     config.json, generation_config.json     as Hugging Face writes them
-    model-tp{t}-pp{p}.safetensors           what tensor-parallel rank t of stage p holds, under Hugging Face's names
+    model-tp{t}-pp{p}.safetensors           the shards of tensor-parallel rank t, stage p, under Hugging Face's names
     optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
                                             weights of half-precision parameters (``wte.weight::master``)
-    optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, what replica d keeps
+    optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, the state that replica d keeps
     extra-tp0-pp0.safetensors               tensors among the user's own data, if there are any
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
-A tensor that all tensor-parallel ranks hold whole lies in one file only; tied tensors lie there once. The manifest
+A replicated tensor lies in the file of tensor-parallel rank 0 only; tied tensors lie there once. The manifest
 says everything that merging, resharding and loading need, and ends with a checksum of itself; no file of a checkpoint
 is ever unpickled.
 """
@@ -26,12 +26,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.checksum import NAME, checksum
-from autopar.checkpoint.folder import MANIFEST, leftovers
-from autopar.checkpoint.part import FileRecord, Part
+from autopar.checkpoint.shard_index import FileRecord, Part
+from autopar.checkpoint.staging import MANIFEST, leftovers
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError, nearest
-from autopar.mesh import MeshSizes
-from autopar.policy.plan import Piece, TensorPlan
+from autopar.plan.plan import Piece, TensorPlan
+from autopar.storage.checksum import NAME, checksum
 
 __all__ = ["MANIFEST", "PARTS", "Manifest", "parse_size", "sizes_text", "versions"]
 
@@ -43,12 +43,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def sizes_text(sizes: MeshSizes) -> str:
-    """The part of a mesh that the shards depend on, as users write it."""
+    """Return the sizes that the shards depend on, as users write them."""
     return f"tensor_parallel_size={sizes.tp}, pipeline_parallel_size={sizes.pp}"
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of ``"5GB"``, ``"200MB"`` or a number. Raises CheckpointError if it is neither, or not above 0."""
+    """Return the bytes of ``"5GB"``, ``"200MB"`` or a number. Raises CheckpointError for anything else, and for 0."""
     result = 0
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)?\s*", size, re.IGNORECASE)
@@ -62,7 +62,7 @@ def parse_size(size: int | str) -> int:
 
 
 def versions() -> dict[str, str]:
-    """What wrote the checkpoint."""
+    """Return the versions of Python and of the packages that write the checkpoint."""
     found = {"python": platform.python_version()}
     for name in ("autopar", "torch", "transformers"):
         try:
@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``autopar.json`` says.
+    """The content of ``autopar.json``.
 
     Attributes:
         save_id: random token of the save; each shard file carries it too.
@@ -85,7 +85,7 @@ class Manifest:
         parameters: names of the model's tensors that are parameters; the others are buffers.
         along: small files of the save (``config.json``) -> their checksum.
         training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
-        versions: what wrote it.
+        versions: of the packages that wrote it.
         order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
         follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
     """
@@ -105,7 +105,7 @@ class Manifest:
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
-        """The model's tensors: canonical name -> how it is shared out, in state-dict order."""
+        """The model's tensors: canonical name -> shape and layout, in state-dict order."""
         return self.parts["model"].tensors
 
     @property
@@ -114,12 +114,12 @@ class Manifest:
         return {name: record for part in self.parts.values() for name, record in part.files.items()}
 
     def total_parameters(self) -> int:
-        """Elements of the Hugging Face model's parameters, tied ones once."""
+        """Count the elements of the Hugging Face model's parameters, tied ones once."""
         mine = (t for name, t in self.tensors.items() if name in self.parameters and name.startswith(self.hf_prefix))
         return sum(math.prod(tensor.shape) for tensor in mine)
 
     def pieces_with(self, name: str) -> list[str]:
-        """The tensors of a merged checkpoint that one of the model's is a part of, or that are parts of it."""
+        """Return the tensors of a merged checkpoint that one of the model's is a part of, or that are parts of it."""
         return [*self._pieces.get(name, ())]
 
     @cached_property
@@ -135,7 +135,7 @@ class Manifest:
         return (piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.joined)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         tp, pp, dp = self.sizes
         return {
             "format_version": WITH_JOINED if any(self._joined()) else FORMAT_VERSION,
@@ -218,14 +218,14 @@ class Manifest:
         try:
             text = path.read_bytes()
         except FileNotFoundError:
-            raise CheckpointError(_absent(folder)) from None
+            raise CheckpointError(_why_missing(folder)) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         try:
             data = json.loads(text)
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no manifest of a checkpoint: {_say(error)}") from error
+            raise CheckpointError(f"{path} is no manifest of a checkpoint: {_reason(error)}") from error
         if version not in (FORMAT_VERSION, WITH_JOINED):
             raise CheckpointError(
                 f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} and "
@@ -237,14 +237,14 @@ class Manifest:
         try:
             return cls.from_json(data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {_say(error)}") from error
+            raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
 
 
-def _say(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _absent(folder: Path) -> str:
+def _why_missing(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return (
             f"{folder} is no sharded checkpoint: it has config.json but no {MANIFEST}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +12,35 @@ import torch
 from torch import nn
 
 from autopar.checkpoint import random_states
-from autopar.checkpoint.agree import meet, together
-from autopar.checkpoint.call import absolute, check_timeout, patience, same_call
+from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
-from autopar.checkpoint.plain_data import decode
-from autopar.checkpoint.replica_shares import read
+from autopar.checkpoint.optimizer_weights import TrainingWeights, owns, parameters_by_name
 from autopar.checkpoint.rotation import place_in_series
-from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
-from autopar.checkpoint.training_weights import TrainingWeights, owns
-from autopar.checkpoint.verification import share_of_verification
+from autopar.distributed.barrier import barrier
+from autopar.distributed.consensus import all_ranks
 from autopar.errors import CheckpointError, nearest
+from autopar.storage.json_values import decode
+from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["Wanted", "load"]
+__all__ = ["TrainingObjects", "load"]
 
 
-class Wanted:
-    """What besides the model is to be loaded.
+@dataclass(frozen=True)
+class TrainingObjects:
+    """What is to be loaded besides the model.
 
     Attributes:
         optimizer, lr_scheduler: filled in place.
         extra: a dict that receives the user's own data.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: Any = None,
-        extra: MutableMapping[str, Any] | None = None,
-    ) -> None:
-        self.optimizer, self.lr_scheduler, self.extra = optimizer, lr_scheduler, extra
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: Any = None
+    extra: MutableMapping[str, Any] | None = None
 
     def check(self) -> None:
         """Raise CheckpointError if an argument is not what it should be."""
@@ -53,112 +51,99 @@ class Wanted:
         if self.extra is not None and not isinstance(self.extra, MutableMapping):
             raise CheckpointError("extra= must be a dict here: it receives what was saved with extra=")
 
-    def present(self) -> dict[str, bool]:
-        """Which were given."""
-        return {
-            "optimizer": self.optimizer is not None,
-            "lr_scheduler": self.lr_scheduler is not None,
-            "extra": self.extra is not None,
-        }
+    def given(self) -> dict[str, bool]:
+        """Tell which were given."""
+        return {name: getattr(self, name) is not None for name in ("optimizer", "lr_scheduler", "extra")}
 
 
-def load(model: nn.Module, directory: Callable[[], object], timeout: float, wanted: Wanted, verify: bool) -> None:
-    """See :func:`autopar.checkpoint.attach.from_parallelized`. ``directory`` raises for a wrong call."""
+def load(
+    model: nn.Module, directory: Callable[[], object], timeout: float, training: TrainingObjects, verify: bool
+) -> None:
+    """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory`` raises for a wrong call."""
     state = state_of(model)
     mpu = state.mpu
-    meet(mpu, "from_parallelized", patience(timeout))
-    loading: _Loading | None = None
+    barrier(mpu, "from_parallelized", timeout_or_default(timeout))
+    prepared: list[_Loader] = []
 
     def check() -> dict[str, Any]:
-        nonlocal loading
         check_timeout(timeout)
         if torch.is_inference_mode_enabled():
             raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
-        wanted.check()
-        loading = _Loading(model, Path(absolute(directory())), wanted)
+        training.check()
+        loader = _Loader(model, Path(absolute(directory())), training)
+        prepared.append(loader)
         return {
             "function": "from_parallelized",
-            "directory": str(loading.shards.folder),
-            "the id of the checkpoint": loading.shards.manifest.save_id,
+            "directory": str(loader.shards.folder),
+            "the id of the checkpoint": loader.shards.manifest.save_id,
             "verify": bool(verify),
-            **wanted.present(),
+            **training.given(),
         }
 
-    def read_all() -> None:
-        assert loading is not None
-        if verify:
-            loading.verify()
-
-    def fill() -> None:
-        assert loading is not None
-        loading.fill()
-
     try:
-        together(mpu, check, check=same_call)
-        together(mpu, read_all)
-        together(mpu, fill, lambda: "The model is partly loaded.")
-        assert loading is not None
-        state.went_on_from.clear()
-        state.went_on_from.update(place_in_series(loading.shards.folder, loading.shards.manifest.order))
-        _warn_of_casts(loading)
+        all_ranks(mpu, check, check=check_same_call)
+        (loader,) = prepared
+        all_ranks(mpu, lambda: loader.verify() if verify else None)
+        all_ranks(mpu, loader.fill, lambda: "The model is partly loaded.")
+        state.resumed_from.clear()
+        state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
+        _warn_of_casts(loader)
     finally:
-        if loading is not None:
-            loading.shards.close()
+        for loader in prepared:
+            loader.shards.close()
 
 
-class _Loading:
+class _Loader:
     """One rank's part in one call. Making it checks everything that can be checked without reading tensors."""
 
-    def __init__(self, model: nn.Module, folder: Path, wanted: Wanted) -> None:
+    def __init__(self, model: nn.Module, folder: Path, training: TrainingObjects) -> None:
         self.state = state_of(model)
-        self.wanted = wanted
-        self.shards = Shards(folder, self._parts(wanted))
+        self.training = training
+        self.shards = Shards(folder, self._parts())
         self.restoration: Restoration | None = None
         self.weights: TrainingWeights | None = None
         try:
-            self.tensors = local_tensors(model, shares=True)
+            self.tensors = local_tensors(model, fsdp=True)
             _check_model(self.shards, self.state, self.tensors)
             self._check_training(model)
         except BaseException:
             self.shards.close()
             raise
 
-    @staticmethod
-    def _parts(wanted: Wanted) -> list[str]:
-        chosen = {"optimizer": wanted.optimizer, "extra": wanted.lr_scheduler or wanted.extra}
-        return ["model", *(part for part, given in chosen.items() if given is not None)]
+    def _parts(self) -> list[str]:
+        given = self.training.given()
+        chosen = {"model": True, "optimizer": given["optimizer"], "extra": given["lr_scheduler"] or given["extra"]}
+        return [part for part, used in chosen.items() if used]
 
     def _check_training(self, model: nn.Module) -> None:
-        training, folder = self.shards.manifest.training, self.shards.folder
-        for name, given in self.wanted.present().items():
-            if given and name not in training:
-                has = (
-                    ", ".join(key for key in ("optimizer", "lr_scheduler", "extra") if key in training) or "none of it"
-                )
+        saved, folder = self.shards.manifest.training, self.shards.folder
+        for name, given in self.training.given().items():
+            if given and name not in saved:
+                has = ", ".join(key for key in self.training.given() if key in saved) or "none of it"
                 raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
-        if self.wanted.lr_scheduler is not None:
-            _check_scheduler(self.wanted.lr_scheduler, training["lr_scheduler"], folder)
-        optimizer, plan = self.wanted.optimizer, self.state.plan
+        if self.training.lr_scheduler is not None:
+            _check_scheduler(self.training.lr_scheduler, saved["lr_scheduler"], folder)
+        optimizer, plan = self.training.optimizer, self.state.plan
         if optimizer is not None:
             self.weights = TrainingWeights(optimizer, model, plan, self.shards.manifest)
-            parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+            parameters = parameters_by_name(model, plan)
             self.restoration = prepare(
                 optimizer,
                 model,
                 plan,
                 self.state.mpu.tp.rank,
-                training["optimizer"],
+                saved["optimizer"],
                 self.weights.states,
                 owns=lambda name: owns(optimizer, parameters[name]),
                 dtype_here=self.weights.state_dtype,
             )
 
     def verify(self) -> None:
-        """This rank's share of reading everything once and comparing checksums."""
+        """Read the shards assigned to this rank and compare their checksums."""
         mpu, manifest = self.state.mpu, self.shards.manifest
-        parts = [part for part in self._parts(self.wanted) if part in manifest.parts]
-        for held in share_of_verification(list(self.shards.held(parts)), manifest.sizes, mpu.sizes, mpu.rank):
-            self.shards.verify(held)
+        parts = [part for part in self._parts() if part in manifest.parts]
+        for shard in assign_verification(list(self.shards.stored(parts)), manifest.sizes, mpu.sizes, mpu.rank):
+            self.shards.verify(shard)
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""
@@ -168,8 +153,8 @@ class _Loading:
         if self.restoration is not None and self.weights is not None:
             for name, weight in self.weights.wanted().items():
                 self._fill(weight, name, weight.dtype)
-            for name, place in self.restoration.wanted.items():
-                read(self.shards.lazy(name, "optimizer"), place.layout, self.state.mpu, place.tensor)
+            for name, target in self.restoration.targets.items():
+                read(self.shards.lazy(name, "optimizer"), target.layout, self.state.mpu, target.tensor)
             self.restoration.finish()
             self.weights.finish()
         self._restore(plain)
@@ -180,20 +165,20 @@ class _Loading:
         read(self.shards.lazy(*source), self.state.plan.tensors[name].layout, self.state.mpu, tensor)
 
     def _decode(self) -> dict[str, Any]:
-        training, wanted = self.shards.manifest.training, self.wanted
+        saved, training = self.shards.manifest.training, self.training
         extra = self.shards.manifest.parts.get("extra")
-        chosen = [name for name in ("lr_scheduler", "extra") if getattr(wanted, name) is not None]
+        chosen = [name for name in ("lr_scheduler", "extra") if getattr(training, name) is not None]
         tensors = {name: self.shards.lazy(name, "extra").read() for name in extra.tensors} if extra and chosen else {}
-        return {name: decode(training[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        return {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
 
     def _restore(self, plain: Mapping[str, Any]) -> None:
-        wanted, mpu = self.wanted, self.state.mpu
-        if wanted.lr_scheduler is not None:
-            wanted.lr_scheduler.load_state_dict(plain["lr_scheduler"]["state"])
-        if wanted.extra is not None:
-            wanted.extra.update(plain["extra"])
+        training, mpu = self.training, self.state.mpu
+        if training.lr_scheduler is not None:
+            training.lr_scheduler.load_state_dict(plain["lr_scheduler"]["state"])
+        if training.extra is not None:
+            training.extra.update(plain["extra"])
         states = self.shards.manifest.training.get("random_states")
-        if states is not None and (wanted.optimizer is not None or wanted.lr_scheduler is not None):
+        if states is not None and (training.optimizer is not None or training.lr_scheduler is not None):
             chosen = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank)
             mpu.random_tracker = random_states.restore(chosen, mpu.random_tracker)
 
@@ -231,17 +216,17 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
             )
 
 
-def _warn_of_casts(loading: _Loading) -> None:
-    saved, weights = loading.shards.manifest.tensors, loading.weights
+def _warn_of_casts(loader: _Loader) -> None:
+    saved, weights = loader.shards.manifest.tensors, loader.weights
     cast = [
         name
-        for name, tensor in loading.tensors.items()
+        for name, tensor in loader.tensors.items()
         if saved[name].dtype != dtype_name(tensor.dtype)
         and not (weights is not None and weights.keeps_all(name, tensor.dtype))
     ]
     if cast:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
-            f"to {dtype_name(loading.tensors[cast[0]].dtype)} ({MANIFEST} says what was saved)",
+            f"to {dtype_name(loader.tensors[cast[0]].dtype)} ({MANIFEST} says what was saved)",
             stacklevel=4,
         )

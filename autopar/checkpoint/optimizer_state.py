@@ -1,14 +1,12 @@
-"""The state of an optimizer as tensors under canonical names and plain facts, for any tensor-parallel size.
+"""The state of an optimizer as tensors under canonical names and metadata, for any tensor-parallel size.
 
 A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are four kinds of state:
 
-* **like** its parameter: it has the parameter's shape, and is shared out by the parameter's own layout.
-* **whole**: of a parameter that every rank holds whole, of any shape; and counters of steps.
-* **own**: any other tensor of a parameter that is cut, such as Adafactor's row and column statistics: numbers about
-  this rank's share, that no other sharing-out has. ``{parameter}::{key}@tp{rank}``; it fits the same sharing-out only.
-* **value**: a number, a text or None, which lies in the facts.
-
-What the facts look like: :mod:`autopar.checkpoint.optimizer_facts`.
+* **like** its parameter: it has the parameter's shape, and is sharded by the parameter's own layout.
+* **whole**: of a parameter that is replicated, of any shape; and counters of steps.
+* **own**: any other tensor of a sharded parameter, such as Adafactor's row and column statistics: numbers about this
+  rank's shard, that no other sharding has. ``{parameter}::{key}@tp{rank}``; it fits the same sharding only.
+* **value**: a number, a text or None, which lies in the metadata (:mod:`autopar.checkpoint.optimizer_metadata`).
 """
 
 from __future__ import annotations
@@ -22,18 +20,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_facts import Entry, Facts
-from autopar.checkpoint.plain_data import encode, encode_inline
-from autopar.checkpoint.safetensors_stream import dtype_name, dtype_of
+from autopar.checkpoint.optimizer_metadata import COUNTERS, OptimizerMetadata, is_sharded
+from autopar.checkpoint.state import canonical_names
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
-from autopar.policy.plan import Plan, TensorPlan
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.json_values import encode, encode_inline
+from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["COUNTERS", "OptimizerState", "Restoration", "Wanted", "prepare", "take"]
+__all__ = ["OptimizerState", "Restoration", "Target", "prepare", "take"]
 
-# 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
-# may be statistics.
-COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
 _VALUES = (type(None), bool, int, float, str)
@@ -43,21 +39,21 @@ _Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What one rank has to save of an optimizer.
+    """One rank's state of an optimizer, to be saved.
 
     Attributes:
         tensors: name -> this rank's tensor, the optimizer's own and no copy.
-        plans: name -> its whole shape, its dtype and its layout.
-        facts: everything else, as JSON.
+        plans: name -> its full shape, its dtype and its layout.
+        metadata: everything else, as JSON.
     """
 
     tensors: dict[str, torch.Tensor]
     plans: dict[str, TensorPlan]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Target:
     """A tensor for the caller to fill: this rank's shard by ``layout``, or all of it if that is None."""
 
     tensor: torch.Tensor
@@ -69,10 +65,10 @@ class Restoration:
     """A state that fits and waits for its tensors. Nothing has changed yet.
 
     Attributes:
-        wanted: saved name -> what to fill.
+        targets: saved name -> what to fill.
     """
 
-    wanted: dict[str, Wanted]
+    targets: dict[str, Target]
     _optimizer: Optimizer
     _options: list[dict[str, Any]]
     _state: list[tuple[nn.Parameter, dict[str, Any]]]
@@ -80,7 +76,7 @@ class Restoration:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give the optimizer its state and options, once ``wanted`` is filled. State that it had is dropped."""
+        """Give the optimizer its state and options, once ``targets`` are filled. State that it had is dropped."""
         self._optimizer.state.clear()
         self._optimizer.state.update({parameter: dict(state) for parameter, state in self._state})
         self._optimizer.state.update(self._other)
@@ -90,7 +86,7 @@ class Restoration:
 
 
 def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> OptimizerState:
-    """The optimizer's state of this rank.
+    """Collect the optimizer's state of this rank.
 
     Args:
         model: the root model, or the stage of it that this rank holds.
@@ -104,14 +100,14 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     groups = _groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
     plans: dict[str, TensorPlan] = {}
-    facts: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for name, parameter in (pair for group in groups for pair in group):
         due = plan.tensors[name]
         for key, value in optimizer.state.get(parameter, {}).items():
             what = f"state {key!r} of {name}"
             entry: dict[str, Any] = {}
             if type(value) in _VALUES and isinstance(key, str):
-                entry = {"kind": "value", "value": encode_inline(value, what)}
+                entry = {"kind": "value", "value": value}
             elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not _alike(value, parameter):
                 raise CheckpointError(
                     f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors and "
@@ -122,21 +118,18 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
                 if saved.name in tensors:
                     raise CheckpointError(f"{title} has two states that would be called {saved.name}")
                 tensors[saved.name], plans[saved.name] = value.detach(), saved
-            facts.setdefault(name, {})[key] = entry
-    return OptimizerState(
-        tensors,
-        plans,
-        {
-            "class": title,
-            "tp": plan.tp,
-            "groups": [
-                {"options": _options(group, index, title), "params": [name for name, _ in named]}
-                for index, (group, named) in enumerate(zip(optimizer.param_groups, groups, strict=True))
-            ],
-            "state": facts,
-            "other": _other(optimizer, title),
-        },
-    )
+            entries.setdefault(name, {})[key] = entry
+    metadata = {
+        "class": title,
+        "tp": plan.tp,
+        "groups": [
+            {"options": _options(group), "params": [name for name, _ in named]}
+            for group, named in zip(optimizer.param_groups, groups, strict=True)
+        ],
+        "state": entries,
+        "other": _other(optimizer, title),
+    }
+    return OptimizerState(tensors, plans, encode_inline(metadata, title))
 
 
 def prepare(
@@ -144,32 +137,32 @@ def prepare(
     model: nn.Module,
     plan: Plan,
     tp_rank: int,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     saved: Mapping[str, TensorPlan],
     owns: Callable[[str], bool] = lambda name: True,
     dtype_here: Callable[[str, torch.Tensor, torch.dtype], torch.dtype] = lambda name, parameter, dtype: dtype,
 ) -> Restoration:
-    """Check that a saved state fits this optimizer, and make room for it. Changes nothing.
+    """Check that a saved state fits this optimizer, and allocate its tensors. Changes nothing.
 
     Args:
         model: the root model, or the stage of it that this rank holds.
         plan: of the whole model, for the tensor-parallel size now; the saved one may differ.
-        facts: of all ranks that saved, merged.
+        metadata: of all ranks that saved, merged.
         saved: every optimizer tensor of the checkpoint, of all ranks.
-        owns: whether this rank keeps the state of a parameter, by canonical name (ZeRO).
+        owns: whether this rank keeps the state of a parameter, by canonical name (ZeRO-1).
         dtype_here: of a state that has the shape of a parameter, from the one that was saved.
 
     Raises:
-        CheckpointError: the facts are damaged, or the state is not that of this optimizer (what differs).
+        CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
     """
     title = _title(optimizer)
     _refuse_wrapper(optimizer, title)
     groups = _groups(optimizer, model, plan)
-    before = Facts.parse(facts)
+    before = OptimizerMetadata.parse(metadata)
     before.check_class(title)
     before.check_groups(groups, set(_named(model, plan).values()), plan, title)
     before.check_names(saved)
-    wanted: dict[str, Wanted] = {}
+    targets: dict[str, Target] = {}
     state: list[tuple[nn.Parameter, dict[str, Any]]] = []
     for group, options in zip(groups, before.options, strict=True):
         for name, parameter in group:
@@ -179,7 +172,7 @@ def prepare(
                     mine[key] = entry.value
                     continue
                 source = saved[entry.name(name, key, tp_rank)]
-                shape, layout = _room(key, entry, source, plan.tensors[name], tp_rank, before.tp, title)
+                shape, layout = entry.shape_on(tp_rank, key, source, plan.tensors[name], before.tp, title)
                 device = parameter.device
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
@@ -188,13 +181,13 @@ def prepare(
                     mine[key] = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
                     mine[key] = torch.empty(shape, dtype=dtype, device=device)
-                wanted[source.name] = Wanted(mine[key], layout)
+                targets[source.name] = Target(mine[key], layout)
             if mine:
                 state.append((parameter, mine))
-    return Restoration(wanted, optimizer, before.options, state, before.other)
+    return Restoration(targets, optimizer, before.options, state, before.other)
 
 
-# -- what an optimizer has ---------------------------------------------------------------------------------------------
+# -- reading an optimizer ----------------------------------------------------------------------------------------------
 
 
 def _title(optimizer: Optimizer) -> str:
@@ -216,14 +209,14 @@ def _kind_name(value: object) -> str:
 
 
 def _named(model: nn.Module, plan: Plan) -> dict[int, str]:
-    """``id(parameter)`` -> canonical name, of the parameters that the plan knows."""
-    canonical = {alias: t.name for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+    """Return ``id(parameter)`` -> canonical name, of the parameters that the plan knows."""
+    canonical = canonical_names(plan)
     parameters = model.named_parameters(remove_duplicate=False)
     return {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
 
 
 def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a state that is not a single number is shared out over the replicas as its parameter is."""
+    """Tell whether a state that is not a single number is sharded over the replicas as its parameter is."""
     if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and value.ndim):
         return (
             isinstance(value, DTensor)
@@ -234,7 +227,7 @@ def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
-    """The parameters of each group with their names, without those that another pipeline stage holds (empty here)."""
+    """Return the named parameters of each group, without those of other stages (empty here)."""
     names = _named(model, plan)
     groups: list[_Named] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -250,46 +243,38 @@ def _groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
     return groups
 
 
-def _options(group: Mapping[str, Any], index: int, title: str) -> dict[str, Any]:
-    """The options of a group as JSON; the names of its parameters are said in their canonical form anyway."""
-    return {
-        str(key): encode_inline(value, f"option {key!r} of parameter group {index} of {title}")
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group; the names of its parameters are saved in their canonical form anyway."""
+    return {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _option(now: Any, saved: Any) -> Any:
-    """The saved option; a tensor that is there stays the same object, because a captured graph may hold it."""
+    """Return the saved option; a tensor that is there stays the same object, because a captured graph may hold it."""
     if isinstance(now, torch.Tensor) and now.shape == (saved.shape if isinstance(saved, torch.Tensor) else ()):
         return now.copy_(saved) if isinstance(saved, torch.Tensor) else now.fill_(saved)
     return saved
 
 
-def _other(optimizer: Optimizer, title: str) -> Any:
-    """State that belongs to no parameter, as JSON."""
+def _other(optimizer: Optimizer, title: str) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter. Raises CheckpointError if there are tensors in it."""
     other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    data, tensors = encode(other, f"the state of {title}")
+    _, tensors = encode(other, f"the state of {title}")
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} is a tensor that belongs to no parameter; it cannot be saved")
-    return data
-
-
-def _cut(due: TensorPlan) -> bool:
-    return due.layout is not None and due.layout.axis_size > 1
+    return other
 
 
 def _describe(
     key: str, value: torch.Tensor, due: TensorPlan, tp_rank: int, tp: int, title: str
 ) -> tuple[TensorPlan, dict[str, Any]]:
-    """How a state tensor is called, and its entry in the facts."""
+    """Return the plan of a state tensor with its name, and its entry in the metadata."""
     name, shape, dtype = f"{due.name}::{key}", tuple(value.shape), dtype_name(value.dtype)
     local = due.local_shape(tp_rank)
     if shape == () and key in COUNTERS:
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
     if shape == local and key not in _STATISTICS:
         return TensorPlan(name, due.shape, dtype, due.layout), {"kind": "like"}
-    if not _cut(due):
+    if not is_sharded(due):
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
     if shape == due.shape:
         raise CheckpointError(
@@ -299,44 +284,6 @@ def _describe(
         )
     assert due.layout is not None
     return TensorPlan(f"{name}@tp{tp_rank}", shape, dtype), {"kind": "own", "layout": due.layout.to_json()}
-
-
-# -- whether a saved state fits ----------------------------------------------------------------------------------------
-
-
-def _room(
-    key: str, entry: Entry, source: TensorPlan, due: TensorPlan, tp_rank: int, saved_tp: int, title: str
-) -> tuple[tuple[int, ...], Layout | None]:
-    """Local shape and layout of a state of the parameter ``due``."""
-    tp = due.layout.axis_size if due.layout is not None else 1
-    what = f"state {key!r} of {due.name} in {title}"
-    if entry.kind == "like" and source.shape != due.shape:
-        raise CheckpointError(
-            f"{source.name} has shape {list(source.shape)} in the checkpoint, {due.name} has {list(due.shape)}"
-        )
-    if entry.kind == "like":
-        return due.local_shape(tp_rank), due.layout
-    if entry.kind == "own" and not _same(entry.layout, due.layout):
-        raise CheckpointError(
-            f"{what} was saved with tensor_parallel_size={saved_tp}, the model runs with tensor_parallel_size={tp}"
-            + (" and shares the parameter out differently" if saved_tp == tp else "")
-            + "\n  It is statistics of each rank's share of the parameter and does not become that of other shares.\n"
-            f"  Use tensor_parallel_size={saved_tp} and the policy of the checkpoint, or load without optimizer."
-        )
-    if entry.kind == "whole" and _cut(due) and not (source.shape == () and key in COUNTERS):
-        raise CheckpointError(
-            f"{what} was saved of the whole parameter with tensor_parallel_size={saved_tp}, the model runs with "
-            f"tensor_parallel_size={tp}, which cuts the parameter\n"
-            "  It is statistics of all of it and does not become that of shares.\n"
-            f"  Use tensor_parallel_size={saved_tp}, or load without optimizer."
-        )
-    return source.shape, None
-
-
-def _same(one: Layout | None, other: Layout | None) -> bool:
-    if one is None or other is None or one.dim != other.dim or one.axis_size != other.axis_size:
-        return False
-    return all(one.ranges(rank) == other.ranges(rank) for rank in range(one.axis_size))
 
 
 def _dtype(source: TensorPlan) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The random states of one rank as plain JSON, and which of the saved ones a rank of another mesh goes on with.
+"""The random states of one rank as JSON, and which of the saved ones a rank of another mesh goes on with.
 
 A state holds Python's, numpy's and torch's default generators, the current GPU's, and the named streams of the
 toolbox's tracker (``mpu.random_tracker``). No collective: each rank takes and restores its own.
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.checkpoint.plain_data import Json, decode, encode_inline
+from autopar.distributed.rng import Generators, TorchGenerators
+from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
-from autopar.random_state import RandomStateTracker, StreamState
+from autopar.storage.json_values import Json, decode, encode_inline
 
 __all__ = ["choose", "restore", "take"]
 
@@ -25,24 +26,21 @@ _SPREAD = 1 << 20  # more than there are tensor-parallel ranks
 
 
 def take(tracker: RandomStateTracker | None = None) -> Json:
-    """All random states of this process.
+    """Return all random states of this process as JSON.
 
     Args:
         tracker: of the named streams (``mpu.random_tracker``); None if there are none.
 
     Raises:
-        CheckpointError: if numpy's default generator was replaced by one that cannot be written down.
+        CheckpointError: numpy's default generator was replaced by one that cannot be written down.
     """
-    default = np.random.get_state(legacy=False)
-    if default["bit_generator"] != "MT19937":
-        raise CheckpointError(f"numpy's default generator is {default['bit_generator']}; only MT19937 can be restored")
-    return {
-        "python": encode_inline(random.getstate(), f"{_WHERE}.python"),
-        "numpy": encode_inline(default, f"{_WHERE}.numpy"),
-        "torch": encode_inline(torch.get_rng_state(), f"{_WHERE}.torch"),
-        "cuda": encode_inline(torch.cuda.get_rng_state() if torch.cuda.is_available() else None, f"{_WHERE}.cuda"),
-        "streams": encode_inline(None if tracker is None else dict(tracker.get_states()), f"{_WHERE}.streams"),
-    }
+    now = Generators.now()
+    if now.numpy["bit_generator"] != "MT19937":
+        raise CheckpointError(
+            f"numpy's default generator is {now.numpy['bit_generator']}; only MT19937 can be restored"
+        )
+    default = {"python": now.python, "numpy": now.numpy, "torch": now.torch.cpu, "cuda": now.torch.cuda}
+    return encode_inline({**default, "streams": None if tracker is None else dict(tracker.get_states())}, _WHERE)
 
 
 def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomStateTracker | None:
@@ -63,16 +61,12 @@ def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomSta
     if states["streams"] is not None:
         tracker = RandomStateTracker() if tracker is None else tracker
         tracker.set_states(states["streams"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    Generators(TorchGenerators(states["torch"], states["cuda"]), states["python"], states["numpy"]).restore()
     return tracker
 
 
 def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int) -> Json:
-    """The state with which the rank at ``(tp, pp, dp)`` goes on.
+    """Choose the state with which the rank at ``(tp, pp, dp)`` goes on.
 
     * A rank that was there when the checkpoint was saved has its own state again.
     * One that was not has that of stage 0 and tensor-parallel rank 0 of its replica: the default generators of a
@@ -105,7 +99,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int) -> Jso
 
 
 def _seeded(base: Json, tp: int, dp: int) -> Json:
-    """States of a new replica. The tensor-parallel ranks of a replica share the default generators, not the streams."""
+    """Seed the states of a new replica: default generators are alike on its tensor-parallel ranks, streams are not."""
     states = _checked(base)
     seed = _draw(states["torch"]) + dp * _SPREAD
     fresh = {
@@ -115,7 +109,7 @@ def _seeded(base: Json, tp: int, dp: int) -> Json:
         "cuda": torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_available() else None,
         "streams": _reseeded(states["streams"], dp * _SPREAD + tp),
     }
-    return {key: encode_inline(value, f"{_WHERE}.{key}") for key, value in fresh.items()}
+    return encode_inline(fresh, _WHERE)
 
 
 def _own_streams(base: Json, tp: int) -> Json:
@@ -139,32 +133,31 @@ def _draw(state: torch.Tensor) -> int:
 
 
 def _checked(value: Json) -> dict[str, Any]:
-    """The decoded states. Raises CheckpointError unless every generator takes its own."""
+    """Decode the states. Raises CheckpointError unless every generator takes its own."""
     keys = ("python", "numpy", "torch", "cuda", "streams")
     if not isinstance(value, Mapping) or set(value) != set(keys):
         raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: they are not {', '.join(keys)}")
-    states = {key: decode(value[key], where=f"{_WHERE}.{key}") for key in keys}
+    states: dict[str, Any] = decode(dict(value), where=_WHERE)
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
         if not 0 <= states["numpy"]["state"]["pos"] <= _MT19937:  # numpy would read beyond its memory
             raise ValueError("the position of numpy's generator is impossible")
-        torch.Generator().set_state(states["torch"])
-        _check_cuda(states["cuda"])
+        _check(states["torch"], states["cuda"])
         for name, stream in (states["streams"] or {}).items():
             if not isinstance(name, str) or set(stream) != {"seed", "cpu", "cuda"}:
                 raise ValueError(f"{name!r} is no stream")
             if type(stream["seed"]) is not int or not -(1 << 63) <= stream["seed"] < 1 << 64:
                 raise ValueError(f"the seed of stream {name!r} is {stream['seed']!r}")
-            torch.Generator().set_state(stream["cpu"])
-            _check_cuda(stream["cuda"])
+            _check(stream["cpu"], stream["cuda"])
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {str(error).splitlines()[0]}") from error
     return states
 
 
-def _check_cuda(state: Any) -> None:
-    if state is not None and (not isinstance(state, torch.Tensor) or state.dtype != torch.uint8):
+def _check(cpu: Any, cuda: Any) -> None:
+    torch.Generator().set_state(cpu)
+    if cuda is not None and (not isinstance(cuda, torch.Tensor) or cuda.dtype != torch.uint8):
         raise ValueError("the state of the GPU's generator is no tensor of bytes")
-    if state is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(state)
+    if cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(cuda)

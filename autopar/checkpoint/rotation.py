@@ -1,6 +1,6 @@
 """Keep the last n checkpoints of a series: folders side by side whose names differ only in the number at their end.
 
-What is newest is told by the order of the saves, which each manifest counts: times change when folders are copied and
+The newest one is told by the order of the saves, which each manifest counts: times change when folders are copied and
 differ between nodes, and the numbers in the names begin again at a lower one when a run goes back. A manifest also
 says which save it goes on from. What was saved between those two was left behind when the run went back.
 """
@@ -17,22 +17,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from autopar.checkpoint.folder import MANIFEST, REMOVED, fsync
 from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.staging import MANIFEST, REMOVED, fsync
 from autopar.checkpoint.state import listed
 from autopar.errors import CheckpointError
 
 __all__ = ["check_keep_last", "is_checkpoint", "next_order", "place_in_series", "rotate", "series", "series_of"]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_DROPPED = re.compile(r"\.(.+)\.(old|removed)-[0-9a-f]{16}", re.DOTALL)
+_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|removed)-[0-9a-f]{16}", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
-_TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 _ABANDONED = 24 * 3600  # seconds after which a temporary folder of the series is nobody's any more
 
 
 def series(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """What a folder's name is before the number at its end, and the number: ``step-100`` -> ``("step-", 100)``.
+    """Split a folder's name into the part before the number at its end and the number: ``("step-", 100)``.
 
     Raises:
         CheckpointError: if the name does not end in a number.
@@ -63,7 +62,7 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint in autopar's form; False for a symbolic link.
+    """Tell whether a folder holds a checkpoint in autopar's form; False for a symbolic link.
 
     A merged folder looks like any model's, a user's base model included, and is never deleted.
     """
@@ -80,20 +79,20 @@ class _Member(NamedTuple):
 
 
 def series_of(target: str | os.PathLike[str]) -> str | None:
-    """What the checkpoints of a series have in common; None if the name does not end in a number."""
+    """Return the path without the number at its end, which a series has in common; None if there is no number."""
     path = Path(os.path.realpath(target))
     found = _NUMBERED.fullmatch(path.name)
     return None if found is None else str(path.parent / found[1]) if found[1] else f"{path.parent}{os.sep}"
 
 
 def place_in_series(target: str | os.PathLike[str], order: int) -> Mapping[str, int]:
-    """The series of a checkpoint -> its order; nothing if either is unknown."""
+    """Return the series of a checkpoint -> its order; nothing if either is unknown."""
     found = series_of(target)
     return {found: order} if found is not None and order else {}
 
 
 def next_order(target: Path) -> int:
-    """The order of a checkpoint that is about to be saved as ``target``; 0 if its name does not end in a number."""
+    """Return the order of a checkpoint that is about to be saved as ``target``; 0 if its name ends in no number."""
     found = _NUMBERED.fullmatch(target.name)
     if found is None:
         return 0
@@ -127,14 +126,14 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     check_keep_last(target, keep_last)
     target = Path(os.path.realpath(target))
     stem, _ = series(target)
-    for path in _half_deleted(target.parent, stem):
-        found = _DROPPED.fullmatch(path.name)
-        if found is not None and found[2] == "removed":
-            _go_on(path, found[1])
-        elif not is_checkpoint(path):  # a whole one may be what an interrupted save was about to replace
+    for path, kind, name in _folders(target.parent, stem):
+        if kind == "removed":
+            _finish_removal(path, name)
+        elif is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
+            continue
+        elif kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > _ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
-    for path in _folders(target.parent, stem):
-        if (path / REMOVED).is_file() and not is_checkpoint(path):
+        elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
     members = _members(target.parent, stem)
     left = _left_behind(members, target)
@@ -142,12 +141,12 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
         (member for member in members if member.path != target),
         key=lambda member: (member not in left, member.order, member.number, member.path.name),
     )
-    doomed = [member.path for member in others[: max(0, len(others) + 1 - keep_last)]]
-    return [path for path in doomed if _try_to_remove(path)]
+    removed = [member.path for member in others[: max(0, len(others) + 1 - keep_last)]]
+    return [path for path in removed if _try_to_remove(path)]
 
 
 def _left_behind(members: list[_Member], target: Path) -> set[_Member]:
-    """What was saved after a checkpoint that the target's run went back to, and before it went on from there."""
+    """Return what was saved after a checkpoint that the target's run resumed from, and before it was resumed."""
     by_order = {member.order: member for member in members}
     here = next((member for member in members if member.path == target), None)
     left: set[_Member] = set()
@@ -157,20 +156,26 @@ def _left_behind(members: list[_Member], target: Path) -> set[_Member]:
     return left
 
 
-def _folders(parent: Path, stem: str) -> list[Path]:
-    """The folders of a series, lowest number first; no symbolic links."""
+def _folders(parent: Path, stem: str) -> list[tuple[Path, str, str]]:
+    """List the folders of a series, lowest number first, and the hidden ones that a killed save or rotation has left.
+
+    Returns:
+        Path, ``tmp``, ``old`` or ``removed`` if it is hidden, and the name that it has or had. No symbolic links.
+    """
     found = []
-    for entry in os.scandir(parent):
-        numbered = _NUMBERED.fullmatch(entry.name)
+    for entry in os.scandir(parent) if parent.is_dir() else ():
+        hidden = _HIDDEN.fullmatch(entry.name)
+        name, kind = (hidden[1], hidden[2]) if hidden is not None else (entry.name, "")
+        numbered = _NUMBERED.fullmatch(name)
         if numbered is not None and numbered[1] == stem and entry.is_dir(follow_symlinks=False):
-            found.append((int(numbered[2]), entry.name))
-    return [parent / name for _, name in sorted(found)]
+            found.append((int(numbered[2]), Path(entry.path), kind, name))
+    return [(path, kind, name) for _, path, kind, name in sorted(found)]
 
 
 def _members(parent: Path, stem: str) -> list[_Member]:
-    """The checkpoints of a series, lowest number first."""
+    """List the checkpoints of a series, lowest number first."""
     found = []
-    for path in _folders(parent, stem) if parent.is_dir() else ():
+    for path in (path for path, kind, _ in _folders(parent, stem) if not kind):
         try:
             with open(path / MANIFEST, "rb") as file:
                 head = _HEAD.search(file.read(512))
@@ -179,20 +184,6 @@ def _members(parent: Path, stem: str) -> list[_Member]:
         order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
         found.append(_Member(path, series(path)[1], order, follows if follows < order else 0))
     return found
-
-
-def _half_deleted(parent: Path, stem: str) -> list[Path]:
-    """Hidden folders of the series that a rotation or a save which was killed has left, the latter long ago."""
-    found = []
-    for entry in os.scandir(parent):
-        hidden = _DROPPED.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name)
-        numbered = _NUMBERED.fullmatch(hidden[1]) if hidden is not None else None
-        if numbered is None or numbered[1] != stem or entry.is_symlink():
-            continue
-        if _TEMPORARY.fullmatch(entry.name) and time.time() - entry.stat().st_mtime < _ABANDONED:
-            continue
-        found.append(Path(entry.path))
-    return sorted(found)
 
 
 def _try_to_remove(path: Path) -> bool:
@@ -215,9 +206,9 @@ def _try_to_remove(path: Path) -> bool:
 
 
 def _remove(path: Path) -> list[str]:
-    """Delete the files of a checkpoint, and its folder unless it holds others; their names.
+    """Delete the files of a checkpoint, and its folder unless it holds others; its names.
 
-    Whoever is killed at whatever moment leaves it whole, or nothing that looks whole and a note of what is to go.
+    A process that is killed at any moment leaves it whole, or not looking whole and with a note of what is to go.
 
     Raises:
         CheckpointError: the manifest cannot be read, so it is not known what the save has written.
@@ -253,13 +244,13 @@ def _removed_whole(path: Path, ours: set[str]) -> bool:
 
 
 def _others(path: Path, ours: set[str]) -> list[str]:
-    """What lies in a folder and is no file with one of these names."""
+    """Return what lies in a folder beside files with these names."""
     return sorted(
         entry.name for entry in os.scandir(path) if entry.name not in ours or entry.is_dir(follow_symlinks=False)
     )
 
 
-def _go_on(hidden: Path, name: str) -> None:
+def _finish_removal(hidden: Path, name: str) -> None:
     """Delete a folder that :func:`_removed_whole` has hidden, or give it its name back if it holds files of others."""
     try:
         manifest = Manifest.read(hidden)

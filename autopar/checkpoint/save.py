@@ -12,24 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checkpoint.agree import Peers, first, meet, together
-from autopar.checkpoint.alike import check_alike, digests
-from autopar.checkpoint.call import Request, check_timeout, patience, same_call
-from autopar.checkpoint.checksum import file_checksum
-from autopar.checkpoint.folder import Staging, fsync_files
+from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.format import Manifest, versions
-from autopar.checkpoint.merge import write_merged
-from autopar.checkpoint.optimizer_facts import Facts
-from autopar.checkpoint.optimizer_facts import merge as merge_facts
-from autopar.checkpoint.part import FileRecord, Part, shard_name
+from autopar.checkpoint.offline.merge import write_merged
+from autopar.checkpoint.optimizer_metadata import OptimizerMetadata, merge_metadata
+from autopar.checkpoint.optimizer_weights import states_only
 from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.snapshot import Snapshot, snapshot
+from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
+from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, listed, state_of
-from autopar.checkpoint.training_weights import states_only
+from autopar.distributed.barrier import barrier
+from autopar.distributed.consensus import Ranks, all_ranks, rank_zero
 from autopar.errors import CheckpointError
-from autopar.policy.plan import TensorPlan
+from autopar.plan.plan import TensorPlan
+from autopar.storage.checksum import file_checksum
+from autopar.storage.safetensors_io import SafetensorsWriter
 
 __all__ = ["save", "write_shard"]
 
@@ -44,19 +43,16 @@ def save(
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """See :func:`autopar.checkpoint.attach.save_parallelized`. ``arguments`` are those of :meth:`Request.of`."""
+    """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :meth:`SaveRequest.of`."""
     state = state_of(model)
     mpu = state.mpu
     state.background.wait()
-    meet(mpu, "save_parallelized", patience(timeout))
-    request: Request | None = None
-    mine: Snapshot | None = None
-    writing: _Writing | None = None
+    barrier(mpu, "save_parallelized", timeout_or_default(timeout))
+    prepared: list[tuple[Snapshot, _Writer]] = []
 
     def check() -> dict[str, Any]:
-        nonlocal request, mine, writing
         check_timeout(timeout)
-        request = Request.of(**arguments)
+        request = SaveRequest.of(**arguments)
         training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
         given = [name for name, value in training.items() if value is not None]
         if request.merge and given:
@@ -64,48 +60,47 @@ def save(
                 f"{given[0]}= cannot be saved with merge_checkpoints=True: a Hugging Face checkpoint has no place for "
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
-        mine = snapshot(model, optimizer, lr_scheduler, extra)
-        writing = _Writing(state, request, config_writer(model))
-        weights = digests(model, state.plan) if _is_checked(model) else {}
+        local = snapshot(model, optimizer, lr_scheduler, extra)
+        prepared.append((local, _Writer(state, request, config_writer(model))))
+        digests = digest_parameters(model, state.plan) if _is_checked(model) else {}
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
-        return {"call": call, "weights": weights}
+        return {"call": call, "digests": digests}
 
-    def compare(said: list[dict[str, Any]]) -> None:
-        same_call([other.get("call", other) for other in said])  # one of them may load
-        in_shares = mine is not None and mine.in_shares
-        check_alike([other["weights"] for other in said], state.plan, mpu.sizes, in_shares)
+    def compare(ranks: list[dict[str, Any]]) -> None:
+        check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
+        check_replicas([rank["digests"] for rank in ranks], state.plan, mpu.sizes, prepared[0][0].fsdp)
 
-    together(mpu, check, check=compare)
-    assert request is not None and mine is not None and writing is not None
-    if mine.in_shares:
-        mine = _on_all(mpu, partial(mine.gathered, mpu))
-    if not request.async_save:
-        writing.run(mpu, mine)
+    all_ranks(mpu, check, check=compare)
+    ((local, writer),) = prepared
+    if local.fsdp:
+        local = _on_all(mpu, partial(local.gathered, mpu))
+    if not writer.request.async_save:
+        writer.run(mpu, local)
         return
-    copied = _on_all(mpu, mine.copied)
-    writing.prepare(mpu)  # what is wrong with the folder is said now, and it is this save's from here on
-    state.background.start(mpu, copied, writing.run)
+    copied = _on_all(mpu, local.copied)
+    writer.stage(mpu)  # a folder that cannot be written is reported now, by this call
+    state.background.start(mpu, copied, writer.run)
 
 
 def _is_checked(model: nn.Module) -> bool:
     return bool(getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True))
 
 
-def _on_all(peers: Peers, make: Callable[[], Snapshot]) -> Snapshot:
-    """What each rank makes. A rank whose memory does not suffice stops all of them."""
+def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
+    """Make a snapshot on each rank. A rank whose memory does not suffice stops all of them."""
     made: list[Snapshot] = []
-    together(peers, lambda: made.append(make()))
+    all_ranks(peers, lambda: made.append(make()))
     return made[0]
 
 
-class _Writing:
-    """One save after all checks: the part that can go on in the background."""
+class _Writer:
+    """Write one save after all checks; can run in the background."""
 
-    def __init__(self, state: State, request: Request, write_config: Callable[[Path], None]) -> None:
+    def __init__(self, state: State, request: SaveRequest, write_config: Callable[[Path], None]) -> None:
         self.state, self.request, self.write_config = state, request, write_config
         self.staging: Staging | None = None
-        self.place: tuple[Path, str] | None = None  # the folder to write into, the id of the save
+        self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
     def _untouched(self) -> str:
         if self.staging is not None and self.staging.committed:
@@ -117,23 +112,23 @@ class _Writing:
             return self._untouched()
         return f"{self.request.directory} holds the previous or the new checkpoint, whole."
 
-    def prepare(self, peers: Peers) -> tuple[Path, str]:
-        """Make the temporary folder. Every rank calls it."""
-        folder, save_id = first(peers, self._prepare, self._untouched)
-        self.place = Path(folder), save_id
-        return self.place
+    def stage(self, peers: Ranks) -> tuple[Path, str]:
+        """Make the temporary folder. Collective."""
+        folder, save_id = rank_zero(peers, self._stage, self._untouched)
+        self.staged = Path(folder), save_id
+        return self.staged
 
-    def run(self, peers: Peers, mine: Snapshot) -> None:
-        """Write, and put the folder in its place. Every rank runs it."""
+    def run(self, peers: Ranks, local: Snapshot) -> None:
+        """Write, and put the folder in its place. Collective."""
         try:
-            folder, save_id = self.place or self.prepare(peers)
-            reports = together(peers, lambda: _write(mine, self.state, folder, save_id), self._untouched)
-            first(peers, lambda: self._finish(folder, save_id, reports), self._doubt)
+            folder, save_id = self.staged or self.stage(peers)
+            reports = all_ranks(peers, lambda: _write(local, self.state, folder, save_id), self._untouched)
+            rank_zero(peers, lambda: self._finish(folder, save_id, reports), self._doubt)
         finally:
             if self.staging is not None:
                 self.staging.discard()
 
-    def _prepare(self) -> list[str]:
+    def _stage(self) -> list[str]:
         self.staging = Staging(Path(self.request.directory))
         if self.request.merge:
             (self.staging.temp / _SHARDS).mkdir()
@@ -146,9 +141,9 @@ class _Writing:
         self.write_config(temp)
         along = {path.name: file_checksum(path) for path in temp.iterdir() if path.name not in known}
         order = next_order(self.staging.target)
-        came_from = self.state.went_on_from.get(series_of(self.staging.target) or "", 0)
+        resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
-        replace(manifest, order=order, follows=came_from if came_from < order else 0).write(folder)
+        replace(manifest, order=order, follows=resumed_from if resumed_from < order else 0).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
                 write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
@@ -156,19 +151,19 @@ class _Writing:
         fsync_files(temp)
         self.staging.commit()
         if not self.request.merge:
-            self.state.went_on_from.update(place_in_series(self.staging.target, order))
+            self.state.resumed_from.update(place_in_series(self.staging.target, order))
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
 
 
-def _write(mine: Snapshot, state: State, folder: Path, save_id: str) -> dict[str, Any]:
-    """Write this rank's files; what to say about them in the manifest."""
+def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[str, Any]:
+    """Write this rank's files; returns its report for the manifest."""
     mpu = state.mpu
     written = {}
-    for part, tensors in mine.tensors.items():
+    for part, tensors in local.tensors.items():
         if not tensors and (mpu.dp.rank != 0 or part == "extra"):
             continue
-        dp = mpu.dp.rank if part == "optimizer" and mine.by_replica else None
+        dp = mpu.dp.rank if part == "optimizer" and local.by_replica else None
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
@@ -178,14 +173,14 @@ def _write(mine: Snapshot, state: State, folder: Path, save_id: str) -> dict[str
         written[part] = record.to_json()
     return {
         "files": written,
-        "dtypes": mine.dtypes,
-        "parameters": list(mine.parameters),
-        "plans": {name: plan.to_json() for name, plan in mine.plans.items()},
-        "facts": mine.facts,
-        "training": mine.training if mpu.rank == 0 else {},
-        "extra": {n: [list(t.shape), str(t.dtype)] for n, t in mine.tensors.get("extra", {}).items()},
-        "random": mine.random_state and {
-            "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, "state": mine.random_state
+        "dtypes": local.dtypes,
+        "parameters": list(local.parameters),
+        "plans": {name: plan.to_json() for name, plan in local.plans.items()},
+        "optimizer": local.optimizer,
+        "training": local.training if mpu.rank == 0 else {},
+        "extra": {n: [list(t.shape), str(t.dtype)] for n, t in local.tensors.get("extra", {}).items()},
+        "random": local.random_state and {
+            "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, "state": local.random_state
         },
     }  # fmt: skip
 
@@ -207,10 +202,9 @@ def write_shard(
 
 
 def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
-    """The manifest, from the reports of all ranks. Raises CheckpointError if they do not fit together."""
+    """Make the manifest from the reports of all ranks. Raises CheckpointError if they do not fit together."""
     dtypes: dict[str, str] = {}
     files: dict[str, dict[str, FileRecord]] = {}
-    plans: dict[str, TensorPlan] = {}
     for rank, report in enumerate(reports):
         for name, dtype in report["dtypes"].items():
             if dtypes.setdefault(name, dtype) != dtype:
@@ -218,21 +212,14 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         for part, entry in report["files"].items():
             record = FileRecord.from_json(entry)
             files.setdefault(part, {})[shard_name(part, record.tp, record.pp, record.dp)] = record
-        for name, entry in report["plans"].items():
-            plan = TensorPlan.from_json(name, entry)
-            if plans.setdefault(name, plan) != plan:
-                raise CheckpointError(f"the optimizer's {name} differs between ranks in shape or dtype")
-    absent = [name for name in state.plan.tensors if name not in dtypes]
-    if absent:
-        raise CheckpointError(f"no stage holds {listed(absent)}")
+    missing = [name for name in state.plan.tensors if name not in dtypes]
+    if missing:
+        raise CheckpointError(f"no stage holds {listed(missing)}")
     model = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()}
     parts = {"model": Part("model", model, files["model"])}
     training = dict(reports[0]["training"])
-    if reports[0]["facts"] is not None:
-        parts["optimizer"] = Part("optimizer", plans, files.get("optimizer", {}))
-        training["optimizer"] = merge_facts([report["facts"] for report in reports])
-        facts = Facts.parse(training["optimizer"])
-        facts.check_names(states_only(plans, facts))  # nothing is saved that could not be loaded
+    if reports[0]["optimizer"] is not None:
+        parts["optimizer"], training["optimizer"] = _optimizer_part(reports, files.get("optimizer", {}))
     if "extra" in files:
         loose = {
             name: TensorPlan(name, tuple(shape), dtype.removeprefix("torch."))
@@ -258,3 +245,17 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
     except ValueError as error:  # a defect of ours, but never one that ends in a checkpoint that cannot be read
         raise CheckpointError(f"the shards do not fit together: {error}") from error
     return manifest
+
+
+def _optimizer_part(reports: list[dict[str, Any]], files: Mapping[str, FileRecord]) -> tuple[Part, dict[str, Any]]:
+    """Merge what all ranks have of the optimizer: its part of the manifest, and its metadata."""
+    plans: dict[str, TensorPlan] = {}
+    for report in reports:
+        for name, entry in report["plans"].items():
+            plan = TensorPlan.from_json(name, entry)
+            if plans.setdefault(name, plan) != plan:
+                raise CheckpointError(f"the optimizer's {name} differs between ranks in shape or dtype")
+    merged = merge_metadata([report["optimizer"] for report in reports])
+    metadata = OptimizerMetadata.parse(merged)
+    metadata.check_names(states_only(plans, metadata))  # nothing is saved that could not be loaded
+    return Part("optimizer", plans, files), merged

@@ -1,25 +1,28 @@
-"""Open the shard files of a checkpoint and check that they are what the manifest says, before anything is used."""
+"""The shard files of a checkpoint: checked against the manifest, verified once over all ranks, read as tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from autopar.checkpoint.checksum import file_checksum
 from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
-from autopar.checkpoint.lazy import Joined, LazyTensor, Narrowed
-from autopar.checkpoint.part import FileRecord, Part
-from autopar.checkpoint.safetensors_stream import SafetensorsReader, dtype_name, nbytes
+from autopar.checkpoint.shard_index import FileRecord, Part
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
+from autopar.storage.checksum import file_checksum
+from autopar.storage.lazy_tensor import Joined, LazyTensor
+from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
+from autopar.storage.views import Narrowed
 
-__all__ = ["Held", "Shards"]
+__all__ = ["Shards", "StoredShard", "assign_verification"]
 
 
-class Held(NamedTuple):
-    """One tensor in one shard file."""
+class StoredShard(NamedTuple):
+    """One tensor's shard in one file."""
 
     part: str
     name: str
@@ -60,15 +63,15 @@ class Shards:
     def _check_presence(self, parts: list[Part]) -> None:
         manifest = self.manifest
         files = {name: record for part in parts for name, record in part.files.items()}
-        absent = [name for name in files if not (self.folder / name).is_file()]
-        if not absent:
+        missing = [name for name in files if not (self.folder / name).is_file()]
+        if not missing:
             return
-        record = files[absent[0]]
+        record = files[missing[0]]
         rank = (record.pp * manifest.sizes.dp + (record.dp or 0)) * manifest.sizes.tp + record.tp
-        more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{self.folder} is incomplete: {len(files) - len(absent)} of {len(files)} shards found, "
-            f"{absent[0]} is missing{more}.\n"
+            f"{self.folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
+            f"{missing[0]} is missing{more}.\n"
             f"  It was saved with {sizes_text(manifest.sizes)} ({self.folder / MANIFEST}).\n"
             f"  Copy the file from the node that ran rank {rank}, or save again."
         )
@@ -123,26 +126,22 @@ class Shards:
                     f"{MANIFEST} says {plan.dtype} {list(due)}"
                 )
 
-    def held(self, parts: Iterable[str]) -> Iterator[Held]:
-        """Every tensor of every shard file of some parts, with its size."""
+    def stored(self, parts: Iterable[str]) -> Iterator[StoredShard]:
+        """Iterate over the shards of some parts, file by file."""
         for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
             for file, record in part.files.items():
                 for name in record.checksums:
                     plan = part.tensors[name]
                     size = nbytes(getattr(torch, plan.dtype), plan.local_shape(record.tp))
-                    yield Held(part.name, name, record.tp, file, size)
+                    yield StoredShard(part.name, name, record.tp, file, size)
 
-    def verify(self, held: Held) -> None:
+    def verify(self, shard: StoredShard) -> None:
         """Raise CheckpointError if the bytes of that shard are not those that were saved."""
-        part = self.manifest.parts[held.part]
-        self._open(part, held.file).verify(held.name, part.files[held.file].checksums[held.name])
+        part = self.manifest.parts[shard.part]
+        self._open(part, shard.file).verify(shard.name, part.files[shard.file].checksums[shard.name])
 
-    def open(self, held: Held) -> None:
-        """Raise CheckpointError if the file of that shard is not the one that the manifest describes."""
-        self._open(self.manifest.parts[held.part], held.file)
-
-    def open_file(self, name: str) -> None:
-        """Raise CheckpointError if that file is not the one that the manifest describes."""
+    def check_file(self, name: str) -> None:
+        """Raise CheckpointError if that file's header is not what the manifest describes."""
         self._open(next(part for part in self.manifest.parts.values() if name in part.files), name)
 
     def verify_along(self) -> None:
@@ -162,7 +161,7 @@ class Shards:
             )
 
     def lazy(self, name: str, part: str = "model") -> LazyTensor:
-        """The whole tensor, to be read by the part from the shards that hold it. Nothing is verified.
+        """Return the full tensor, to be read in ranges from the shards that hold it. Nothing is verified.
 
         Raises:
             CheckpointError: a file is not what the manifest says.
@@ -185,13 +184,13 @@ class Shards:
         return ordered[0] if len(ordered) == 1 else Joined(ordered, plan.layout.dim)
 
     def whole(self, name: str, part: str = "model") -> torch.Tensor:
-        """The whole tensor, checksums verified; one shard is in memory at a time beside it."""
+        """Read the full tensor with checksums verified; one shard is in memory at a time beside it."""
         there = self.manifest.parts[part]
         plan = there.tensors[name]
         if plan.layout is None:
             return self._shard(there, name, 0)
         full: torch.Tensor | None = None
-        for tp in reversed(range(self.manifest.sizes.tp)):  # a lower rank has the last word where several hold a unit
+        for tp in reversed(range(self.manifest.sizes.tp)):  # where several hold a unit, the lowest rank's copy remains
             shard = self._shard(there, name, tp)
             if full is None:
                 full = torch.empty(plan.shape, dtype=shard.dtype, device="cpu")
@@ -213,3 +212,37 @@ class Shards:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def assign_verification(
+    stored: Sequence[StoredShard], saved: MeshSizes, now: MeshSizes, rank: int
+) -> list[StoredShard]:
+    """Return the shards that ``rank`` verifies: all ranks together verify every stored byte once.
+
+    On the same tensor-parallel size a shard goes to a rank that is going to read it, on any size all ranks verify about
+    equally many bytes. Pure: every rank computes the same assignment.
+
+    Args:
+        stored: the shards of the checkpoint, which was saved on the mesh ``saved``.
+        now: the mesh that loads it.
+    """
+    world = now.tp * now.pp * now.dp
+    load = [0] * world
+    own = []
+    unassigned = []
+    for item in sorted(stored, key=lambda one: (-one.bytes, one.file, one.name)):
+        if saved.tp != now.tp or item.tp >= now.tp:
+            unassigned.append(item)
+            continue
+        reader = min(range(item.tp, world, now.tp), key=lambda candidate: load[candidate])  # tp varies fastest
+        load[reader] += item.bytes
+        if reader == rank:
+            own.append(item)
+    heap = [(bytes, reader) for reader, bytes in enumerate(load)]
+    heapq.heapify(heap)
+    for item in unassigned:
+        bytes, reader = heap[0]
+        heapq.heapreplace(heap, (bytes + item.bytes, reader))
+        if reader == rank:
+            own.append(item)
+    return own

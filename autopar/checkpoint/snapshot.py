@@ -1,8 +1,11 @@
-"""What one rank contributes to a checkpoint, collected and checked before anything is written."""
+"""What one rank contributes to a checkpoint, collected and checked before anything is written.
+
+Of a weight that several ranks hold, one rank's is written. So all of them are compared first: the same, or no save.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,50 +14,58 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint import random_states
+from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.optimizer_state import take
-from autopar.checkpoint.plain_data import encode
-from autopar.checkpoint.replica_shares import gather
-from autopar.checkpoint.state import local_tensors, state_of
-from autopar.checkpoint.training_weights import LOSS_SCALE, differs_by_replica, loss_scale, masters, owns
+from autopar.checkpoint.optimizer_weights import (
+    LOSS_SCALE,
+    differs_by_replica,
+    loss_scale_state,
+    owns,
+    parameters_by_name,
+    saved_master_weights,
+)
+from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
+from autopar.distributed.digest import sum_of_bits
+from autopar.distributed.mesh import MPU, MeshSizes
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
-from autopar.policy.plan import TensorPlan
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.json_values import encode
 
-__all__ = ["Snapshot", "snapshot"]
+__all__ = ["Snapshot", "check_replicas", "digest_parameters", "snapshot"]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share of a checkpoint.
+    """One rank's contribution to a checkpoint.
 
     Attributes:
         tensors: part -> name -> what this rank writes.
         dtypes: of all the model's tensors that this rank holds, also those that others write.
         parameters: the names among them that are parameters.
         plans: of the optimizer's tensors on this rank.
-        facts: of the optimizer, or None.
+        optimizer: its metadata, or None.
         training: the scheduler and the user's data as JSON.
         random_state: of this process, or None.
-        by_replica: the replicas hold different parts of the optimizer's state.
-        in_shares: the replicas share the model's tensors out; the same on every rank.
+        by_replica: the replicas hold different parts of the optimizer's state (ZeRO-1).
+        fsdp: the model's tensors are sharded over the replicas; the same on every rank.
     """
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     dtypes: Mapping[str, str]
     parameters: tuple[str, ...]
     plans: Mapping[str, TensorPlan]
-    facts: Any
+    optimizer: Any
     training: Mapping[str, Any]
     random_state: Any
     by_replica: bool
-    in_shares: bool
+    fsdp: bool
 
     def gathered(self, mpu: MPU) -> Snapshot:
-        """The same with whole tensors on the first replica, in host memory, where all of them have shares; over dp."""
+        """All-gather FSDP shards over dp: dp rank 0 gets full tensors on the CPU, other ranks none. Collective."""
         return replace(self, tensors={part: gather(tensors, mpu) for part, tensors in self.tensors.items()})
 
     def copied(self) -> Snapshot:
-        """The same with tensors of its own in host memory, so that training can go on while they are written."""
+        """Copy the tensors to host memory, so that training can go on while they are written."""
         copies = {
             part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             for part, tensors in self.tensors.items()
@@ -68,76 +79,137 @@ def snapshot(
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Collect this rank's share; tensors are the live ones, not copies. No communication.
+    """Collect what this rank writes; tensors are the live ones, not copies. No communication.
 
-    What the replicas share out as DTensors is in the snapshot of each, for :meth:`Snapshot.gathered`.
+    FSDP shards are in the snapshot of each replica, for :meth:`Snapshot.gathered`.
 
     Raises:
         CheckpointError: the model is not the one that was parallelized, or something cannot be saved; names it.
     """
     state = state_of(model)
     plan, mpu = state.plan, state.mpu
-    held = local_tensors(model, shares=True)
-    chosen: dict[str, dict[str, torch.Tensor]] = {
+    local = local_tensors(model, fsdp=True)
+    tensors: dict[str, dict[str, torch.Tensor]] = {
         "model": {
             name: tensor
-            for name, tensor in held.items()
+            for name, tensor in local.items()
             if (mpu.dp.rank == 0 or isinstance(tensor, DTensor))
             and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
             and state.writes(name)
         }
     }
     plans: dict[str, TensorPlan] = {}
-    facts = None
+    metadata = None
     by_replica = False
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
         by_replica = differs_by_replica(optimizer)
-        taken = take(optimizer, model, plan, mpu.tp.rank)
-        facts = taken.facts
-        parameters = {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
-        tensors = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
-        for name, weight in masters(optimizer, model, plan).items():
-            if tensors.setdefault(name, weight) is not weight:
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} has a state that would be called {name} as its fp32 weight is"
-                )
-        for name, (tensor, due) in tensors.items():
-            parameter, _, key = name.partition("::")
-            here = due.layout is not None or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
-            replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp.rank == 0
-            if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
-                chosen.setdefault("optimizer", {})[name] = tensor
-                plans[name] = due
+        tensors["optimizer"], plans, metadata = _optimizer_tensors(optimizer, model, state, by_replica)
+    training, loose = _training_values(optimizer, lr_scheduler, extra)
+    if loose and mpu.rank == 0:
+        tensors["extra"] = loose
+    resumable = optimizer is not None or lr_scheduler is not None
+    return Snapshot(
+        tensors=tensors,
+        dtypes={name: str(tensor.dtype).removeprefix("torch.") for name, tensor in local.items()},
+        parameters=tuple(name for name, tensor in local.items() if isinstance(tensor, nn.Parameter)),
+        plans=plans,
+        optimizer=metadata,
+        training=training,
+        random_state=random_states.take(mpu.random_tracker) if resumable else None,
+        by_replica=by_replica,
+        fsdp=any(isinstance(tensor, DTensor) for tensor in local.values()),
+    )
+
+
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module, state: State, by_replica: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan], Any]:
+    """Return the optimizer's tensors that this rank writes, how they are sharded, and its metadata."""
+    plan, mpu = state.plan, state.mpu
+    taken = take(optimizer, model, plan, mpu.tp.rank)
+    parameters = parameters_by_name(model, plan)
+    held = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
+    for name, weight in saved_master_weights(optimizer, model, plan).items():
+        if held.setdefault(name, weight) is not weight:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} has a state that would be called {name} as its fp32 weight is"
+            )
+    tensors, plans = {}, {}
+    for name, (tensor, due) in held.items():
+        parameter, _, key = name.partition("::")
+        here = due.layout is not None or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
+        replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp.rank == 0
+        if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
+            tensors[name], plans[name] = tensor, due
+    return tensors, plans, taken.metadata
+
+
+def _training_values(
+    optimizer: torch.optim.Optimizer | None, lr_scheduler: Any, extra: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return loss scale, scheduler and the user's data as JSON, and the tensors in them."""
     training: dict[str, Any] = {}
-    if optimizer is not None and (scale := loss_scale(optimizer)) is not None:
+    tensors: dict[str, torch.Tensor] = {}
+    if optimizer is not None and (scale := loss_scale_state(optimizer)) is not None:
         training[LOSS_SCALE] = scale
-    loose: dict[str, torch.Tensor] = {}
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
-        kept = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
-        training["lr_scheduler"], found = encode(kept, "lr_scheduler")
-        loose |= found
+        value = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
+        training["lr_scheduler"], found = encode(value, "lr_scheduler")
+        tensors |= found
     if extra is not None:
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra={extra!r} must be a dict")
         training["extra"], found = encode(dict(extra), "extra")
-        loose |= found
-    if loose and mpu.rank == 0:
-        chosen["extra"] = loose
-    if optimizer is not None:
-        chosen.setdefault("optimizer", {})
-    resumable = optimizer is not None or lr_scheduler is not None
-    return Snapshot(
-        tensors=chosen,
-        dtypes={name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()},
-        parameters=tuple(name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)),
-        plans=plans,
-        facts=facts,
-        training=training,
-        random_state=random_states.take(mpu.random_tracker) if resumable else None,
-        by_replica=by_replica,
-        in_shares=any(isinstance(tensor, DTensor) for tensor in held.values()),
-    )
+        tensors |= found
+    return training, tensors
+
+
+# -- weights that several ranks hold ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
+    """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
+    canonical = canonical_names(plan)
+    found: dict[str, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters():
+        if name in canonical and not parameter.is_meta:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
+    return found
+
+
+def check_replicas(digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, sizes: MeshSizes, fsdp: bool) -> None:
+    """Check that ranks which hold the same weights have the same digests. Dtypes that differ are another error's.
+
+    Args:
+        digests: what :func:`digest_parameters` gave on each rank of the world, in order.
+        fsdp: the data-parallel replicas hold different rows.
+
+    Raises:
+        CheckpointError: names the tensors, and two ranks that disagree.
+    """
+    first: dict[Any, tuple[int, int]] = {}
+    different: dict[str, tuple[int, int]] = {}
+    for rank, theirs in enumerate(digests):
+        tp, dp = rank % sizes.tp, rank // sizes.tp % sizes.dp
+        for name, (dtype, digest) in theirs.items():
+            layout = plan.tensors[name].layout
+            shard = (name, dtype, None if layout is None else layout.ranges(tp), dp if fsdp else None)
+            other, expected = first.setdefault(shard, (rank, digest))
+            if digest != expected:
+                different.setdefault(name, (other, rank))
+    if different:
+        name, (one, other) = next(iter(different.items()))
+        raise CheckpointError(
+            f"{name} differs between rank {one} and rank {other}, which must hold the same: the ranks have drifted "
+            f"apart ({len(different)} of {len(plan.tensors)} tensors: {listed(list(different), 3)})\n"
+            "  One of them skipped an optimizer step, stepped with gradients or random numbers of its own, or wrote\n"
+            "  into its weights. Nothing was written. Go on from the last checkpoint; with\n"
+            "  consistency_check: {enable: false} the weights of rank "
+            f"{one} would be saved."
+        )

@@ -1,4 +1,4 @@
-"""What of the model goes into a checkpoint: its local tensors under canonical names, checked against the plan."""
+"""The state of saving on a model: its plan, its mesh, and its local tensors under canonical names."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.checkpoint.background import Background
-from autopar.checkpoint.replica_shares import check_share
+from autopar.checkpoint.async_save import Background
+from autopar.checkpoint.fsdp_shards import check_fsdp_shard
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
-from autopar.policy.plan import Plan
+from autopar.plan.plan import Plan
 
 __all__ = [
     "STATE",
     "State",
+    "canonical_names",
     "config_writer",
     "listed",
     "local_tensors",
     "state_of",
-    "write_config",
 ]
 
 STATE = "_autopar_checkpoint"
@@ -34,14 +34,14 @@ STATE = "_autopar_checkpoint"
 
 @dataclass(frozen=True)
 class State:
-    """What saving and loading need to know of a parallelized model; an attribute of the root model.
+    """Plan and mesh of a parallelized model, for saving and loading; an attribute of the root model.
 
     Attributes:
         plan, mpu: of the model.
         hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: tensor name -> the stages that hold it; empty without a pipeline.
         background: the save that is being written while training goes on.
-        went_on_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
+        resumed_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
 
     plan: Plan
@@ -49,20 +49,20 @@ class State:
     hf_path: str
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
-    went_on_from: dict[str, int] = field(default_factory=dict, compare=False)
+    resumed_from: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def hf_prefix(self) -> str:
-        """What the Hugging Face model's names begin with in the root model's state dict."""
+        """Prefix of the Hugging Face model's names in the root model's state dict."""
         return f"{self.hf_path}." if self.hf_path else ""
 
     def writes(self, name: str) -> bool:
-        """Whether this stage writes a tensor that it holds; the first of those that hold it does."""
+        """Tell whether this stage writes a tensor that it holds; the first of those that hold it does."""
         return min(self.holders.get(name, (self.mpu.pp.rank,))) == self.mpu.pp.rank
 
 
 def state_of(model: nn.Module) -> State:
-    """The model's :class:`State`. Raises CheckpointError if it is not parallelized."""
+    """Return the model's :class:`State`. Raises CheckpointError if it is not parallelized."""
     state = model.__dict__.get(STATE)
     if not isinstance(state, State):
         raise CheckpointError(f"{type(model).__name__} is not parallelized; call autopar.initialize first")
@@ -70,22 +70,27 @@ def state_of(model: nn.Module) -> State:
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
-    """The first few names."""
+    """Join the first few names."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def local_tensors(model: nn.Module, *, shares: bool = False) -> dict[str, torch.Tensor]:
-    """This rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
+def canonical_names(plan: Plan) -> dict[str, str]:
+    """Return every name of the plan's tensors -> the canonical one; tied tensors have several."""
+    return {name: tensor.name for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
+
+
+def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Tensor]:
+    """Return this rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
 
     Args:
-        shares: take also those that the data-parallel replicas share out, as DTensors.
+        fsdp: take also those that are sharded over the replicas, as DTensors.
 
     Raises:
         CheckpointError: if they are not those of the plan: names, shapes, ties that no longer hold, DTensors.
     """
     state = state_of(model)
     plan, tp = state.plan, state.mpu.tp.rank
-    canonical = {alias: t.name for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+    canonical = canonical_names(plan)
     found: dict[str, torch.Tensor] = {}
     foreign = []
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -97,17 +102,17 @@ def local_tensors(model: nn.Module, *, shares: bool = False) -> dict[str, torch.
             raise CheckpointError(
                 f"{name} and {canonical[name]} were one tied tensor when the model was parallelized and are two now"
             )
-    absent = [name for name in plan.tensors if name not in found] if state.mpu.sizes.pp == 1 else []
-    if foreign or absent:
+    missing = [name for name in plan.tensors if name not in found] if state.mpu.sizes.pp == 1 else []
+    if foreign or missing:
         raise CheckpointError(
             "the model has changed since it was parallelized"
             + (f"; new: {listed(foreign)}" if foreign else "")
-            + (f"; gone: {listed(absent)}" if absent else "")
+            + (f"; gone: {listed(missing)}" if missing else "")
         )
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
-        if shares:
-            check_share(name, tensor, state.mpu.dp.size)
+        if fsdp:
+            check_fsdp_shard(name, tensor, state.mpu.dp.size)
         elif isinstance(tensor, DTensor):
             raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
         if tensor.device.type == "meta":
@@ -120,13 +125,11 @@ def local_tensors(model: nn.Module, *, shares: bool = False) -> dict[str, torch.
     return {name: found[name] for name in plan.tensors if name in found}
 
 
-def write_config(model: nn.Module, folder: Path) -> None:
-    """Write ``config.json``, and ``generation_config.json`` if the model generates, as ``save_pretrained`` would."""
-    config_writer(model)(folder)
-
-
 def config_writer(model: nn.Module) -> Callable[[Path], None]:
-    """What :func:`write_config` would write now, to be written into a folder later; of a plain module nothing."""
+    """Return a function that writes ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would now.
+
+    Of a plain module it writes nothing.
+    """
     from transformers import PreTrainedModel
 
     inner = model.get_submodule(state_of(model).hf_path)

@@ -1,19 +1,17 @@
-"""Gradient clipping that counts every logical parameter once, and loss scaling with one verdict for all ranks."""
+"""Gradients of a parallelized model: averaged over the replicas, clipped by a norm that counts each parameter once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from autopar.data_parallel.norm import counted_here, gradient_norm, local_part, own_axis, own_norm
+from autopar.data_parallel.grad_norm import counted_here, gradient_norm, local_part, own_axis, own_norm
+from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.errors import ConfigError
-from autopar.gradient_sums import average_over_replicas
-from autopar.mesh import MPU
 
-__all__ = ["GradScaler", "average_gradients", "clip_grad_norm_"]
+__all__ = ["average_gradients", "clip_grad_norm_"]
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -27,7 +25,7 @@ def average_gradients(model: nn.Module) -> None:
         ConfigError: the model is not parallelized.
     """
     root, state = _parallelized(model)
-    with state.steps.roll.naming("averaging the gradients over the data-parallel replicas", state.mpu.dp.ranks):
+    with state.steps.failures.blame("averaging the gradients over the data-parallel replicas", state.mpu.dp.ranks):
         average_over_replicas(root, state.plan, state.stages, state.mpu)
     vars(root)["_autopar_pipeline"].unaveraged = False
 
@@ -87,36 +85,8 @@ def _norm(model: nn.Module, norm_type: float) -> torch.Tensor:
     parameters = dict(root.named_parameters())  # a tied parameter comes once
     if state.counted is None:
         state.counted = counted_here(parameters, state.plan, state.mpu)
-    with state.steps.roll.naming("the norm of the gradients", state.mpu.model.ranks):
+    with state.steps.failures.blame("the norm of the gradients", state.mpu.model.ranks):
         return gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
-
-
-class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a parallelized model: an overflow on one rank skips the step on all of them.
-
-    torch's own looks at this rank's gradients only: the rank that overflows skips, the others step, and they drift
-    apart. Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
-
-    Args:
-        mpu: ``model.mpu``; the verdict is shared over one model replica.
-        device: ``cuda`` or ``cpu``; by default where the mpu computes.
-        kwargs: what ``torch.amp.GradScaler`` takes.
-    """
-
-    def __init__(self, mpu: MPU, device: str | None = None, **kwargs: Any) -> None:
-        super().__init__(device or mpu.device.type, **kwargs)
-        self._mpu = mpu
-
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._unscale_grads_(*args, **kwargs)  # device -> 1.0 if its gradients are not finite
-        flag = torch.zeros(1, device=self._mpu.device)
-        for value in found.values():
-            flag = torch.maximum(flag, value.to(flag.device).view(1))
-        if self._mpu.model.size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._mpu.model.group)
-        for value in found.values():
-            value.copy_(flag.view(value.shape))
-        return found
 
 
 def _parallelized(model: nn.Module) -> tuple[nn.Module, Any]:

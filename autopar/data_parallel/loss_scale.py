@@ -1,18 +1,22 @@
-"""The scale of an fp16 loss: shrinks after overflows, grows after a while without. Pure."""
+"""Loss scaling for fp16: the scale, and one verdict of all ranks on whether the gradients overflowed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.config import ParallelConfig
+import torch
+import torch.distributed as dist
 
-__all__ = ["LossScale"]
+from autopar.config import ParallelConfig
+from autopar.distributed.mesh import MPU
+
+__all__ = ["GradScaler", "LossScale", "agree_on_overflow"]
 
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by before backward, so that small gradients survive in fp16.
+    """The factor of a loss before backward, so that small gradients survive in fp16.
 
     An overflow uses up one of ``hysteresis`` chances; when none is left it multiplies the scale by ``backoff_factor``,
     down to ``min_scale``, and so does each further one. ``growth_interval`` steps in a row without an overflow multiply
@@ -34,19 +38,13 @@ class LossScale:
 
     @classmethod
     def of(cls, config: ParallelConfig) -> LossScale:
-        """As the config's section ``precision`` says."""
-        return cls(
-            config.initial_scale,
-            config.min_scale,
-            config.max_scale,
-            config.growth_interval,
-            config.growth_factor,
-            config.backoff_factor,
-            config.hysteresis,
-        )
+        """Return the scale that the config's section ``precision`` describes."""
+        c = config
+        limits = c.initial_scale, c.min_scale, c.max_scale
+        return cls(*limits, c.growth_interval, c.growth_factor, c.backoff_factor, c.hysteresis)
 
     def update(self, overflow: bool) -> None:
-        """After a step, or after one that was skipped because of an overflow."""
+        """Adapt the scale after a step, or after one that was skipped because of an ``overflow``."""
         if overflow:
             self.steps = 0
             self.chances = max(self.chances - 1, 0)
@@ -59,15 +57,51 @@ class LossScale:
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
 
     def limit(self, largest: float) -> None:
-        """Never be above ``largest`` from now on."""
+        """Keep the scale at or below ``largest`` from now on."""
         self.scale, self.min_scale, self.max_scale = (
             min(value, largest) for value in (self.scale, self.min_scale, self.max_scale)
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "steps": self.steps, "chances": self.chances}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Go on from what :meth:`state_dict` returned."""
         self.scale, self.steps, self.chances = float(state["scale"]), int(state["steps"]), int(state["chances"])
+
+
+def agree_on_overflow(flags: torch.Tensor, size: int, group: Any = None) -> None:
+    """Replace flags by the largest of all ranks of a group of ``size``, in place: what one rank found counts for all.
+
+    Args:
+        group: the world without one.
+    """
+    if size > 1:
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a parallelized model: an overflow on one rank skips the step on all of them.
+
+    torch's own looks at this rank's gradients only: the rank that overflows skips, the others step, and they drift
+    apart. Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
+
+    Args:
+        mpu: ``model.mpu``; the ranks of one model replica agree.
+        device: ``cuda`` or ``cpu``; by default where the mpu computes.
+        kwargs: what ``torch.amp.GradScaler`` takes.
+    """
+
+    def __init__(self, mpu: MPU, device: str | None = None, **kwargs: Any) -> None:
+        super().__init__(device or mpu.device.type, **kwargs)
+        self._mpu = mpu
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._unscale_grads_(*args, **kwargs)  # device -> 1.0 if its gradients are not finite
+        flags = [value.to(self._mpu.device).view(1) for value in found.values()]
+        flag = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=self._mpu.device)
+        agree_on_overflow(flag, self._mpu.model.size, self._mpu.model.group)
+        for value in found.values():
+            value.copy_(flag.view(value.shape))
+        return found

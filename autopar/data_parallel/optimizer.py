@@ -1,8 +1,8 @@
 """What happens around the ``step`` of the user's own optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
 
 The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
-hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a stand-in:
-an object of the same class whose groups hold what this rank has to step, the parameters that it owns or their fp32
+hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a proxy: an
+object of the same class whose groups hold what this rank has to step, the parameters that it owns or their fp32
 weights. The user's optimizer and model are never in a state in between, not even if ``step`` raises (only gradients are
 unscaled and clipped in place by then).
 """
@@ -15,19 +15,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.loss_scale import LossScale
-from autopar.data_parallel.masters import DTYPES, Masters, fp32_gradients, to_half
-from autopar.data_parallel.norm import gradient_norm, local_part
-from autopar.data_parallel.owners import assign, broadcast_from_owners
-from autopar.data_parallel.stand_in import StandIn
+from autopar.data_parallel.grad_norm import gradient_norm, local_part
+from autopar.data_parallel.loss_scale import LossScale, agree_on_overflow
+from autopar.data_parallel.master_weights import DTYPES, MasterWeights, fp32_gradients, to_fp32, to_half
+from autopar.data_parallel.optimizer_proxy import OptimizerProxy
+from autopar.data_parallel.zero1 import OwnedParameters
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.mesh import MPU
-from autopar.policy.plan import Plan
-from autopar.roll_call import RollCall
+from autopar.plan.plan import Plan
 
 __all__ = ["ParallelStep"]
 
@@ -37,8 +36,8 @@ _LARGEST = 2.0**15  # of the powers of two that fp16 can hold
 _PUBLIC = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")
 
 
-class ParallelStep:
-    """``optimizer._autopar``: who owns which parameter, its fp32 weight, and the hooks around ``optimizer.step()``.
+class ParallelStep(OwnedParameters):
+    """``optimizer._autopar``: the owner of each parameter, its fp32 weight, and the hooks around ``optimizer.step()``.
 
     On the optimizer itself it sets ``scale_loss(loss)``, ``loss_scale`` (1.0 without fp16), ``skipped_steps``,
     ``step_was_skipped`` and ``gradient_norm`` (a tensor, None before the first step or without clipping).
@@ -47,7 +46,7 @@ class ParallelStep:
         optimizer: whose parameters are those of ``model``.
         model: parallelized already; its parameters become those of ``precision.dtype`` here.
         inner: the Hugging Face model in it.
-        counted: names that count in the norm here, see :func:`~autopar.data_parallel.norm.counted_here`.
+        counted: names that count in the norm here, see :func:`~autopar.data_parallel.grad_norm.counted_here`.
     """
 
     def __init__(
@@ -59,23 +58,18 @@ class ParallelStep:
         mpu: MPU,
         config: ParallelConfig,
         counted: frozenset[str],
-        roll: RollCall,
+        failures: FailureLog,
     ) -> None:
-        self.optimizer, self.model, self.plan, self.mpu, self.counted = optimizer, model, plan, mpu, counted
-        self._roll = roll
+        super().__init__(optimizer, model, mpu.dp, sharded=config.zero_stage == 1)
+        self.plan, self.mpu, self.counted, self._failures = plan, mpu, counted, failures
         self.max_norm = config.gradient_clipping
         self.scale = LossScale.of(config) if config.precision == "fp16" else None
-        self.masters = Masters() if config.precision != "fp32" and config.zero_stage != 3 else None
+        self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
         self.skipped_steps, self.step_was_skipped = 0, False
         self.gradient_norm: torch.Tensor | None = None
-        self._shares = config.zero_stage == 1 and mpu.dp.size > 1
         self._used_scale = 0.0  # by scale_loss since the last step
-        self._owners: dict[torch.Tensor, int] = {}
-        self._names: dict[torch.Tensor, str] = {}
-        self._loads = [0] * mpu.dp.size
-        self._running: StandIn | None = None
+        self._running: OptimizerProxy | None = None
         self._saved: Mapping[str, Any] = {}
-        self._adopt()
         for parameter in [p for p in optimizer.state if not self.owns(p)]:
             del optimizer.state[parameter]
         if self.masters is not None:
@@ -95,30 +89,20 @@ class ParallelStep:
 
     # -- what checkpoints ask --------------------------------------------------------------------------------------
 
-    def owner(self, parameter: torch.Tensor) -> int | None:
-        """The dp rank that keeps the state of ``parameter``; None if every replica keeps it (no ZeRO-1)."""
-        if parameter not in self._owners:  # of a group that was added since the last step
-            self._adopt()
-        return self._owners[parameter] if self._shares else None
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank keeps the state of ``parameter``, and its fp32 weight."""
-        return self.owner(parameter) in (None, self.mpu.dp.rank)
-
     def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The fp32 weight that the optimizer steps instead of ``parameter``; None if that is the parameter itself.
+        """Return the fp32 weight that the optimizer steps instead of ``parameter``; None if it steps the parameter.
 
         Raises:
             ConfigError: another rank owns the parameter.
         """
         if not self.owns(parameter):
-            raise ConfigError(f"dp rank {self.owner(parameter)} owns {self._names[parameter]}, not {self.mpu.dp.rank}")
+            raise ConfigError(f"dp rank {self.owner(parameter)} owns {self.names[parameter]}, not {self.mpu.dp.rank}")
         return None if self.masters is None else self.masters.of(parameter)
 
     # -- what users call -------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; as it is without fp16.
+        """Return ``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; as it is without fp16.
 
         A loss that is itself fp16 limits the scale to 32768: its gradient is the scale, and 65536 is infinite in fp16.
         """
@@ -136,31 +120,18 @@ class ParallelStep:
 
         What was half and has none (frozen weights, buffers) becomes fp32 as it is.
         """
-        if self.masters is None:
-            return
-        stepped = [p for p in self._owners if p.dtype in DTYPES.values() and p.requires_grad]
-        weights = {id(p): self.master(p) for p in stepped if self.owns(p)}
-        for parameter in self.model.parameters():
-            if parameter.dtype in DTYPES.values():
-                weight, gradient = weights.get(id(parameter)), parameter.grad
-                parameter.grad = None
-                parameter.data = parameter.data.float() if weight is None else weight
-                if gradient is not None:
-                    parameter.grad = gradient.float()
-        for buffer in self.model.buffers():
-            if buffer.dtype in DTYPES.values():
-                buffer.data = buffer.data.float()
-        if self._shares:
-            broadcast_from_owners([p.data for p in stepped], [self._owners[p] for p in stepped], self.mpu.dp)
+        if self.masters is not None:
+            to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})
+            self.broadcast()
 
     @contextmanager
     def fp32_gradients(self) -> Iterator[None]:
-        """Gradients of half-precision parameters add up in fp32 inside, over micro-batches and replicas."""
+        """Accumulate gradients of half-precision parameters in fp32 inside, over micro-batches and replicas."""
         with fp32_gradients(self.model.parameters() if self.masters is not None else ()):
             yield
 
     def remove(self) -> None:
-        """Leave the optimizer as torch made it; its state stays what this rank has."""
+        """Remove the hooks from the optimizer; its state stays what this rank has."""
         for handle in self._handles:
             handle.remove()
         for name in ("_autopar", "scale_loss", *_PUBLIC):
@@ -175,7 +146,7 @@ class ParallelStep:
                 f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
                 "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
             )
-        self._adopt()
+        self.update()
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()
@@ -183,9 +154,9 @@ class ParallelStep:
         self.step_was_skipped = overflow
         if overflow:
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
-            self._running = StandIn(optimizer, {})
+            self._running = OptimizerProxy(optimizer, {})
         else:
-            self._running = StandIn(optimizer, self._stepped(multiplier))
+            self._running = OptimizerProxy(optimizer, self._stepped(multiplier))
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -193,13 +164,12 @@ class ParallelStep:
         running, self._running = self._running, None
         if running is None:
             return
-        running.give_back()
+        running.write_back()
         if self.step_was_skipped:
             self.skipped_steps += 1
-        elif self._shares:
-            shared = [p for p in self._owners if p.requires_grad]
+        elif self.sharded:
             with self._together(self.mpu.dp.ranks):
-                broadcast_from_owners([p.data for p in shared], [self._owners[p] for p in shared], self.mpu.dp)
+                self.broadcast()
         if self.scale is not None:
             self._update_scale(self.scale)
         self._publish()
@@ -207,29 +177,12 @@ class ParallelStep:
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
         """Collectives of ``ranks`` inside wait no longer than ``pipeline.timeout``, and name who failed."""
-        with self._roll.patience(), self._roll.naming("optimizer.step()", ranks):
+        with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
-    def _adopt(self) -> None:
-        """Give parameters an owner that have none: all at first, later those of a new group."""
-        new = [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._owners]
-        if not new:
-            return
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for parameter in new:
-            if parameter not in names:
-                raise ConfigError(
-                    f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
-                    f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
-                )
-        sizes = [parameter.numel() for parameter in new]
-        for parameter, size, owner in zip(new, sizes, assign(sizes, self.mpu.dp.size, self._loads), strict=True):
-            self._owners[parameter], self._names[parameter] = owner, names[parameter]
-            self._loads[owner] += size
-
-    def _halve(self, inner: nn.Module, dtype: torch.dtype, masters: Masters) -> None:
+    def _halve(self, inner: nn.Module, dtype: torch.dtype, masters: MasterWeights) -> None:
         def stepped(parameter: nn.Parameter) -> bool:
-            return parameter in self._owners and parameter.requires_grad and self.owns(parameter)
+            return parameter in self.names and parameter.requires_grad and self.owns(parameter)
 
         to_half(self.model, inner, dtype, masters, stepped)
         for parameter, entries in self.optimizer.state.items():
@@ -246,11 +199,10 @@ class ParallelStep:
         """
         if self.scale is None:
             return False
-        locals_ = [local_part(p.grad) for p in self._owners if p.grad is not None]
+        locals_ = [local_part(p.grad) for p in self.names if p.grad is not None]
         flags = [not _finite(locals_), bool(locals_), self._used_scale]
         verdict = torch.tensor(flags, dtype=torch.float64, device=self.mpu.device)
-        if self.mpu.world_size > 1:
-            dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+        agree_on_overflow(verdict, self.mpu.world_size)
         overflow, any_gradient, scale = verdict.tolist()
         if scale:
             if scale < self.scale.scale:  # limited on the stage that has the loss
@@ -269,14 +221,14 @@ class ParallelStep:
         scale = 1.0 if self.scale is None else self.scale.scale
         if not self.max_norm:
             return 1 / scale
-        named: dict[str, Any] = {name: parameter for parameter, name in self._names.items()}
+        named: dict[str, Any] = {name: parameter for parameter, name in self.names.items()}
         self.gradient_norm = gradient_norm(named, self.plan, self.mpu, self.counted) / scale
         return torch.clamp(self.max_norm / (self.gradient_norm + 1e-6), max=1.0) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
         """Each parameter that this rank steps -> what is stepped, with its gradient: itself, or its fp32 weight."""
         stepped: dict[torch.Tensor, torch.Tensor] = {}
-        for parameter in self._owners:
+        for parameter in self.names:
             owned, gradient = self.owns(parameter), parameter.grad
             weight = self.master(parameter) if owned and gradient is not None else None
             if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
@@ -301,7 +253,7 @@ class ParallelStep:
 
     @property
     def loss_scale(self) -> float:
-        """What :meth:`scale_loss` multiplies by."""
+        """The factor of :meth:`scale_loss`."""
         return 1.0 if self.scale is None else self.scale.scale
 
     def _publish(self) -> None:
@@ -325,7 +277,7 @@ class ParallelStep:
             state_dict["autopar"] = {"masters": weights, "loss_scale": scale}
 
     def _remember(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
-        self._adopt()
+        self.update()
         self._saved = state_dict
 
     @torch.no_grad()

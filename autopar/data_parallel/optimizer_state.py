@@ -1,4 +1,4 @@
-"""An optimizer made before ``initialize``: does it belong to the model, and what becomes of its state."""
+"""An optimizer made before ``initialize``: that it belongs to the model, and its state sharded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
-from autopar.policy.plan import Plan
+from autopar.plan.plan import Plan
 
-__all__ = ["check_optimizer", "check_state", "drop_absent", "rebind", "shard_state"]
+__all__ = ["check_optimizer", "check_state", "keep_stage", "rebind", "shard_state"]
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
-    """The names of the parameters in each of the optimizer's groups; nothing is changed.
+    """Return the names of the parameters in each of the optimizer's groups; nothing is changed.
 
     Raises:
         ConfigError: the config asks for what only an optimizer can do and there is none, it is no torch optimizer, it
@@ -37,13 +37,13 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
         )
     if config.tensor_parallel_size > 1 and isinstance(optimizer, getattr(torch.optim, "Muon", ())):
         raise ConfigError(
-            f"Muon makes each update from the whole matrix, of which a rank has a share: with tensor_parallel_size="
+            f"Muon makes each update from the whole matrix, of which a rank has a shard: with tensor_parallel_size="
             f"{config.tensor_parallel_size} its steps would be others than on one process\n"
             "  Use an optimizer that works element by element (AdamW, SGD ...), or tensor_parallel_size 1."
         )
     if config.tensor_parallel_size > 1 and type(optimizer).__name__ == "Adafactor":
         warnings.warn(
-            "Adafactor's statistics are those of each rank's share: its steps differ from those on one process",
+            "Adafactor's statistics are those of each rank's shard: its steps differ from those on one process",
             stacklevel=2,
         )
     if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
@@ -82,13 +82,13 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
 
 
 def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> None:
-    """Whether the state of an optimizer that has stepped can be shared out like the weights; nothing is changed.
+    """Check that the state of an optimizer that has stepped can be sharded like the weights; nothing is changed.
 
     Args:
         stage: of ZeRO.
 
     Raises:
-        ConfigError: a state tensor of a parameter that is cut is neither of the parameter's shape nor a single number;
+        ConfigError: a state tensor of a sharded parameter is neither of the parameter's shape nor a single number;
             or there is state at all and ``stage`` is 3.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -107,12 +107,12 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
                 raise ConfigError(
                     f"{type(optimizer).__name__} has stepped already, and its '{key}' of {name} has shape "
                     f"{list(value.shape)}, where {name} has {list(parameter.shape)}: it is not per element and cannot "
-                    "be shared out.\n  Make the optimizer anew."
+                    "be sharded.\n  Make the optimizer anew."
                 )
 
 
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int) -> None:
-    """Cut the state of each parameter as the parameter was cut.
+    """Shard the state of each parameter as the parameter was sharded.
 
     Args:
         names: ``id(parameter)`` -> name.
@@ -122,13 +122,13 @@ def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int)
         tensor = plan.tensors[plan.canonical(names[id(parameter)])]
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                cut = tensor.layout is not None and value.shape == tensor.shape
-                share = tensor.layout.shard(value, rank) if cut and tensor.layout else value
-                entries[key] = share.to(parameter.device)
+                sharded = tensor.layout is not None and value.shape == tensor.shape
+                shard = tensor.layout.shard(value, rank) if sharded and tensor.layout else value
+                entries[key] = shard.to(parameter.device)
 
 
-def drop_absent(optimizer: Any, model: nn.Module) -> None:
-    """Take parameters that this pipeline stage does not hold out of the optimizer's groups, in place, and their state.
+def keep_stage(optimizer: Any, model: nn.Module) -> None:
+    """Keep only this pipeline stage's parameters in the optimizer's groups and state, in place.
 
     A group may become empty; it stays, since schedulers count groups.
     """

@@ -1,4 +1,4 @@
-"""Running a schedule: the forwards and backwards of this rank's stages, and what travels between them."""
+"""The engine runs a schedule: forwards and backwards of this rank's stages, and what travels between them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import PipelineError
-from autopar.pipeline_parallel.agreement import DONE, END, ENDED, check_digest, data_ended, digest_of, end_pass
-from autopar.pipeline_parallel.course import Conductor, Course, Handed
-from autopar.pipeline_parallel.halves import Rest, backward_input, backward_weights
-from autopar.pipeline_parallel.messages import Post, map_tensors
-from autopar.pipeline_parallel.partial import complete
+from autopar.distributed.rng import base_seed, stream
+from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight
+from autopar.pipeline_parallel.batch_checks import check_microbatch, digest_of, end_pass
+from autopar.pipeline_parallel.outputs import complete, unavailable
+from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage import run_stage
-from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
-from autopar.policy.stages import StagePlan
+from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput
+from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
 
@@ -27,21 +26,23 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "b
 
 @dataclass
 class Step:
-    """What one pass of a schedule works on.
+    """Work of one pass of a schedule, and its results.
 
     Attributes:
         microbatches: arguments of the model, one dict each.
-        weights: how much the loss of each counts.
+        weights: how much the loss of each counts in what is differentiated.
+        shares: how much it counts in this replica's loss.
         loss_of: ``(outputs, inputs) -> loss``; None where no loss is wanted.
         scale: applied to what is differentiated (fp16 loss scaling).
         call: what is called with a micro-batch; None: the model.
         read: what the stages must have read alike, per micro-batch; None: the micro-batches.
         losses, outputs: per micro-batch, filled on the last stage.
-        withheld: entries that the outputs lack there.
+        unavailable: entries that the outputs lack there.
     """
 
     microbatches: list[dict[str, Any]]
     weights: list[float]
+    shares: list[float]
     loss_of: Callable[[Any, dict[str, Any]], Any] | None
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     keep_outputs: bool = False
@@ -50,28 +51,27 @@ class Step:
     read: list[Any] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
-    withheld: tuple[str, ...] = ()
+    unavailable: tuple[str, ...] = ()
 
 
 @dataclass
-class _Open:
-    """A forward whose backward is still to come."""
+class _OpenForward:
+    """A forward whose backward is still to come: tensors received, tensors sent or differentiated, their gradients."""
 
     leaves: list[torch.Tensor]
     roots: list[torch.Tensor]
     gradients: list[torch.Tensor | None] | None = None
-    rest: Rest | None = None
+    rest: WeightGradients | None = None
 
 
 class Engine:
-    """Runs lists of actions on one model.
+    """Runs the actions of this rank on one model.
 
     Args:
         model: what is called with a micro-batch.
-        conductor: of its elements.
+        context: of its stage boundaries.
         plan: its stages.
         rank: this rank's place on the pipeline-parallel axis.
-        post: to the other places.
         check: compare micro-batches with what the sender of an activation has.
         steps: its ``made`` counts the optimizer steps of this rank, which are compared with the micro-batches.
     """
@@ -79,21 +79,21 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        conductor: Conductor,
+        context: StageContext,
         plan: StagePlan,
         rank: int,
-        post: Post,
+        p2p: P2P,
         *,
         check: bool = True,
         steps: Any = None,
     ) -> None:
-        self.model, self.conductor, self.plan, self.rank, self.post = model, conductor, plan, rank, post
+        self.model, self.context, self.plan, self.rank, self.p2p = model, context, plan, rank, p2p
         self._check = check and plan.ranks > 1
         self._steps = steps
         self._digests: list[dict[str, str]] = []
         self._seed: int | None = None  # of this pass
         self._recomputes = False  # activations, in this pass's backward
-        self._open: dict[tuple[int, int], _Open] = {}
+        self._open: dict[tuple[int, int], _OpenForward] = {}
         self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
         self._turn: dict[Action, int] = {}  # every rank's actions -> their number in its list
 
@@ -107,25 +107,19 @@ class Engine:
             PipelineError: another stage did not deliver, or failed at any point of the pass.
             ConsistencyError: another stage has another batch, or none.
         """
-        do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weights}
-        self._open, self._here = {}, {}
+        do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         self._recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
-        self.post.begin()
+        draws = self.plan.stages > 1 and self.model.training
         try:
-            read = step.microbatches if step.read is None else step.read
-            self._digests = [self._digest(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
-            with seed_of_pass(self.plan.stages, self.model.training) as self._seed:
-                for kind, stage, microbatch in lists[self.rank]:
-                    what = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
-                    with self.post.roll.naming(what, self.post.roll.mpu.tp.ranks):
-                        do[kind](stage, microbatch, step)
-                ended = end_pass(self.post, DONE)  # so that nobody waits in a collective for a stage that failed
-                if ended:
-                    raise data_ended(ended)
-        except Exception as error:
-            self._tell(error)
-            raise
+            with self.p2p.one_pass():
+                read = step.microbatches if step.read is None else step.read
+                self._digests = [self._digest(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
+                with base_seed(draws) as self._seed:
+                    for action in lists[self.rank]:
+                        with self._blame(action):
+                            do[action.kind](action.stage, action.microbatch, step)
+                    end_pass(self.p2p)
         finally:
             self._open, self._here = {}, {}
 
@@ -133,70 +127,40 @@ class Engine:
         steps = {} if self._steps is None else {"optimizer steps so far": str(self._steps.made)}
         return {**digest_of(batch, count), **steps}
 
-    def cannot_begin(self, error: Exception) -> None:
-        """Instead of :meth:`run`, on a rank that fails before it: the others learn it in the pass that they begin."""
-        self.post.begin()
-        self._tell(error)
-
-    def data_ended(self) -> None:
-        """Instead of :meth:`run`, on a rank that has no more batch; returns if no other rank has one.
-
-        Raises:
-            ConsistencyError: another one has.
-            PipelineError: another one did not answer.
-        """
-        self.post.begin()
-        mine = data_ended([self.post.axis.ranks[self.rank]])
-        self.post.send_failure(mine, self._waiting(), pause=False)
-        try:
-            ended = end_pass(self.post, ENDED)
-        except PipelineError as error:
-            self._tell(mine)
-            raise mine from error
-        if len(ended) < self.plan.ranks:
-            raise data_ended(ended)
-        self.post.roll.withdraw()
-
-    def _tell(self, error: Exception) -> None:
-        """The neighbours, who may wait for this rank, and all who have finished."""
-        others = [(place, END["tag"]) for place in range(self.plan.ranks) if place != self.rank]
-        self.post.send_failure(error, [*self._waiting(), *others])
-
-    def _waiting(self) -> list[tuple[int, int]]:
-        """(place, tag) of what the neighbours wait for."""
-        receivers = []
-        for stage in self.plan.stages_on(self.rank):
-            for kind, to in (("F", stage + 1), ("B", stage - 1)):
-                if 0 <= to < self.plan.stages and self.plan.rank_of[to] != self.rank:
-                    receivers.append((self.plan.rank_of[to], self._how(kind, stage, to, 0)["tag"]))
-        return receivers
+    def _blame(self, action: Action) -> Any:
+        kind, stage, microbatch = action
+        failures = self.p2p.failures
+        collective = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
+        return failures.blame(collective, failures.mpu.tp.ranks)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int, step: Step) -> None:
         plan = self.plan
         leaves: list[torch.Tensor] = []
-        received = None
+        received: StageOutput | None = None
         if stage > 0:
-            *taken, digest = self._take("F", stage - 1, stage, microbatch)
-            sender = self.post.axis.ranks[self.plan.rank_of[stage - 1]]
-            check_digest(self._digests[microbatch], digest, (self.post.axis.ranks[self.rank], sender), microbatch)
-            received = Handed(*map_tensors(taken, lambda x: _entering(x, leaves) if step.backward else x))
+            received, digest = self._receive("F", stage - 1, stage, microbatch)
+            ranks = self.p2p.axis.ranks
+            mine, sender = ranks[self.rank], ranks[plan.rank_of[stage - 1]]
+            check_microbatch({mine: self._digests[microbatch], sender: digest}, microbatch)
+            if step.backward:
+                received = map_tensors(received, lambda tensor: _entering(tensor, leaves))
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
-        course = Course(plan.bounds[stage], plan.bounds[stage + 1], last, received)
+        forward = StageForward(plan.bounds[stage], plan.bounds[stage + 1], last, received)
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
-        with torch.set_grad_enabled(step.backward), draws_of(self._seed, stage + plan.stages * microbatch):
-            result = run_stage(step.call or self.model, self.conductor, course, (), dict(inputs), finish)
+        with torch.set_grad_enabled(step.backward), stream(self._seed, stage + plan.stages * microbatch):
+            result = run_stage(step.call or self.model, self.context, forward, (), dict(inputs), finish)
+        roots: list[torch.Tensor] = []
         if last:
-            roots = self._finish(result, course.loss, microbatch, step)
+            roots = self._finish(result, forward.loss, microbatch, step)
         else:
-            roots = []
-            map_tensors((result.output, result.encoder), lambda x: roots.append(x) if x.requires_grad else None)
-            self._give("F", stage, stage + 1, microbatch, (result.output, result.encoder, self._digests[microbatch]))
+            map_tensors(result, lambda tensor: roots.append(tensor) if tensor.requires_grad else None)
+            self._send("F", stage, stage + 1, microbatch, (result, self._digests[microbatch]))
         if step.backward:
-            self._open[stage, microbatch] = _Open(leaves, roots)
+            self._open[stage, microbatch] = _OpenForward(leaves, roots)
 
     def _finish(self, result: Any, loss: Any, microbatch: int, step: Step) -> list[torch.Tensor]:
         """The last stage's loss, as what is differentiated; nothing if no label of the micro-batch counts."""
@@ -208,25 +172,25 @@ class Engine:
                 counted = loss * weight
                 roots.append(counted if step.scale is None else step.scale(counted))
         if step.keep_outputs:
-            step.withheld = getattr(result, "_withheld", ())
+            step.unavailable = unavailable(result)
             step.outputs[microbatch] = map_tensors(complete(result), torch.Tensor.detach)
         return roots
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _incoming(self, stage: int, microbatch: int) -> _Open:
+    def _incoming(self, stage: int, microbatch: int) -> _OpenForward:
         """The open forward, with the gradients of its roots; roots without one are left out."""
         opened = self._open[stage, microbatch]
         if stage < self.plan.stages - 1:
-            gradients = self._take("B", stage + 1, stage, microbatch)
+            gradients = self._receive("B", stage + 1, stage, microbatch)
             pairs = [(r, g) for r, g in zip(opened.roots, gradients, strict=True) if g is not None]
             opened.roots = [root for root, _ in pairs]
             opened.gradients = [gradient for _, gradient in pairs]
         return opened
 
-    def _outgoing(self, stage: int, microbatch: int, opened: _Open) -> None:
+    def _outgoing(self, stage: int, microbatch: int, opened: _OpenForward) -> None:
         if stage > 0:
-            self._give("B", stage, stage - 1, microbatch, [leaf.grad for leaf in opened.leaves])
+            self._send("B", stage, stage - 1, microbatch, [leaf.grad for leaf in opened.leaves])
 
     def _backward(self, stage: int, microbatch: int, step: Step) -> None:
         opened = self._incoming(stage, microbatch)
@@ -245,46 +209,46 @@ class Engine:
             torch.autograd.backward(opened.roots, opened.gradients)
             opened.roots = []
         elif opened.roots and opened.leaves:
-            opened.rest = backward_input(opened.roots, opened.gradients, opened.leaves)  # type: ignore[arg-type]
+            opened.rest = stage_backward_input(opened.roots, opened.gradients, opened.leaves)  # type: ignore[arg-type]
             opened.roots = []
         self._outgoing(stage, microbatch, opened)
 
-    def _backward_weights(self, stage: int, microbatch: int, step: Step) -> None:
+    def _backward_weight(self, stage: int, microbatch: int, step: Step) -> None:
         opened = self._open.pop((stage, microbatch))
         if opened.rest is not None:
-            backward_weights(opened.rest)
+            stage_backward_weight(opened.rest)
         elif opened.roots:
             torch.autograd.backward(opened.roots, opened.gradients)
 
     # -- between stages --------------------------------------------------------------------------------------------
 
-    def _give(self, kind: str, stage: int, to: int, microbatch: int, value: Any) -> None:
+    def _send(self, kind: str, stage: int, to: int, microbatch: int, value: Any) -> None:
         place = self.plan.rank_of[to]
         if place == self.rank:
-            self._here[kind, to, microbatch] = map_tensors(value, _cut_graph)
+            self._here[kind, to, microbatch] = map_tensors(value, _detached)
         else:
-            taker = Action("I" if kind == "B" and Action("I", to, microbatch) in self._turn else kind, to, microbatch)
-            self.post.send(value, place, **self._how(kind, stage, to, microbatch), label=(place, self._turn[taker]))
+            turn = self._turn_of(kind, to, microbatch)
+            self.p2p.send(value, place, _message(kind, stage, to, microbatch), label=(place, turn))
 
-    def _take(self, kind: str, origin: int, stage: int, microbatch: int) -> Any:
+    def _receive(self, kind: str, origin: int, stage: int, microbatch: int) -> Any:
         place = self.plan.rank_of[origin]
         if place == self.rank:
             return self._here.pop((kind, stage, microbatch))
-        value = self.post.receive(place, **self._how(kind, origin, stage, microbatch))
-        giver = Action(
-            "I" if kind == "B" and Action("I", origin, microbatch) in self._turn else kind, origin, microbatch
-        )
-        turn = self._turn[giver]  # what that rank took before is there
-        self.post.forget(lambda label: label[0] == place and label[1] < turn)
+        value = self.p2p.receive(place, _message(kind, origin, stage, microbatch))
+        turn = self._turn_of(kind, origin, microbatch)  # what that rank received before has arrived
+        self.p2p.release(lambda label: label[0] == place and label[1] < turn)
         return value
 
-    def _how(self, kind: str, origin: int, to: int, microbatch: int) -> dict[str, Any]:
-        what = "output" if kind == "F" else "gradient"
-        return {
-            "way": "forward" if kind == "F" else "backward",
-            "tag": 2 * to + (kind == "B"),
-            "what": f"stage {origin}'s {what} of micro-batch {microbatch} (for stage {to})",
-        }
+    def _turn_of(self, kind: str, stage: int, microbatch: int) -> int:
+        """The number of an action in its rank's list; a backward may be split."""
+        split = Action("I", stage, microbatch)
+        return self._turn[split if kind == "B" and split in self._turn else Action(kind, stage, microbatch)]
+
+
+def _message(kind: str, origin: int, to: int, microbatch: int) -> Message:
+    value = "output" if kind == "F" else "gradient"
+    name = f"stage {origin}'s {value} of micro-batch {microbatch} (for stage {to})"
+    return Message(name, 2 * to + (kind == "B"), backward=kind == "B")
 
 
 def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -298,5 +262,5 @@ def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
     return inside
 
 
-def _cut_graph(tensor: torch.Tensor) -> torch.Tensor:
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)

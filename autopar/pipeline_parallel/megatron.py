@@ -32,8 +32,7 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError, ConsistencyError, nearest
-from autopar.pipeline_parallel.agreement import digest_of
-from autopar.pipeline_parallel.beginning import beginning, read_batch
+from autopar.pipeline_parallel.batch_checks import digest_of, read_batch
 from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.pipeline import Pipeline
 
@@ -58,7 +57,7 @@ _REFUSED = {
 
 
 def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
-    """The function that runs one batch; Megatron-LM's arguments (sizes of the pipeline) are taken and not needed."""
+    """Return the function that runs one batch. Megatron-LM's arguments (sizes of the pipeline) are ignored."""
     return forward_backward
 
 
@@ -72,7 +71,7 @@ def forward_backward(
     collect_non_loss_data: bool = False,
     **others: Any,
 ) -> list[Any]:
-    """Forward and backward of ``num_microbatches`` micro-batches; gradients are averaged over them.
+    """Run forward and backward of ``num_microbatches`` micro-batches; gradients are averaged over them.
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (outputs, loss_func)``. ``loss_func(outputs)`` is called on the
@@ -111,14 +110,15 @@ def forward_backward(
         reported.append(report)
         return loss
 
-    engine, backward = pipeline.engine, not forward_only
-    with beginning(engine):
+    backward, alike = not forward_only, [1 / num_microbatches] * num_microbatches
+    with pipeline.p2p.reports_failure():
         read = functools.partial(_take, iterators, num_microbatches)
         count = (lambda _: 1) if backward and pipeline.averages else None
-        batches = read_batch(read, engine, pipeline.mpu, pipeline.unchecked, backward, count)[0]
+        batches = read_batch(read, pipeline.p2p, pipeline.mpu, pipeline.unchecked, backward, count)[0]
         step = Step(
             microbatches=[{"microbatch": number} for number in range(num_microbatches)],
-            weights=[1 / num_microbatches] * num_microbatches,
+            weights=alike,
+            shares=alike,
             loss_of=loss_of,
             backward=backward,
             call=_StepFunction(forward_step_func, batches, chosen, chunks, bool(iterators)),

@@ -1,33 +1,28 @@
-"""A model as the stages of this rank: made by ``initialize``, taken back by ``deparallelize``."""
+"""A model in pipeline stages: built by ``initialize``, undone by ``deparallelize``, trained by ``execute_pipeline``."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.config.pipeline import PipelineConfig
+from autopar.data_parallel.grad_sync import average_over_replicas, held_alike
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import share
 from autopar.errors import ConfigError
-from autopar.generators import share
-from autopar.gradient_sums import average_over_replicas, held_alike
-from autopar.mesh import MPU, rank_groups
-from autopar.pipeline_config import PipelineConfig
-from autopar.pipeline_parallel.beginning import read_batch, telling
-from autopar.pipeline_parallel.course import Conductor
+from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
-from autopar.pipeline_parallel.gradients import Shared
-from autopar.pipeline_parallel.holding import cut, drop, mend, restore
-from autopar.pipeline_parallel.inference import call_through_stages
-from autopar.pipeline_parallel.messages import Post, map_tensors
-from autopar.pipeline_parallel.microbatches import (
+from autopar.pipeline_parallel.generate import call_through_stages
+from autopar.pipeline_parallel.microbatch import (
     batch_size,
     default_reduction,
     label_count,
@@ -37,22 +32,25 @@ from autopar.pipeline_parallel.microbatches import (
     shifts_labels,
     split,
     weights_of,
+    weights_over_replicas,
 )
-from autopar.pipeline_parallel.partial import partial
-from autopar.pipeline_parallel.replicas import weights_over_replicas
+from autopar.pipeline_parallel.outputs import incomplete
+from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
-from autopar.policy.collected import refuse_collected
-from autopar.policy.stages import StagePlan
-from autopar.roll_call import RollCall
+from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
+from autopar.pipeline_parallel.stage_weights import release, reload
+from autopar.pipeline_parallel.tied_weights import TiedWeights
+from autopar.plan.stages import StagePlan, refuse_collected
 
 __all__ = ["Pipeline", "PipelineOutput"]
 
-_NAMES = ("execute_pipeline", "no_sync", "forward", "generate", "_autopar_pipeline", "_autopar_span")
+_LOSS = Message("the loss", 1_000_000)
+_NAMES = ("execute_pipeline", "no_sync", "forward", "generate", "_autopar_pipeline")
 
 
 @dataclass
 class PipelineOutput:
-    """What ``execute_pipeline`` returns; also readable as ``out["loss"]``.
+    """Result of ``execute_pipeline``; also readable as ``out["loss"]``.
 
     Attributes:
         loss: of the whole batch, detached; None but on the last stage, unless ``broadcast_loss``.
@@ -67,12 +65,12 @@ class PipelineOutput:
 
 
 class Pipeline:
-    """The stages of this rank.
+    """The stages of one model on this rank.
 
     Args:
-        model: whole blocks in place (cut by tensor parallelism already); changed in place.
+        model: whole blocks in place (sharded by tensor parallelism already); changed in place.
         inner: the Hugging Face model inside it, or a plain module.
-        plan: what every stage holds.
+        plan: its stages.
         check: compare the batch over the stages on the first step of each mode.
         steps: how many optimizer steps this rank has made (``made``).
     """
@@ -84,21 +82,21 @@ class Pipeline:
         plan: StagePlan,
         mpu: MPU,
         config: PipelineConfig,
-        roll: RollCall,
+        failures: FailureLog,
         *,
         check: bool = True,
         steps: Any = None,
     ) -> None:
-        self.inner, self.plan, self.mpu, self.config, self.roll = inner, plan, mpu, config, roll
-        self.conductor = Conductor(plan.encoder)
-        self.post = _post(mpu, roll)
+        self.inner, self.plan, self.mpu, self.config, self.failures = inner, plan, mpu, config, failures
+        self.context = StageContext(plan.encoder)
+        self.p2p = P2P(mpu, failures)
         if plan.stages > 1:
-            cut(model, plan, self.conductor)
-        self.dropped = drop(model, plan, mpu.pp.rank, mpu.device)
-        self.conductor.absent = self.dropped.placeholders
-        self.shared = Shared(model, plan, mpu)
-        self.engine = Engine(model, self.conductor, plan, mpu.pp.rank, self.post, check=check, steps=steps)
-        self.shifted = shifts_labels(inner)
+            mark_boundaries(model, plan, self.context)
+        self.released = release(model, plan, mpu.pp.rank, mpu.device)
+        self.context.placeholders = self.released.placeholders
+        self.tied = TiedWeights(model, plan, mpu)
+        self.engine = Engine(model, self.context, plan, mpu.pp.rank, self.p2p, check=check, steps=steps)
+        self.shifted, self.main_input = shifts_labels(inner), getattr(inner, "main_input_name", "")
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
@@ -106,23 +104,22 @@ class Pipeline:
 
     def attach(self, model: nn.Module) -> None:
         """Give ``model`` its ``execute_pipeline`` and ``no_sync``; in several stages also forward and ``generate``."""
-        model._autopar_pipeline = self  # type: ignore[assignment]
-        model.execute_pipeline = types.MethodType(execute_pipeline, model)  # type: ignore[assignment]
-        model.no_sync = types.MethodType(no_sync, model)  # type: ignore[assignment]
-        if self.plan.stages == 1:
-            return
-        paths = {id(module): path for path, module in model.named_modules()}
-        for module in model.modules():
-            if module is not model and not isinstance(module, PreTrainedModel):
-                continue
-            span = self._span(paths[id(module)])
-            if span is None:
-                continue
-            module._autopar_pipeline, module._autopar_span = self, span  # type: ignore[assignment]
-            kind: Any = type(module)
-            module.forward = types.MethodType(_forward_of(kind), module)
-            if isinstance(module, PreTrainedModel) and callable(getattr(module, "generate", None)):
-                module.generate = types.MethodType(_generate, module)  # type: ignore[assignment]
+        for module, methods in self._methods(model):
+            module._autopar_pipeline = self  # type: ignore[assignment]
+            for name, function in methods.items():
+                setattr(module, name, types.MethodType(function, module))
+
+    def _methods(self, model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Callable[..., Any]]]]:
+        """Each module with the methods that it gets, by name."""
+        yield model, {"execute_pipeline": execute_pipeline, "no_sync": no_sync}
+        for path, module in model.named_modules() if self.plan.stages > 1 else ():
+            hugging_face = isinstance(module, PreTrainedModel)
+            span = self._span(path) if module is model or hugging_face else None
+            if span is not None:
+                kind: Any = type(module)
+                yield module, {"forward": _forward_of(kind, span)}
+                if hugging_face and callable(getattr(module, "generate", None)):
+                    yield module, {"generate": _generate}
 
     def _span(self, path: str) -> tuple[int, int] | None:
         """The elements that a module runs."""
@@ -131,24 +128,50 @@ class Pipeline:
         return (inside[0], inside[-1] + 1) if inside else None
 
     def undo(self, model: nn.Module) -> None:
-        """The whole model again on every stage (each still a tensor-parallel share)."""
-        restore(model, self.plan, self.dropped, self.mpu)
+        """Give every stage the whole model back (each still a tensor-parallel shard). Collective."""
+        reload(model, self.plan, self.released, self.mpu)
         if self.plan.stages > 1:
-            mend(model, self.plan)
+            unmark_boundaries(model, self.plan)
         for module in model.modules():
             for name in _NAMES:
                 module.__dict__.pop(name, None)
 
     def actions(self, backward: bool, microbatches: int) -> list[list[Action]]:
-        """Every rank's list."""
+        """Return every rank's list of actions."""
         key = (backward, microbatches)
         if key not in self._schedules:
             make = make_schedule if backward else forwards
             self._schedules[key] = make(self.config.schedule, self.plan.rank_of, microbatches)
         return self._schedules[key]
 
+    def read_step(self, data: Any, criterion: Callable[..., Any] | None, *, backward: bool, wants_loss: bool) -> Step:
+        """Read the next batch, check it, split it into micro-batches and weigh their losses. Collective."""
+        mpu, config = self.mpu, self.config
+        by_labels = config.loss_reduction == "tokens"
+        count = functools.partial(label_count, main_input=self.main_input, shifted=self.shifted)
+        batch, counts = read_batch(
+            lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
+            *(self.p2p, mpu, self.unchecked, backward),
+            count if backward and (by_labels or self.averages) else None,
+        )
+        refuse_collected(self.inner, self.plan.stages, batch)
+        samples = batch_size(batch, self.main_input)
+        microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
+        reduction = config.loss_reduction
+        if by_labels and criterion is None and wants_loss:
+            reduction = default_reduction(self.inner, batch, len(microbatches))
+        shares = weights_of(microbatches, self.main_input, reduction, self.shifted)
+        globally = counts and reduction == "tokens"
+        return Step(
+            microbatches=microbatches,
+            weights=weights_over_replicas(shares, counts, mpu.dp.rank) if globally else shares,
+            shares=shares,
+            loss_of=_criterion(criterion, required=backward) if wants_loss else None,
+            backward=backward,
+        )
+
     def run(self, model: nn.Module, step: Step) -> None:
-        """One pass of the schedule, with gradients summed over stages that share a tensor, averaged over replicas."""
+        """Run one pass of the schedule; sum gradients over the holders of tied weights, average them over replicas."""
         actions = self.actions(step.backward, len(step.microbatches))
         if not step.backward:
             self.engine.run(actions, step)
@@ -156,34 +179,42 @@ class Pipeline:
         state = vars(model)["_autopar"]
         ours = state.step is not None and state.step.model is model
         with state.step.fp32_gradients() if ours else contextlib.nullcontext():
-            self.shared.set_aside()
-            try:
+            summing = "summing the gradients of weights that several stages hold"
+            with self.tied.apart():
                 self.engine.run(actions, step)
-                with self.roll.naming("summing the gradients of weights that several stages hold", self.mpu.pp.ranks):
-                    self.shared.sum(held_alike(model, state.plan, self.mpu))
-            except BaseException:
-                self.shared.put_back()
-                raise
+                with self.failures.blame(summing, self.mpu.pp.ranks):
+                    self.tied.sum(held_alike(model, state.plan, self.mpu))
             if self.averages:
-                with self.roll.naming("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
+                with self.failures.blame("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
                     average_over_replicas(model, state.plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp.size > 1
 
+    def result(self, step: Step, return_loss: bool, broadcast_loss: bool) -> PipelineOutput:
+        """Put the results of a step's micro-batches together. Collective with ``broadcast_loss``."""
+        result = PipelineOutput()
+        if return_loss and step.losses:
+            counted = [step.losses[m] * share for m, share in enumerate(step.shares) if share]
+            result.loss = torch.stack(counted).sum() if counted else step.losses[0]
+        if return_loss and broadcast_loss and self.plan.stages > 1:
+            result.loss = self.share_loss(result.loss)
+        if step.outputs:
+            sizes = [batch_size(microbatch, self.main_input) for microbatch in step.microbatches]
+            outputs = [step.outputs[number] for number in range(len(sizes))]
+            result.outputs = incomplete(merge_outputs(outputs, sizes, step.shares), step.unavailable)
+        return result
+
     @property
     def last(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """Check whether this rank holds the last stage."""
         return self.plan.rank_of[-1] == self.mpu.pp.rank
 
     def share_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """The last stage's loss on all ranks of the axis."""
-        how: dict[str, Any] = {"way": "forward", "tag": 1_000_000, "what": "the loss"}
-        if not self.last:
-            shared: torch.Tensor | None = self.post.receive(self.plan.rank_of[-1], **how)
-            return shared
-        for other in range(self.plan.ranks):
-            if other != self.mpu.pp.rank:
-                self.post.send(loss, other, **how)
-        self.post.settle()
+        """Send the last stage's loss to all ranks of the axis, and return it."""
+        if self.last:
+            self.p2p.send_to_others(loss, _LOSS)
+            self.p2p.wait_sent()
+        else:
+            loss = self.p2p.receive(self.plan.rank_of[-1], _LOSS)
         return loss
 
 
@@ -201,7 +232,6 @@ def no_sync(self: nn.Module) -> Iterator[None]:
         pipeline.averages = before
 
 
-@telling
 def execute_pipeline(
     self: nn.Module,
     data: Any,
@@ -248,43 +278,13 @@ def execute_pipeline(
     others hold a part of this call's too. Use ``zero_grad`` before going on.
     """
     pipeline: Pipeline = vars(self)["_autopar_pipeline"]
-    mpu, config = pipeline.mpu, pipeline.config
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
-    main, by_labels = getattr(pipeline.inner, "main_input_name", ""), config.loss_reduction == "tokens"
-    agrees = backward and (by_labels or pipeline.averages)
-    batch, counts = read_batch(
-        lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
-        *(pipeline.engine, mpu, pipeline.unchecked, backward),
-        functools.partial(label_count, main_input=main, shifted=pipeline.shifted) if agrees else None,
-    )
-    refuse_collected(pipeline.inner, pipeline.plan.stages, batch)
-    samples = batch_size(batch, main)
-    microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
-    reduction = config.loss_reduction
-    if reduction == "tokens" and criterion is None and (backward or return_loss):
-        reduction = default_reduction(pipeline.inner, batch, len(microbatches))
-    shares = weights = weights_of(microbatches, main, reduction, pipeline.shifted)
-    if counts and reduction == "tokens":
-        weights = weights_over_replicas(shares, counts, mpu.dp.rank)
-    step = Step(
-        microbatches=microbatches,
-        weights=weights,
-        loss_of=_criterion(criterion, required=backward) if backward or return_loss else None,
-        scale=getattr(optimizer, "scale_loss", None),
-        keep_outputs=return_outputs,
-        backward=backward,
-    )
-    pipeline.run(self, step)
-    result = PipelineOutput()
-    if return_loss and pipeline.last and step.losses:
-        result.loss = _mean(step, shares)
-    if return_loss and broadcast_loss and pipeline.plan.stages > 1:
-        result.loss = pipeline.share_loss(result.loss)
-    if return_outputs and pipeline.last:
-        sizes = [batch_size(microbatch, main) for microbatch in microbatches]
-        merged = merge_outputs([step.outputs[m] for m in range(len(microbatches))], sizes, shares)
-        result.outputs = partial(merged, step.withheld)
-    return result
+    with pipeline.p2p.reports_failure():
+        step = pipeline.read_step(data, criterion, backward=backward, wants_loss=backward or return_loss)
+        step.scale = getattr(optimizer, "scale_loss", None)
+        step.keep_outputs = return_outputs
+        pipeline.run(self, step)
+        return pipeline.result(step, return_loss, broadcast_loss)
 
 
 def _criterion(criterion: Callable[..., Any] | None, *, required: bool) -> Callable[[Any, dict[str, Any]], Any]:
@@ -300,55 +300,24 @@ def _criterion(criterion: Callable[..., Any] | None, *, required: bool) -> Calla
     return loss_of
 
 
-def _mean(step: Step, shares: list[float]) -> torch.Tensor:
-    counted = [step.losses[m] * share for m, share in enumerate(shares) if share]
-    return torch.stack(counted).sum() if counted else step.losses[0]
-
-
-def _post(mpu: MPU, roll: RollCall) -> Post:
-    """Groups of its own: a step that failed leaves messages behind that nothing later may meet.
-
-    On gloo tags keep messages apart. nccl has none, and what is sent there waits for what was sent before.
-    """
-    control = _group_of_stages(mpu, "gloo", "pp control")
-    groups = dict.fromkeys(itertools.product(("forward", "backward"), (False, True)), control)
-    if mpu.device.type == "cuda":
-        groups = {(way, up): _group_of_stages(mpu, "nccl", f"pp {way} {'up' if up else 'down'}") for way, up in groups}
-    return Post(mpu.pp, groups, control, roll, mpu.device)
-
-
-def _group_of_stages(mpu: MPU, backend: str, name: str) -> Any:
-    """A new group through the stages of this rank's replica; every rank makes those of all replicas."""
-    mine = None
-    for ranks in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
-        group = dist.new_group(ranks, backend=backend, group_desc=name)
-        if mpu.rank in ranks:
-            mine = group
-            mpu._owned.append(group)
-    return mine
-
-
 @functools.cache
-def _forward_of(kind: Any) -> Callable[..., Any]:
-    """The forward of a model in stages; it has the plain one's signature, which ``generate`` reads."""
+def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
+    """The forward of a model in stages, which runs the elements of ``span``; ``generate`` reads its signature."""
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         pipeline: Pipeline = self._autopar_pipeline
-        if pipeline.conductor.course is not None:
+        if pipeline.context.forward is not None:
             return type(self).forward(self, *args, **kwargs)
         if self.training and torch.is_grad_enabled():
             raise ConfigError(
-                f"{type(self).__name__} is cut into {pipeline.plan.stages} pipeline stages: train it by\n"
+                f"{type(self).__name__} is split into {pipeline.plan.stages} pipeline stages: train it by\n"
                 "  out = model.execute_pipeline(batch, optimizer=optimizer); optimizer.step(); optimizer.zero_grad()\n"
                 "  A plain call is for inference: model.eval(), or under torch.no_grad()."
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
-        with pipeline.roll.patience():
-            return call_through_stages(
-                *(self, self._autopar_span, pipeline.conductor, pipeline.plan, pipeline.mpu.pp.rank, pipeline.post),
-                *(args, kwargs),
-            )
+        with pipeline.failures.deadline():
+            return call_through_stages(self, span, pipeline.context, pipeline.plan, pipeline.p2p, args, kwargs)
 
     return forward
 
@@ -357,7 +326,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica: they share the first one's random state."""
     pipeline: Pipeline = self._autopar_pipeline
     axis = pipeline.mpu.model
-    with pipeline.roll.patience(), pipeline.roll.naming("a collective in generate", axis.ranks):
+    with pipeline.failures.deadline(), pipeline.failures.blame("a collective in generate", axis.ranks):
         share(axis, pipeline.mpu.device)
         with contextlib.nullcontext() if self._autopar_check is None else self._autopar_check.first_only():
             return type(self).generate(self, *args, **kwargs)

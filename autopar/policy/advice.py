@@ -7,6 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from autopar.errors import nearest
+from autopar.policy.files import reference
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy
 
@@ -28,7 +29,7 @@ class _Likeness(NamedTuple):
 
 
 def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
-    """Say which name may have been meant, which policy is nearest and how to use it: at most nine lines."""
+    """Say which name may have been meant, which policy is nearest and how to use it: at most ten lines."""
     model_type = str(model.config.model_type)
     hint = nearest(model_type, kinds, cutoff=0.7).strip()
     lines = [hint] if hint else []
@@ -46,10 +47,11 @@ def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
         if best.without_module:
             lines.append(f"  and from which rules must be deleted (NAME: ~): {_listed(best.without_module)}")
     lines.append(
-        "Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'); its form is in "
-        "policies/README.md."
+        "Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'). 'autopar policy check "
+        "my.yaml' tries it without weights; its form is in"
     )
-    lines.append(f"The {len(kinds)} model types that have one are in the table of README.md.")
+    lines.append(f"  {reference()}")
+    lines.append(f"'autopar policy list' prints the {len(kinds)} model types that have one.")
     return "".join(f"\n  {line}" for line in lines)
 
 

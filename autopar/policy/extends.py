@@ -16,7 +16,7 @@ from typing import NamedTuple
 from autopar.errors import PolicyError, nearest
 from autopar.policy.files import comes_with_autopar, policy_files, policy_folder, policy_text, policy_tree
 from autopar.policy.merge import merge, mounted_in_block, mounted_in_model, overlay
-from autopar.yaml_tree import Node, Where, plain
+from autopar.policy.yaml_reader import Node, Where, plain
 
 __all__ = ["PolicyName", "extended", "user_tree", "variants_of"]
 

@@ -6,9 +6,18 @@ import functools
 from pathlib import Path
 
 from autopar.errors import PolicyError
-from autopar.yaml_tree import Fail, Node, Where, read_text, yaml_tree
+from autopar.policy.yaml_reader import Fail, Node, Where, read_text, yaml_tree
 
-__all__ = ["comes_with_autopar", "compose", "fail_in", "policy_files", "policy_folder", "policy_text", "policy_tree"]
+__all__ = [
+    "comes_with_autopar",
+    "compose",
+    "fail_in",
+    "policy_files",
+    "policy_folder",
+    "policy_text",
+    "policy_tree",
+    "reference",
+]
 
 
 @functools.cache
@@ -16,6 +25,11 @@ def policy_folder() -> Path:
     """Return the folder of the policies that come with autopar: in the wheel, or beside the package in a checkout."""
     inside = Path(__file__).resolve().parents[1] / "_policies"
     return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "policies"
+
+
+def reference() -> Path:
+    """Return the page on the form of a policy, where this installation has it."""
+    return policy_folder() / "README.md"
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from autopar.policy.files import (
 )
 from autopar.policy.parse import parse_policy
 from autopar.policy.schema import Policy
-from autopar.yaml_tree import Node, plain_tree
+from autopar.policy.yaml_reader import Node, plain_tree
 
 __all__ = [
     "load_policies",

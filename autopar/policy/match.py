@@ -14,7 +14,7 @@ from transformers import __version__ as transformers_version
 
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy.advice import advice
-from autopar.policy.inside import config_of, hugging_face_model
+from autopar.policy.described_model import config_of, hugging_face_model
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import Policy
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from autopar.errors import PolicyError, nearest
 from autopar.policy.schema import KINDS
-from autopar.yaml_tree import Node, Where, plain
+from autopar.policy.yaml_reader import Node, Where, plain
 
 __all__ = ["merge", "mounted_in_block", "mounted_in_model", "overlay"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 
 __all__ = [
     "HIDDEN",
@@ -145,7 +145,7 @@ class Policy:
     ``model_types`` is empty for a policy that is given by hand, without ``match``. ``models``: path (relative to the
     base model) -> place. Each is a Hugging Face model whose own policy, found by its own ``model_type``, holds below
     it. ``without_kernels``: functions of the modeling file that must be transformers' own (see
-    :mod:`autopar.policy.kernels`).
+    :mod:`autopar.plan.kernels`).
     """
 
     name: str

@@ -1,18 +1,25 @@
 """The tensor-parallel toolbox, under Megatron-LM's names.
 
-``ColumnParallelLinear``, ``RowParallelLinear`` and ``VocabParallelEmbedding`` build a model of one's own.
+``ColumnParallelLinear``, ``RowParallelLinear`` and ``VocabParallelEmbedding`` are for a model of one's own.
 
 Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
 state. :mod:`autopar.api` is built from the same parts.
 """
 
-from autopar.axis import Group, axis_of
-from autopar.tensor_parallel.data import broadcast_data
+from autopar.distributed.axis import Group, axis_of
+from autopar.distributed.broadcast_data import broadcast_data
+from autopar.distributed.rng_tracker import (
+    MODEL_PARALLEL_STREAM,
+    RandomStateTracker,
+    checkpoint,
+    get_cuda_rng_tracker,
+    manual_seed,
+    model_parallel_cuda_manual_seed,
+)
 from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
-from autopar.tensor_parallel.full_state import full_state_dict, load_full_state_dict
 from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
-from autopar.tensor_parallel.mappings import (
+from autopar.tensor_parallel.megatron.mappings import (
     all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -22,15 +29,7 @@ from autopar.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from autopar.tensor_parallel.random import (
-    MODEL_PARALLEL_STREAM,
-    RandomStateTracker,
-    checkpoint,
-    get_cuda_rng_tracker,
-    manual_seed,
-    model_parallel_cuda_manual_seed,
-)
-from autopar.tensor_parallel.split import (
+from autopar.tensor_parallel.megatron.tensor_split import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
@@ -38,6 +37,7 @@ from autopar.tensor_parallel.split import (
     vocab_range_from_global_vocab_size,
     vocab_range_from_per_partition_vocab_size,
 )
+from autopar.tensor_parallel.parallelize import full_state_dict, load_full_state_dict
 
 __all__ = [
     "MODEL_PARALLEL_STREAM",

@@ -1,4 +1,4 @@
-"""Attention maps that a model returns: of all heads, although each rank computes those of its own.
+"""Gather the attention maps that a model returns over tp: each rank computes those of its own heads.
 
 They are ``[batch, heads, query, key]`` tensors in tuples, under keys with ``attentions`` in them, also in outputs
 inside outputs; without keys (``return_dict=False``) a tuple of four-dimensional tensors is taken for one.
@@ -11,29 +11,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import Axis, gather
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gather
 from autopar.layout import Block, Layout
-from autopar.policy.plan import Plan
+from autopar.plan.plan import Plan
 
-__all__ = ["head_layouts", "whole_attentions"]
+__all__ = ["gather_attentions", "head_layouts"]
 
 _OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
 
 
 def head_layouts(plan: Plan) -> list[Layout]:
-    """How heads are shared out in this model, one layout for each different way; one element is one head."""
+    """Return the different layouts of attention heads in this model; one element is one head."""
     found: dict[Any, Layout] = {}
     for module in plan.modules.values():
         for block in module.layout.blocks if module.layout is not None else ():
             if "heads" in block.unit and block.unit not in _OTHER_HEADS:
-                found[block.count, block.shares] = Layout.of(1, [Block(block.unit, block.count, 1, block.shares)])
+                found[block.count, block.ranges] = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
     return [layout for layout in found.values() if not layout.replicated]
 
 
-def whole_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
-    """``output`` with every attention map of all heads; a collective of the axis if there is any.
+def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
+    """Gather every attention map in ``output``; a collective of the axis if there is any.
 
-    Which layout a map has follows from its sizes on all ranks, so that every rank takes the same.
+    The layout of a map follows from its sizes on all ranks, so that every rank chooses the same.
     """
     maps: list[torch.Tensor] = []
 
@@ -49,11 +50,11 @@ def whole_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
     known = {tuple(layout.local_size(rank) for rank in range(axis.size)): layout for layout in layouts}
     chosen = iter([known.get(each) for each in zip(*sizes, strict=True)])
 
-    def whole(x: torch.Tensor) -> torch.Tensor:
+    def full(x: torch.Tensor) -> torch.Tensor:
         layout = next(chosen)
         return x if layout is None else gather(x, axis, layout, dim=1)
 
-    return _walk(output, whole, inside=False)
+    return _walk(output, full, inside=False)
 
 
 def _walk(value: Any, change: Any, inside: bool) -> Any:

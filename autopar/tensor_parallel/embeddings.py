@@ -1,42 +1,90 @@
-"""Embeddings whose table is sharded."""
+"""Embeddings whose table is sharded, and the warning about rows that are not those that an id names."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.axis import Group
-from autopar.collectives import gather, reduce_
-from autopar.policy.plan import ModulePlan
-from autopar.tensor_parallel.building import (
+from autopar.call_site import is_library, warn_user
+from autopar.distributed.axis import Group
+from autopar.distributed.collectives import gather, reduce_
+from autopar.errors import ConfigError
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.parallel_layer import (
+    FullWeight,
     InitMethod,
+    ParallelLayer,
     layout_of,
     make_layer,
-    shared_axis,
-    whole_embedding,
+    seeded_axis,
 )
-from autopar.tensor_parallel.layer import ParallelLayer
-from autopar.tensor_parallel.vocabulary_rows import own_rows
 
-__all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding"]
+__all__ = ["WARNED", "HiddenParallelEmbedding", "VocabParallelEmbedding", "vocabulary_weight"]
+
+WARNED = "_autopar_warned"
+"""Attribute of a layer whose rows were warned about."""
+
+
+def _read(self: Any) -> Any:
+    weight = self._parameters.get("weight")
+    if weight is None:
+        if "weight" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no weight")
+        weight = vars(self)["weight"]
+    if not torch.compiler.is_compiling() and WARNED not in vars(self) and not is_library(sys._getframe(1)):
+        _warn(self)
+    return weight
+
+
+def _write(self: Any, value: Any) -> None:
+    vars(self)["weight"] = value  # nn.Module takes Parameters itself
+
+
+def _delete(self: Any) -> None:
+    del vars(self)["weight"]
+
+
+def _warn(module: nn.Module) -> None:
+    """Warn code that is no library's, once, that ``weight[id]`` is another token on each rank.
+
+    Not of a layer that was constructed sharded (its plan has no path).
+    """
+    plan: Any = vars(module).get("autopar")
+    layout = vars(module).get("autopar_layouts", {}).get("weight")
+    if plan is None or not plan.path or layout is None or not (plan.rule == "embedding" or plan.gather_output):
+        return
+    vars(module)[WARNED] = True
+    axis: Any = vars(module)["tp"]
+    held = ", ".join(f"{start} to {stop - 1}" for start, stop in layout.ranges(axis.rank)) or "none"
+    warn_user(
+        f"{plan.path}.weight: this is tensor-parallel rank {axis.rank} of {axis.size} and has rows {held} of "
+        f"{layout.size}, so weight[id] means another id on each rank.\n"
+        "  Read or change rows before autopar.initialize, or after autopar.deparallelize(model)."
+    )
+
+
+vocabulary_weight = property(_read, _write, _delete, "This rank's rows, a Parameter.")
+"""``weight`` of a layer that may hold a shard of the vocabulary's rows: reading it warns the user's code."""
 
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole table, as for ``nn.Embedding``.
-        init_method: what fills the whole table, ``init_method(weight)``; None: as ``nn.Embedding`` does.
+        num_embeddings, embedding_dim, padding_idx, device, dtype: of the full table, as for ``nn.Embedding``.
+        init_method: what fills the full table, ``init_method(weight)``; None: as ``nn.Embedding`` does.
         group: a process group or an MPU.
 
     Raises:
-        IndexError: an id outside the whole table, on every rank (on CUDA a device-side assertion, as in torch).
+        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
     """
 
-    weight = own_rows
+    weight = vocabulary_weight
 
     def __init__(
         self,
@@ -49,29 +97,32 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        axis = shared_axis(group, type(self).__name__)
-        weight = whole_embedding(num_embeddings, embedding_dim, padding_idx, init_method, device, dtype)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ConfigError(f"padding_idx={padding_idx} lies outside of num_embeddings={num_embeddings}")
+        axis = seeded_axis(group, type(self).__name__)
         layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = layout.local_size(axis.rank), embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
-        make_layer(self, axis, ModulePlan("", "embedding", "", layout, {"weight": layout}), {"weight": weight})
+        plan = ModulePlan("", "embedding", "", layout, {"weight": layout})
+        plain = functools.partial(nn.Embedding, num_embeddings, embedding_dim, padding_idx)
+        make_layer(self, axis, plan, plain, FullWeight(init_method, device=device, dtype=dtype))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         layout = self.autopar_layouts["weight"]
         (start, stop) = next(iter(layout.ranges(self.tp.rank)), (0, 0))
         _check_ids(input, layout.size)
-        if start == stop:  # no rows here: zeros that still belong to the graph
+        if start == stop:  # no rows here: zeros that are part of the graph
             y: torch.Tensor = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
-            return self.region.close(reduce_(y, self.tp))
+            return self.region.mark_replicated(reduce_(y, self.tp))
         local = input - start
         outside = (local < 0) | (local >= stop - start)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
         y = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
-        return self.region.close(reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp))
+        return self.region.mark_replicated(reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp))
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
@@ -79,7 +130,7 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = F.embedding(input, self.weight, self.padding_idx)
-        return self.region.close(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., hidden]
+        return self.region.mark_replicated(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., hidden]
 
 
 def _check_ids(ids: torch.Tensor, size: int) -> None:

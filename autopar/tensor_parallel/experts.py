@@ -1,8 +1,8 @@
-"""A mixture of experts shared out by expert: tokens travel to the ranks that hold the experts they chose, and back.
+"""Expert parallelism: tokens go to the ranks that hold the experts they chose, and back, by all-to-all.
 
 Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Every tp rank holds
-the same tokens, so each takes an equal part of them, sends every (token, chosen expert) pair to the expert's rank by
-all-to-all, and gets the weighted output back; then the parts are gathered. The experts' own forward computes: it sees
+the same tokens, so each takes an equal part of them, sends every (token, chosen expert) pair to the expert's rank, and
+gets the weighted output back; then the parts are gathered. The experts' own forward computes: it sees
 one chosen expert per row, counted from this rank's first one.
 """
 
@@ -13,26 +13,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import all_to_all, even_layout, gather, scatter
-from autopar.tensor_parallel.boundaries import Boundary
+from autopar.distributed.collectives import all_to_all, even_layout, gather, scatter
+from autopar.tensor_parallel.region_modules import RegionModule
 
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel(Boundary):
+class ExpertParallel(RegionModule):
     """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0)."""
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
-        """``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and how much each counts."""
+        """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
         axis, experts = self.tp, self.autopar.layout
         assert experts is not None
-        if hidden.is_meta:  # where tokens travel depends on data
+        if hidden.is_meta:  # the routes depend on data
             return torch.empty_like(hidden)
         tokens, k = chosen.shape
-        share = even_layout(tokens, axis.size)
-        x = scatter(hidden.reshape(tokens, -1), axis, share, 0)  # [tokens/tp, hidden]
-        w = scatter(weights, axis, share, 0).reshape(-1)  # [tokens/tp * k]
-        ids = share.shard(chosen, axis.rank, 0).reshape(-1)
+        layout = even_layout(tokens, axis.size)
+        x = scatter(hidden.reshape(tokens, -1), axis, layout, 0)  # [tokens/tp, hidden]
+        w = scatter(weights, axis, layout, 0).reshape(-1)  # [tokens/tp * k]
+        ids = layout.shard(chosen, axis.rank, 0).reshape(-1)
         ends = torch.tensor([experts.ranges(rank)[-1][1] for rank in range(axis.size)], device=ids.device)
         starts = torch.tensor([experts.ranges(rank)[0][0] for rank in range(axis.size)], device=ids.device)
         owner = torch.bucketize(ids, ends, right=True)
@@ -48,15 +48,15 @@ class ExpertParallel(Boundary):
         local = all_to_all(local, axis, out_splits, in_splits)
         y = self._compute(super().forward, rows, local)
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
-        weighted = back * w[order].unsqueeze(-1)  # at home, so that only rows travel
+        weighted = back * w[order].unsqueeze(-1)  # here, so that only rows are sent
         y = torch.zeros_like(x).index_add(0, order // k, weighted.to(x.dtype))
-        return gather(y, axis, share, 0).view_as(hidden)
+        return gather(y, axis, layout, 0).view_as(hidden)
 
     def _compute(self, forward: Any, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         if rows.shape[0]:
             y: torch.Tensor = forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
             return y
-        # No token for this rank: nothing comes out, and the parameters still belong to the graph.
+        # No token for this rank: the output is empty, and the parameters are part of the graph.
         return rows + sum(p.sum() for p in self._parameters.values() if p is not None) * 0  # type: ignore[attr-defined]
 
 

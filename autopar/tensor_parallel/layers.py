@@ -1,14 +1,14 @@
-"""The parallel layers. A module becomes one by a change of class: it keeps its name, hooks, parameters and what it is.
+"""The parallel layers. A plain module becomes one by a class swap: name, hooks, parameters and identity stay.
 
-Column-parallel (Shoeybi et al., "Megatron-LM", 2019, section 3): the output features are shared out, ``y_r = x W_r``.
+Column-parallel (Shoeybi et al., "Megatron-LM", 2019, section 3): the output features are sharded, ``y_r = x W_r``.
 Row-parallel: the input features are, ``y = sum_r x_r W_r + b``. Vocab-parallel: the rows of an embedding are.
 Weights are plain local ``nn.Parameter`` objects, the same ones as before.
 
-Every layer has, beside what it had as a plain module:
+Every layer has, in addition to the plain module:
 
-* ``tp``: the axis, ``region``: what the layers of the model share during a forward,
-* ``autopar``: its :class:`~autopar.policy.plan.ModulePlan`,
-* ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of those that are cut (on the module, since
+* ``tp``: the axis, ``region``: the :class:`~autopar.tensor_parallel.regions.Region` of the model,
+* ``autopar``: its :class:`~autopar.plan.plan.ModulePlan`,
+* ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of the sharded ones (on the module, since
   attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
 """
 
@@ -23,17 +23,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autopar.axis import Group
-from autopar.collectives import copy, gather, reduce_, scatter
+from autopar.class_swap import mixed_class
+from autopar.distributed.axis import Group
+from autopar.distributed.collectives import copy, gather, reduce_, scatter
+from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
-from autopar.policy.plan import ModulePlan
-from autopar.tensor_parallel.boundaries import Boundary, bounded_class
-from autopar.tensor_parallel.building import InitMethod, layout_of, make_layer, shared_axis, whole_linear
-from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
 from autopar.tensor_parallel.experts import ExpertParallel
-from autopar.tensor_parallel.layer import ParallelLayer
-from autopar.tensor_parallel.norms import SharedNorm
-from autopar.tensor_parallel.vocabulary_rows import own_rows
+from autopar.tensor_parallel.norms import ShardedNorm
+from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
+from autopar.tensor_parallel.region_modules import RegionModule, region_class
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -52,22 +52,18 @@ class _Column(ParallelLayer):
 
     def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
-        bias = None if self.bias is None else self._used("bias")
+        bias = None if self.bias is None else self._parameter("bias")
         x = x if plan.inside else self.region.enter(x)
-        y = self._multiply(x, self._used("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
+        y = self._multiply(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
-            whole = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
+            full = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
             if self.keeps_local:
-                self.region.keep_local(whole, y)
+                self.region.keep_local(full, y)
             if self.skip_bias_add:
-                return whole, bias if bias is None else gather(bias, self.tp, self.autopar_layouts["bias"])
-            return whole
-        self.region.draw_apart(self.training)  # type: ignore[attr-defined]
+                return full, bias if bias is None else gather(bias, self.tp, self.autopar_layouts["bias"])
+            return full
+        self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
         return (y, bias) if self.skip_bias_add else y
-
-    @staticmethod
-    def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class _Row(ParallelLayer):
@@ -75,11 +71,10 @@ class _Row(ParallelLayer):
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.autopar.split_input:
-            x = self.region.open(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
-        self.region.leave()
-        y = self.region.close(
-            reduce_(self._multiply(x, self.weight, None), self.tp)
-        )  # [..., out], Partial -> Replicate
+            x = self.region.mark_sharded(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
+        self.region.draw_alike()
+        y = reduce_(self._multiply(x, self.weight, None), self.tp)  # [..., out], Partial -> Replicate
+        y = self.region.mark_replicated(y)
         if self.skip_bias_add:
             return y, self.bias
         y = y if self.bias is None else self._add_bias(y)
@@ -88,10 +83,6 @@ class _Row(ParallelLayer):
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor = self.bias
         return y + bias.to(y.dtype)
-
-    @staticmethod
-    def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -108,18 +99,18 @@ class ColumnParallelLinear(_Column, nn.Linear):
     """``nn.Linear`` with its output features sharded: ``[..., in] -> [..., out/tp]``.
 
     ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
-    ``weight`` is ``[out/tp, in]``, cut out of the whole that every rank draws.
+    ``weight`` is ``[out/tp, in]``, this rank's shard of the full one that every rank draws.
 
     Args:
-        input_size, output_size: features of the whole layer; ``output_size`` need not divide.
+        input_size, output_size: features of the full layer; ``output_size`` need not divide.
         bias: ``[out/tp]``, or none.
-        gather_output: return the whole ``[..., out]``.
-        init_method: what fills the whole weight, ``init_method(weight)``; the bias is 0 then. None: as ``nn.Linear``.
+        gather_output: return the full ``[..., out]``.
+        init_method: what fills the full weight, ``init_method(weight)``; the bias is 0 then. None: as ``nn.Linear``.
         stride: parts side by side that are sharded each by itself (``q | k | v``: 3, ``gate | up``: 2).
         unit: features that stay together on one rank (the width of a head).
-        keep_master_weight_for_test: keep the whole weight as ``master_weight``.
-        skip_bias_add: return ``(output, bias)`` with the bias not added, for who fuses it with what follows. Otherwise
-            the output alone, as every ``nn.Module`` of a ``Sequential`` does.
+        keep_master_weight_for_test: keep the full weight as ``master_weight``.
+        skip_bias_add: return ``(output, bias)`` without adding the bias, for a fused kernel to add. Otherwise the
+            output alone, as every ``nn.Module`` of a ``Sequential`` does.
         group: a process group or an MPU.
         device, dtype: as for ``nn.Linear``.
 
@@ -128,7 +119,7 @@ class ColumnParallelLinear(_Column, nn.Linear):
         ConsistencyError: the ranks would draw different weights.
     """
 
-    weight = own_rows
+    weight = vocabulary_weight
     _multiply = staticmethod(_linear)
 
     def __init__(
@@ -147,30 +138,22 @@ class ColumnParallelLinear(_Column, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        name = type(self).__name__
-        axis = shared_axis(group, name)
-        layout = layout_of(name, "output_size", output_size, 0, axis, stride, unit)
-        layouts = {"weight": layout, **({"bias": layout} if bias else {})}
-        whole = whole_linear(input_size, output_size, bias, init_method, device, dtype)
-        nn.Module.__init__(self)
-        self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
-        self.in_features, self.out_features = input_size, layout.local_size(axis.rank)
+        how = FullWeight(init_method, stride, unit, device, dtype)
+        weight = make_linear(self, "column", (output_size, input_size), bias, how, group, gather_output=gather_output)
+        self.master_weight = weight if keep_master_weight_for_test else None
+        self.skip_bias_add = skip_bias_add
         self.output_size_per_partition, self.gather_output = self.out_features, gather_output
-        make_layer(
-            self, axis, ModulePlan("", "column", "", layout, layouts, gather_output=gather_output), whole, stride
-        )
-        self.master_weight = whole["weight"] if keep_master_weight_for_test else None
 
 
 class RowParallelLinear(_Row, nn.Linear):
     """``nn.Linear`` with its input features sharded: ``[..., in/tp] -> [..., out]``, the sum over the ranks.
 
     ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
-    ``weight`` is ``[out, in/tp]``, cut out of the whole that every rank draws. The bias is whole and added once.
+    ``weight`` is ``[out, in/tp]``, this rank's shard of the full one. The bias is replicated and added once.
 
     Args:
         input_is_parallel: the input is ``[..., in/tp]`` already, as a ``ColumnParallelLinear`` made it; else it is
-            ``[..., in]`` and is cut here.
+            ``[..., in]`` and is scattered here.
 
     The other arguments are those of :class:`ColumnParallelLinear`; ``stride`` and ``unit`` are those of the column
     layer that makes the input.
@@ -198,45 +181,41 @@ class RowParallelLinear(_Row, nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        name = type(self).__name__
-        axis = shared_axis(group, name)
-        layout = layout_of(name, "input_size", input_size, 1, axis, stride, unit)
-        whole = whole_linear(input_size, output_size, bias, init_method, device, dtype)
-        nn.Module.__init__(self)
-        self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
-        self.in_features, self.out_features = layout.local_size(axis.rank), output_size
+        how = FullWeight(init_method, stride, unit, device, dtype)
+        weight = make_linear(
+            self, "row", (output_size, input_size), bias, how, group, split_input=not input_is_parallel
+        )
+        self.master_weight = weight if keep_master_weight_for_test else None
+        self.skip_bias_add = skip_bias_add
         self.input_size_per_partition, self.input_is_parallel = self.in_features, input_is_parallel
-        plan = ModulePlan("", "row", "", layout, {"weight": layout}, split_input=not input_is_parallel)
-        make_layer(self, axis, plan, whole, stride)
-        self.master_weight = whole["weight"] if keep_master_weight_for_test else None
 
 
 class ColumnParallelConv1D(_Column, Conv1D):
-    """transformers' ``Conv1D`` with its output features shared out."""
+    """transformers' ``Conv1D`` with its output features sharded."""
 
     _multiply = staticmethod(_conv1d)
 
 
 class RowParallelConv1D(_Row, Conv1D):
-    """transformers' ``Conv1D`` with its input features shared out."""
+    """transformers' ``Conv1D`` with its input features sharded."""
 
     _multiply = staticmethod(_conv1d)
 
 
-class ColumnParallelConv(_Column):
-    """A convolution with its output channels shared out: ``[batch, in, ...] -> [batch, out/tp, ...]``."""
+class _Conv:
+    """A convolution of a plain class, as the product of a parallel layer."""
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y: torch.Tensor = self._conv_forward(x, weight, bias)  # type: ignore[attr-defined]
         return y
 
 
-class RowParallelConv(_Row):
-    """A convolution with its input channels shared out: ``[batch, in/tp, ...] -> [batch, out, ...]``."""
+class ColumnParallelConv(_Conv, _Column):
+    """A convolution with its output channels sharded: ``[batch, in, ...] -> [batch, out/tp, ...]``."""
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
-        y: torch.Tensor = self._conv_forward(x, weight, bias)  # type: ignore[attr-defined]
-        return y
+
+class RowParallelConv(_Conv, _Row):
+    """A convolution with its input channels sharded: ``[batch, in/tp, ...] -> [batch, out, ...]``."""
 
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor = self.bias
@@ -251,32 +230,34 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
     ("embedding", False): VocabParallelEmbedding,
     ("embedding", True): HiddenParallelEmbedding,
 }
-_BOUNDARIES: dict[str, type[Boundary]] = {"norm_over": SharedNorm, "experts": ExpertParallel}
+_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm, "experts": ExpertParallel}
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
-    """The class that a module of class ``plain`` becomes. Subclasses keep their own behaviour (``embed_scale``)."""
+    """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
+
+    Raises:
+        PolicyError: the class computes something else than the layer that the rule is for.
+    """
     if plan.rule in ("column", "row") and issubclass(plain, nn.modules.conv._ConvNd):
-        return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)  # type: ignore[arg-type]
+        return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    first = _BOUNDARIES.get(plan.rule, Boundary)
-    return bounded_class(plain, first, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
+    mixin = _REGION_MODULES.get(plan.rule, RegionModule)
+    return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 
-@functools.cache
-def _conv_class(plain: type[nn.Module], parallel: type[Any]) -> type[nn.Module]:
+def _conv_class(plain: Any, parallel: Any) -> Any:
     if plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
         raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
-    return type(f"{parallel.__name__}Of{plain.__name__}", (parallel, plain), {})
+    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
 
 
 @functools.cache
-def _layer_class(plain: type[nn.Module], parallel: type[nn.Module]) -> type[nn.Module]:
-    """A subclass calls ``super().forward``, which finds the parallel forward: it stands between the subclass and
-    torch's class in the method resolution order."""
+def _layer_class(plain: Any, parallel: Any) -> Any:
+    """Put ``parallel`` before ``plain``, or, where that one calls ``super().forward``, between it and torch's class."""
     torch_class = parallel.__mro__[parallel.__mro__.index(ParallelLayer) + 1]
     if plain is torch_class:
         return parallel
@@ -284,16 +265,16 @@ def _layer_class(plain: type[nn.Module], parallel: type[nn.Module]) -> type[nn.M
         raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
     forward = inspect.getattr_static(plain, "forward")
     if "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",)):
-        return type(f"{parallel.__name__}Of{plain.__name__}", (plain, parallel), {})
+        return mixed_class(plain, parallel, f"{parallel.__name__}Of{plain.__name__}")
     _check_same(plain, torch_class)
-    return type(f"{parallel.__name__}Of{plain.__name__}", (parallel, plain), {})
+    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
 
 
 def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
-    """A subclass with a forward of its own (Falcon's ``x @ W.T``) may be replaced if it computes what torch's does."""
+    """Raise unless a subclass with a forward of its own (Falcon's ``x @ W.T``) computes what torch's class does."""
     same = False
     try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.device("cpu"), kept(), torch.no_grad():
             module = plain(3, 5)
             x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
             same = torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5)
@@ -307,8 +288,8 @@ def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Inverse of :func:`parallel_class` for a module that is a parallel layer."""
+    """Return the class that :func:`parallel_class` was given for a module."""
     for candidate in type(module).__mro__:
-        if issubclass(candidate, nn.Module) and not issubclass(candidate, ParallelLayer | Boundary):
+        if issubclass(candidate, nn.Module) and not issubclass(candidate, ParallelLayer | RegionModule):
             return candidate
     raise TypeError(f"{type(module).__name__} is no parallel layer")

@@ -1,8 +1,8 @@
-"""The modules and parameters as initialize left them: whether something was added, replaced or rewritten since.
+"""Check that modules and parameters are those that initialize left: none added, replaced or resized since.
 
 A module that comes later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were the
-whole weight, and nothing in its numbers tells. So each forward begins with a look at the tree: objects are compared by
-identity, which takes a fraction of a millisecond.
+full weight, and nothing in its numbers shows it. So each forward begins with a comparison of the tree: objects are
+compared by identity, which takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class _Seen(NamedTuple):
 
 
 class ModuleTree:
-    """What the tree of a tensor-parallel model was when it was last looked at."""
+    """The module tree of a tensor-parallel model, as it was when last checked."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen = _look(model)
 
     def check(self, model: nn.Module) -> bool:
-        """Compare the tree with what it was; True if it has changed in a way that sharding does not mind.
+        """Compare the tree with the last one; True if it has changed in a way that sharding allows.
 
         Modules without parameters may come and go, modules may be wrapped, a parameter may be replaced by one of the
         same shape, whole blocks may be removed, and FSDP may turn parameters into DTensors.
 
         Raises:
-            ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the tree
-                stays as it is remembered, so that the next forward raises as well.
+            ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the
+                next forward raises as well.
         """
         if all(map(_unchanged, self._seen)):
             return False
@@ -87,9 +87,9 @@ def _unchanged(seen: _Seen) -> bool:
 
 
 def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
-    """Raise if a parameter is neither one of before nor stands in the place of one with its shape."""
+    """Raise if a parameter is neither an old one nor replaces one of its shape."""
     known = {id(parameter) for seen in before for parameter in seen.parameters}
-    slots = {
+    shapes = {
         (id(seen.module), name): shape for seen in before for name, shape in zip(seen.names, seen.shapes, strict=True)
     }
     new = []
@@ -97,13 +97,13 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
-            slot = (id(module), name)
-            if slot in slots and slots[slot] == parameter.shape:
+            place = (id(module), name)
+            if place in shapes and shapes[place] == parameter.shape:
                 continue
             if id(parameter) not in known:
                 new.append(f"{path}.{name}" if path else name)
-            elif slot in slots:
-                was = slots[slot]
+            elif place in shapes:
+                was = shapes[place]
                 raise ConfigError(
                     f"{path}.{name} of {type(model).__name__} has another shape than autopar.initialize gave it: it "
                     f"holds a shard.\n  Now {list(parameter.shape)}, then {was and list(was)} on this rank.\n{_WHEN}"
@@ -117,7 +117,7 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
 
 
 def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
-    """Raise if a parallel layer is no longer what it was, or no longer there though its parent is."""
+    """Raise if a parallel layer has changed, or was taken out of its parent."""
     now = {id(module) for module in model.modules()}
     parents = {id(child): seen for seen in before for child in seen.children if child is not None}
     for seen in before:

@@ -1,4 +1,4 @@
-"""Norms over features that are shared out: the module's own forward, with means taken over all ranks.
+"""Norms over sharded features: the module's own forward, with means taken over all ranks.
 
 The forward of the plain class runs on this rank's features with this rank's weight; where it takes a mean over the
 features (RMSNorm: Zhang and Sennrich 2019; LayerNorm: Ba et al. 2016), the sums of all ranks are added, forward and
@@ -14,26 +14,27 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autopar.collectives import Axis, copy, reduce
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import copy, reduce
 from autopar.errors import PolicyError
 from autopar.layout import Layout
-from autopar.policy.plan import ModulePlan
-from autopar.tensor_parallel.boundaries import Boundary
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["SharedNorm"]
+__all__ = ["ShardedNorm"]
 
 
-class SharedNorm(Boundary):
-    """A norm over shared-out features. ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""
+class ShardedNorm(RegionModule):
+    """A norm over sharded features. ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dims = max((x.ndim for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), default=0)
-        with _SharedMeans(self.autopar, self.tp, dims):
+        with _GlobalMeans(self.autopar, self.tp, dims):
             return super().forward(*args, **kwargs)
 
 
-class _SharedMeans(TorchFunctionMode):
-    """Means over the last dim become means over the features of all ranks."""
+class _GlobalMeans(TorchFunctionMode):
+    """Take means over the last dim over the features of all ranks."""
 
     def __init__(self, plan: ModulePlan, axis: Axis, dims: int) -> None:
         super().__init__()
@@ -52,13 +53,13 @@ class _SharedMeans(TorchFunctionMode):
         if func in (F.rms_norm, torch.rms_norm):
             return self._rms_norm(*args, **kwargs)
         if func in _REDUCTIONS:
-            raise PolicyError(f"a norm over shared-out features calls {func.__name__}, which is not known", self.where)
+            raise PolicyError(f"a norm over sharded features calls {func.__name__}, which is not known", self.where)
         return func(*args, **kwargs)
 
     def _mean(self, x: torch.Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
         last = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
         if last not in (-1, x.ndim - 1):
-            raise PolicyError(f"a norm over shared-out features takes a mean over dim {dim}, not the last", self.where)
+            raise PolicyError(f"a norm over sharded features takes a mean over dim {dim}, not the last", self.where)
         total = self._total(x.to(kwargs["dtype"]) if kwargs.get("dtype") else x)
         return total if keepdim else total.squeeze(-1)
 
@@ -69,11 +70,11 @@ class _SharedMeans(TorchFunctionMode):
             return self._mean_of_groups(x, self.groups)
         if x.shape[-1] != layout.local_size(axis.rank) or x.ndim > self.dims:
             raise PolicyError(
-                f"a norm over {layout.local_size(axis.rank)} of {layout.size} shared-out features takes a mean over "
+                f"a norm over {layout.local_size(axis.rank)} of {layout.size} sharded features takes a mean over "
                 f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{cut: ...}}",
                 self.where,
             )
-        if layout.replicated:  # what a lower rank holds too is its to add
+        if layout.replicated:  # a lower rank adds what it holds too
             owned = x.new_zeros(x.shape[-1])
             for start, stop in layout.owned_local(axis.rank):
                 owned[start:stop] = 1
@@ -90,16 +91,15 @@ class _SharedMeans(TorchFunctionMode):
         own[start:stop] = 1
         placed = sums * own if stop - start == 1 else sums  # [..., 1, groups]
         if x.ndim == 1 or stop - start != 1:
-            raise PolicyError(f"groups shared by ranks come one to a rank, not {stop - start}", self.where)
-        everyone = _over_ranks(placed, axis)
-        return everyone[..., start:stop] / (self.layout.size // groups.size)
+            raise PolicyError(f"groups that several ranks hold come one to a rank, not {stop - start}", self.where)
+        gathered = _over_ranks(placed, axis)
+        return gathered[..., start:stop] / (self.layout.size // groups.size)
 
     def _layer_norm(
         self, x: torch.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
     ) -> torch.Tensor:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        centred = wide - self._total(wide)
-        y = (centred * torch.rsqrt(self._total(centred * centred) + eps)).to(x.dtype)
+        y = self._rms_norm(wide - self._total(wide), shape, None, eps).to(x.dtype)
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
 

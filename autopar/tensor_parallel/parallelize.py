@@ -1,31 +1,33 @@
-"""Applying a plan to a model in place, and taking it back."""
+"""Apply a plan to a model in place, undo it, and gather or load its full state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.collectives import Axis, all_gather
-from autopar.digest import checksum
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
+from autopar.distributed.digest import checksum
+from autopar.distributed.mesh import MPU
+from autopar.errors import CheckpointError
 from autopar.layout import Layout
-from autopar.mesh import MPU
-from autopar.policy.plan import AttributePlan, ModulePlan, Plan
+from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.tensor_parallel.config_view import config_view, set_value
+from autopar.tensor_parallel.embeddings import WARNED
 from autopar.tensor_parallel.layers import parallel_class, plain_class
-from autopar.tensor_parallel.own_config import own_config, set_own
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.vocabulary_rows import TOLD
 
-__all__ = ["apply", "cut_parameters", "full_tensor", "make_equal", "undo"]
+__all__ = ["apply", "full_state_dict", "load_full_state_dict", "sync_parameters", "undo"]
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
 
 def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
-    """Turn ``model`` into the share of ``axis.rank``, in place; no communication. At tp 1 nothing changes.
+    """Shard ``model`` for ``axis.rank``, in place; no communication. At tp 1 nothing changes.
 
     Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
     so an optimizer made before goes on working.
@@ -39,9 +41,11 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
         _swap(module, module_plan, axis, region)
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = module._parameters.get(name)
-            if parameter is not None and id(parameter) not in done:  # tied weights are cut once
+            if parameter is not None and id(parameter) not in done:  # tied weights are sharded once
                 done.add(id(parameter))
-                _cut(parameter, layout, axis.rank)
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = layout.shard(parameter.data, axis.rank)
+                parameter.grad = None if gradient is None else layout.shard(gradient, axis.rank)
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = layout.shard(buffer, axis.rank)
@@ -60,18 +64,10 @@ def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> No
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
 
-def _cut(parameter: nn.Parameter, layout: Layout, rank: int) -> None:
-    gradient = parameter.grad
-    parameter.grad = None
-    parameter.data = layout.shard(parameter.data, rank)
-    if gradient is not None:
-        parameter.grad = layout.shard(gradient, rank)
-
-
 def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
-    """Make the sizes that a module tells about itself those of its weight (``rank`` None: the whole one)."""
+    """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one)."""
     if plan.rule == "cut":
-        _resize_cut(module, plan, rank)
+        _resize_plain(module, plan, rank)
     names: tuple[str, ...] = _SIZES.get(plan.rule, ())
     if plan.rule == "embedding":
         names = ("embedding_dim",) if plan.by_hidden else ("num_embeddings",)
@@ -80,7 +76,7 @@ def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
             setattr(module, name, plan.layout.size if rank is None else plan.layout.local_size(rank))
 
 
-def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
+def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     weight = plan.layouts.get("weight")
     if weight is None:
         return
@@ -107,54 +103,47 @@ def _resize_cut(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
 
 def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
     if plan.name.startswith("config."):
-        set_own(_own_config(module), plan.name.removeprefix("config."), value)
+        set_value(_view_of_config(module), plan.name.removeprefix("config."), value)
     else:
         setattr(module, plan.name, value)
 
 
 def _keep_runnable(experts: nn.Module) -> None:
-    """The grouped matmul of experts wants rows of whole 16 bytes; a share whose rows are not goes expert by expert."""
+    """Compute expert by expert where rows of the shards are not multiples of 16 bytes, as the grouped matmul needs."""
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm" and any(
         size * parameter.element_size() % 16 for parameter in experts.parameters() for size in parameter.shape[-2:]
     ):
-        set_own(_own_config(experts), "_experts_implementation", "eager")
+        set_value(_view_of_config(experts), "_experts_implementation", "eager")
 
 
-def _own_config(module: nn.Module) -> Any:
-    """The module's own view of its config; the one it had is kept for :func:`undo`."""
+def _view_of_config(module: nn.Module) -> Any:
+    """Return the module's view of its config; the config itself is kept for :func:`undo`."""
     if "_autopar_config" not in vars(module):
         module._autopar_config = module.config
-        module.config = own_config(module.config)
+        module.config = config_view(module.config)
     return module.config
 
 
 def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
-    """Inverse of :func:`apply`: the plain model with full weights on every rank. Every tp rank calls it."""
+    """Give back the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
     if plan.tp == 1:
         return
     modules = dict(model.named_modules())
     done: set[int] = set()
     for path, module_plan in plan.modules.items():
         module = modules[path]
-        for parameter, layout in cut_parameters(module):
-            if id(parameter) not in done:
-                done.add(id(parameter))
-                gradient = parameter.grad
-                parameter.grad = None
-                parameter.data = full_tensor(parameter.data, layout, axis)
-                if _any_has(gradient, axis, parameter.device):
-                    part = gradient
-                    if part is None:
-                        shape = layout.local_shape(parameter.shape, axis.rank)
-                        part = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-                    parameter.grad = full_tensor(part, layout, axis)
         for name, layout in vars(module)["autopar_layouts"].items():
-            buffer = module._buffers.get(name)
+            parameter, buffer = module._parameters.get(name), module._buffers.get(name)
+            if parameter is not None and id(parameter) not in done:
+                done.add(id(parameter))
+                gradient, parameter.grad = _gradient_of(parameter, axis), None
+                parameter.data = all_gather(parameter.data, axis, layout)
+                parameter.grad = None if gradient is None else all_gather(gradient, axis, layout)
             if buffer is not None:
-                module._buffers[name] = full_tensor(buffer, layout, axis)
+                module._buffers[name] = all_gather(buffer, axis, layout)
         _resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local", TOLD):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local", WARNED):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]
@@ -165,31 +154,18 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
             module.config = module.__dict__.pop("_autopar_config")
 
 
-def _any_has(gradient: torch.Tensor | None, axis: Axis, device: torch.device) -> bool:
-    flag = torch.tensor([gradient is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.group)
-    return bool(flag.item())
+def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
+    """The gradient; zeros where only other ranks have one. A collective of the axis."""
+    present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
+    return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
 
 
-def full_tensor(shard: torch.Tensor, layout: Layout, axis: Axis) -> torch.Tensor:
-    """The stored tensor from every rank's shard; a collective of the axis."""
-    return all_gather(shard, axis, layout, layout.dim)
+def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
+    """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
 
-
-def cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Layout]]:
-    """Each parameter that is cut, with its layout; tied ones once per module that uses them."""
-    for module in model.modules():
-        for name, layout in getattr(module, "autopar_layouts", {}).items():
-            parameter = module._parameters.get(name)
-            if parameter is not None:
-                yield parameter, layout
-
-
-def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
-    """Give every rank the whole weights of the first one, tensor by tensor where they differ; returns those names.
-
-    A model initialized at random without a seed differs on every rank. Called while the model is still whole; ranks
-    whose weights agree already exchange one checksum per tensor and nothing else.
+    A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
+    weights agree already exchange one checksum per tensor and nothing else.
     """
     tensors = {
         name: tensor.data
@@ -213,3 +189,55 @@ def make_equal(model: nn.Module, mpu: MPU) -> list[str]:
         dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
         tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
     return different
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of the plain model, with full weights, on every rank. A collective of the group.
+
+    Its names are the model's own, so that a plain model with the same names loads it, on any number of ranks.
+    """
+    sharded = dict(_sharded(model))
+    full: dict[str, torch.Tensor] = {}
+    done: dict[int, torch.Tensor] = {}  # tied weights are gathered once
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in done:
+            value = tensor.detach()
+            if name in sharded:
+                axis, layout = sharded[name]
+                value = all_gather(value, axis, layout)
+            done[id(tensor)] = value
+        full[name] = done[id(tensor)]
+    return full
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Load the state dict of the plain model: every rank keeps its shards. No communication.
+
+    Raises:
+        CheckpointError: names or full shapes differ; nothing is loaded.
+    """
+    sharded = dict(_sharded(model))
+    own = model.state_dict(keep_vars=True)
+    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the state dict does not fit {type(model).__name__}: missing {', '.join(missing[:3]) or 'none'}; "
+            f"unexpected {', '.join(unexpected[:3]) or 'none'}"
+        )
+    for name, tensor in own.items():
+        due = list(tensor.shape)
+        if name in sharded:
+            due[sharded[name][1].dim] = sharded[name][1].size
+        if list(state[name].shape) != due:
+            raise CheckpointError(f"{name} has shape {list(state[name].shape)}, the full one of the model has {due}")
+    for name, tensor in own.items():
+        axis, layout = sharded.get(name, (None, None))
+        tensor.data.copy_(state[name] if layout is None or axis is None else layout.shard(state[name], axis.rank))
+
+
+def _sharded(model: nn.Module) -> Iterator[tuple[str, tuple[Axis, Layout]]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        found: Mapping[str, Any] = getattr(module, "autopar_layouts", {})
+        for name, layout in found.items():
+            yield f"{path}.{name}".lstrip("."), (module.tp, layout)

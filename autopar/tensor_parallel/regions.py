@@ -1,11 +1,11 @@
-"""Where activations are shared out: the one copy per input, and the random stream of each side.
+"""Sharded regions of a model: one copy per input that enters, and random draws that differ over tp inside.
 
-[Note: regions and random draws] Between a column-parallel layer and the next row-parallel one activations are shared
-out over tp; everywhere else every tp rank holds the same. Dropout must draw the same on all tp ranks outside such a
-region and differently inside. Outside, the default generators are used as they are; they are made equal at
-``initialize``. A region draws one number from the default CPU generator (all ranks draw the same one) and seeds the
-default generators with that number and the tp rank; leaving it puts back what they were. So a region's masks follow
-from the state at its start alone: activation checkpointing, which restores that state, recomputes the same masks, and
+[Note: regions and random draws] Between a column-parallel layer and the next row-parallel one activations are sharded
+over tp; everywhere else they are replicated. Dropout must draw the same on all tp ranks outside such a region and
+differently inside. Outside, the default generators are used as they are; they are made equal at ``initialize``. A
+region draws one number from the default CPU generator (all ranks draw the same one) and seeds the default generators
+with that number and the tp rank; at its end their states are restored. So a region's masks follow from the state at its
+start alone: activation checkpointing, which restores that state, recomputes the same masks, and
 a checkpoint of the default generators is a checkpoint of everything. Megatron-LM keeps a second stream in a tracker
 instead (core/tensor_parallel/random.py), which :mod:`autopar.tensor_parallel` offers too.
 
@@ -24,7 +24,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.collectives import Axis, copy
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import copy
+from autopar.distributed.rng import TorchGenerators, seed_torch
 
 __all__ = ["Region"]
 
@@ -37,7 +39,7 @@ _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-par
 
 
 class Region:
-    """State that the parallel layers of one model share while its forward runs. One per model.
+    """State of the parallel layers of one model while its forward runs. One per model.
 
     Args:
         axis: the tp axis.
@@ -52,76 +54,76 @@ class Region:
         self._gathered: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._version = 0
-        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._sources: list[tuple[Any, str]] = []
+        self._outside: TorchGenerators | None = None
+        self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
-        self.depth = 0  # how many Boundary modules are running inside each other
-        self.follow: Any = None  # a rehearsal, which wants to know what enters and leaves
+        self.depth = 0  # how many region modules are running inside each other
+        self.tracking: Any = None  # of a dry run: an ActivationTracking
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
         memo[id(self)] = copied
-        copied._sources = [(deepcopy(owner, memo), name) for owner, name in self._sources]
+        copied._dropouts = [(deepcopy(owner, memo), name) for owner, name in self._dropouts]
         return copied
 
-    def watch(self, model: nn.Module) -> None:
-        """Find what may drop out: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
+    def find_dropout(self, model: nn.Module) -> None:
+        """Find dropout: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
 
         Other dropout fields of a config (a classifier's, a summary's) act through the modules made from them.
         """
         configs: dict[int, Any] = {}
-        self._sources.clear()
+        self._dropouts.clear()
         for module in model.modules():
             for name, value in vars(module).items():
                 if type(value) in (float, int) and ("drop" in name or name == "p"):
-                    self._sources.append((module, name))
+                    self._dropouts.append((module, name))
             config = getattr(module, "config", None)
             if hasattr(config, "__dict__"):  # Idefics has a layer whose "config" is a number
                 configs[id(config)] = config
         if not isinstance(model, PreTrainedModel):
-            self._sources += [source for module in model.modules() for source in _of_own(module)]
+            self._dropouts += [source for module in model.modules() for source in _of_own(module)]
         for config in configs.values():
             for name, value in vars(config).items():
                 if type(value) in (float, int) and "drop" in name and ("att" in name or name == "dropout"):
-                    self._sources.append((config, name))
+                    self._dropouts.append((config, name))
 
     def start(self) -> None:
-        """Before the model's forward: forget what an interrupted one left behind, see which dropouts are on.
+        """Start a forward: clear what an interrupted one left behind, see which dropouts are on.
 
-        What is kept does not depend on the mode: activation checkpointing may recompute after other modes were used.
+        The state does not depend on the mode: activation checkpointing may recompute after other modes were used.
         """
-        self.leave()
-        self.forget()
+        self.draw_alike()
+        self.release()
         if self.running == 0:
             self.depth = 0
         self.running += 1
-        on = [owner for owner, name in self._sources if float(_held(owner).get(name) or 0) > 0]
+        on = [owner for owner, name in self._dropouts if float(_entries(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
 
     def finish(self) -> None:
-        """After the forward, also one that failed."""
-        self.leave()
-        self.forget()
+        """End a forward, also one that failed."""
+        self.draw_alike()
+        self.release()
         self.running = max(self.running - 1, 0)
 
-    def forget(self) -> None:
-        """Drop the references to activations."""
+    def release(self) -> None:
+        """Release the references to activations."""
         self._source = self._copied = None
         self._gathered = self._local = None
 
     def keep_local(self, gathered: torch.Tensor, local: torch.Tensor) -> None:
-        """Remember, until the forward ends, from which local part a tensor was gathered."""
+        """Keep, until the forward ends, the local part that a tensor was gathered from."""
         if torch.is_grad_enabled():
             self._gathered, self._local = gathered, local
 
     def local_of(self, gathered: torch.Tensor) -> torch.Tensor | None:
-        """The local part that exactly this tensor was gathered from, if it is the last one that was."""
+        """Return the local part that exactly this tensor was gathered from, if it is the last one that was."""
         return self._local if gathered is self._gathered else None
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` for a column-parallel layer. Layers that read the same tensor get the same copy: one all-reduce."""
-        if self.follow is not None:
+        """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce."""
+        if self.tracking is not None:
             return self.alias(x)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x  # nothing to sum; also inference tensors, which have no version
@@ -130,58 +132,52 @@ class Region:
         return self._copied
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` inside the region; a rehearsal gets another tensor, to tell the two apart."""
-        return x if self.follow is None else self.follow.alias(x)
+        """Return ``x`` for use inside the region; in a dry run another tensor, to tell the two apart."""
+        return x if self.tracking is None else self.tracking.alias(x)
 
-    def open(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, which is shared out from here on."""
-        return x if self.follow is None else self.follow.mark_shared(x)
+    def mark_sharded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, which is sharded from here on."""
+        return x if self.tracking is None else self.tracking.mark_sharded(x)
 
-    def close(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, which is whole from here on."""
-        return x if self.follow is None else self.follow.mark_whole(x)
+    def mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, which is replicated from here on."""
+        return x if self.tracking is None else self.tracking.mark_replicated(x)
 
-    def summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter whose gradient is summed, for use inside the region."""
-        return x if self.follow is None else self.follow.summed(x, parameter)
+    def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, a parameter whose gradient is summed, for use inside the region."""
+        return x if self.tracking is None else self.tracking.mark_summed(x, parameter)
 
     def draws(self, training: bool) -> bool:
         """Whether a layer in this mode may be followed by dropout (also one that is on while the model evaluates)."""
         return self.may_draw and (training or self._in_evaluation)
 
-    def draw_apart(self, training: bool) -> None:
-        """From here on random draws differ over tp, until :meth:`leave`."""
+    def draw_per_rank(self, training: bool) -> None:
+        """Seed the default generators per tp rank, until :meth:`draw_alike`."""
         if self._outside is None and self.draws(training):
             seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
-            cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-            self._outside = (torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
-            torch.default_generator.manual_seed(seed)
-            if cuda:
-                torch.cuda.manual_seed(seed)
+            self._outside = TorchGenerators.now()
+            seed_torch(seed)
 
-    def leave(self) -> None:
-        """From here on random draws are the same over tp again."""
+    def draw_alike(self) -> None:
+        """Restore the default generators as they were before :meth:`draw_per_rank`: the same over tp."""
         if self._outside is not None:
-            cpu, cuda = self._outside
-            self._outside = None
-            torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)
+            outside, self._outside = self._outside, None
+            outside.restore()
 
 
 def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Where a module that a user wrote keeps probabilities: in a config of any name, or nowhere but in its forward."""
+    """Where a module that a user wrote keeps probabilities: in a config of any name, or only in its forward."""
     if type(module).__module__.partition(".")[0] in ("torch", "transformers"):
         return
     for value in vars(module).values():
         if isinstance(value, Mapping | SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__")):
             yield from (
-                (value, key) for key, p in _held(value).items() if type(p) in (float, int) and "drop" in str(key)
+                (value, key) for key, p in _entries(value).items() if type(p) in (float, int) and "drop" in str(key)
             )
     names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
     if any(name in _DRAWS and not hasattr(module, name) for name in names):
         yield module, "training"  # in training mode it draws
 
 
-def _held(owner: Any) -> Mapping[str, Any]:
+def _entries(owner: Any) -> Mapping[str, Any]:
     return owner if isinstance(owner, Mapping) else vars(owner)

@@ -13,11 +13,11 @@ import torch
 from torch import nn, optim
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from autopar.checkpoint.optimizer_facts import merge
+from autopar.checkpoint.optimizer_metadata import merge_metadata
 from autopar.checkpoint.optimizer_state import OptimizerState, prepare, take
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.match import find_policy
-from autopar.policy.plan import Plan, TensorPlan
-from autopar.policy.resolve import make_plan
 from tests.small import gpt2, llama
 
 Make = Callable[[Any], optim.Optimizer]
@@ -127,7 +127,7 @@ def saved_by_all(kind: str, make: Make, plan: Plan, plain: Any) -> list[Optimize
 
 def stored(taken: list[OptimizerState]) -> tuple[dict[str, Any], dict[str, TensorPlan], dict[str, torch.Tensor]]:
     """What a checkpoint has afterwards: facts that went through JSON, plans, and whole tensors."""
-    facts = json.loads(json.dumps(merge([one.facts for one in taken]), allow_nan=False))
+    facts = json.loads(json.dumps(merge_metadata([one.metadata for one in taken]), allow_nan=False))
     plans = {name: plan for one in taken for name, plan in one.plans.items()}
     whole = {}
     for name, plan in plans.items():
@@ -141,7 +141,7 @@ def stored(taken: list[OptimizerState]) -> tuple[dict[str, Any], dict[str, Tenso
 def restore(target: Any, plan: Plan, rank: int, checkpoint: Any, **more: Any) -> None:
     facts, plans, whole = checkpoint
     restoration = prepare(target[1], target[0], plan, rank, facts, plans, **more)
-    for name, wanted in restoration.wanted.items():
+    for name, wanted in restoration.targets.items():
         source = whole[name] if wanted.layout is None else wanted.layout.shard(whole[name], rank)
         assert wanted.tensor.shape == source.shape and wanted.tensor.dtype == source.dtype
         wanted.tensor.copy_(source)

@@ -19,10 +19,11 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from autopar.checkpoint import Manifest, lazy, merge_checkpoint
-from autopar.checkpoint.lazy import RangeFile
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint import Manifest, merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.checkpoint.shards import Shards
+from autopar.storage import lazy_tensor as lazy
+from autopar.storage.lazy_tensor import RangeFile
 from tests.checkpoint.tiny import moment, with_moments
 from tests.parity import randomise
 from tests.pool import pooled

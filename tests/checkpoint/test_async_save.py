@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 import autopar
 from autopar.checkpoint import Manifest, snapshot
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.shards import Shards
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,
@@ -35,8 +35,9 @@ from tests.checkpoint.tiny import (
     tiny,
     with_moments,
 )
+from tests.pool import pooled
 from tests.small import gpt2, parallel
-from tests.worlds import PRELOAD, distributed, join, raises_everywhere
+from tests.worlds import PRELOAD, join, raises_everywhere
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def scramble(model: Any, optimizer: Any) -> None:
                 tensor.zero_()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_training_goes_on_and_what_is_saved_is_what_was_there_at_the_call(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu, 0)
@@ -109,7 +110,7 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there_at_the_call(tmp_pa
     model.wait_for_save()  # nothing to wait for
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -143,7 +144,7 @@ def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
     assert Manifest.read(tmp_path / "ckpt").save_id != first
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_wrong_arguments_are_refused_at_the_call(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -159,7 +160,7 @@ def test_wrong_arguments_are_refused_at_the_call(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_rank_without_memory_for_the_copy_stops_all_of_them(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -179,7 +180,7 @@ def test_a_rank_without_memory_for_the_copy_stops_all_of_them(tmp_path):
     assert Manifest.read(tmp_path / "ckpt")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -197,7 +198,7 @@ def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
     assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(saved_state(model))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_after_going_back_the_new_checkpoints_are_kept(tmp_path):
     """As a user does whose loss has diverged; a merged model that is saved in between is no step of the run."""
     for async_save, anew in ((False, True), (True, False)):
@@ -219,7 +220,7 @@ def test_after_going_back_the_new_checkpoints_are_kept(tmp_path):
         mpu.destroy()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_deparallelize_waits(tmp_path):
     model = parallel(gpt2(), 2)
     plain = gpt2()
@@ -238,7 +239,7 @@ def test_deparallelize_waits(tmp_path):
     assert Manifest.read(tmp_path / "again")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_deep_copy_has_nothing_to_wait_for(tmp_path):
     model = tiny(MPU(tensor_parallel_size=2))
     with held_up() as go:
@@ -302,7 +303,7 @@ def assert_whole(folder: Path, seed: int) -> None:
                 assert torch.equal(shards.whole(f"{name}::exp_avg", "optimizer"), due), name
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_deparallelize_after_a_failed_save(tmp_path):
     model = parallel(gpt2(), 2)
     with full_disk(1):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from autopar.checkpoint import Manifest, merge_checkpoint
-from autopar.checkpoint.check import check_checkpoint
+from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import rewrite_manifest, save_alone
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autopar.checkpoint import save
-from autopar.checkpoint.check import check_checkpoint
 from autopar.checkpoint.format import PARTS
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import snapshot
 from autopar.checkpoint.state import state_of

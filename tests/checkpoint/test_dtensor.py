@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar.checkpoint.dtensor import _Pieces, cut_as_chunks, disjoint_ranges, to_dtensor_state_dict
+from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
+from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 MODELS = {
     "fused": gpt2,  # 9 heads, fused q | k | v stored as Conv1D, vocabulary 131
@@ -51,60 +51,20 @@ def assert_holds(model: torch.nn.Module, whole: dict[str, torch.Tensor]) -> None
             assert torch.equal(local[alias], due), alias
 
 
-def save_at(folder: str, kind: str, tp: int) -> None:
-    dcp.save(to_dtensor_state_dict(parallel(MODELS[kind](0), tp)), checkpoint_id=folder)
+def save(folder: str, tp: int) -> None:
+    """In the form of torch.distributed.checkpoint, a body for :func:`pooled` like :func:`load`."""
+    for kind, build in MODELS.items():
+        dcp.save(to_dtensor_state_dict(parallel(build(0), tp)), checkpoint_id=f"{folder}/{kind}")
 
 
-def load_at(folder: str, kind: str, tp: int) -> None:
-    model = parallel(MODELS[kind](1), tp)
-    objects = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    dcp.load(to_dtensor_state_dict(model), checkpoint_id=folder)
-    assert_holds(model, plain_state(MODELS[kind](0)))
-    assert objects == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
-
-
-@distributed(world_size=2)
-def save_two(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 2)
-
-
-@distributed(world_size=1)
-def load_one(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 1)
-
-
-@distributed(world_size=3)
-def load_three(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 3)  # grouped: 2 KV heads on 3 ranks
-
-
-@distributed(world_size=4)
-def load_four(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 4)  # grouped and uneven: KV heads on several ranks
-        load_at(f"{folder}/{kind}", kind, 2)  # two replicas
-
-
-@distributed(world_size=4)
-def save_four(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 4)
-
-
-@distributed(world_size=4)
-def save_replicas(folder):
-    for kind in MODELS:
-        save_at(f"{folder}/{kind}", kind, 2)
-
-
-@distributed(world_size=2)
-def load_two(folder):
-    for kind in MODELS:
-        load_at(f"{folder}/{kind}", kind, 2)
+def load(folder: str, *sizes: int) -> None:
+    for tp, kind in itertools.product(sizes, MODELS):
+        model = parallel(MODELS[kind](1), tp)
+        objects = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        dcp.load(to_dtensor_state_dict(model), checkpoint_id=f"{folder}/{kind}")
+        assert_holds(model, plain_state(MODELS[kind](0)))
+        assert objects == {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+        assert all(p.requires_grad and not isinstance(p, DTensor) for p in model.parameters())
 
 
 def assert_merges(folder) -> None:
@@ -117,31 +77,25 @@ def assert_merges(folder) -> None:
 
 
 def test_two_ranks_to_any_number(tmp_path):
-    save_two(str(tmp_path))
+    pooled(2)(save)(str(tmp_path), 2)
     assert_merges(tmp_path)
-    load_one(str(tmp_path))
-    load_three(str(tmp_path))
-    load_four(str(tmp_path))
+    pooled(1)(load)(str(tmp_path), 1)
+    pooled(3)(load)(str(tmp_path), 3)  # grouped: 2 KV heads on 3 ranks
+    pooled(4)(load)(str(tmp_path), 4, 2)  # grouped and uneven: KV heads on several ranks; two replicas
 
 
 @pytest.mark.every
-def test_four_ranks_of_which_some_hold_the_same_heads_to_two(tmp_path):
-    save_four(str(tmp_path))
-    assert_merges(tmp_path)
-    load_two(str(tmp_path))
-
-
-@pytest.mark.every
-def test_two_replicas_write_everything_once(tmp_path):
-    save_replicas(str(tmp_path))
+@pytest.mark.parametrize("tp", [4, 2], ids=["of which some hold the same heads", "in two replicas"])
+def test_four_ranks_write_everything_once_and_two_read_it(tmp_path, tp):
+    pooled(4)(save)(str(tmp_path), tp)
     assert_merges(tmp_path)
     for kind in MODELS:
         for name, stored in dcp.FileSystemReader(tmp_path / kind).read_metadata().state_dict_metadata.items():
             assert sum(chunk.sizes.numel() for chunk in stored.chunks) == stored.size.numel(), name
-    load_two(str(tmp_path))
+    pooled(2)(load)(str(tmp_path), 2)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_is_cut_as_torch_cuts_is_an_ordinary_dtensor(tmp_path):
     whole = plain_state(MODELS["uneven"](0))
     state = to_dtensor_state_dict(parallel(MODELS["uneven"](0), 2))
@@ -150,15 +104,17 @@ def test_what_is_cut_as_torch_cuts_is_an_ordinary_dtensor(tmp_path):
         assert isinstance(tensor, DTensor) and tensor.shape == whole[name].shape, name
         assert tensor.stride() == whole[name].stride() and tensor.dtype == whole[name].dtype
         assert tensor.device_mesh.mesh_dim_names == ("tp",) and not tensor.requires_grad
-        assert isinstance(tensor._local_tensor, _Pieces) == any(x in name for x in ("q_proj", "k_proj", "v_proj", "o_"))
-        if not isinstance(tensor._local_tensor, _Pieces):
+        assert isinstance(tensor._local_tensor, _RangesShard) == any(
+            x in name for x in ("q_proj", "k_proj", "v_proj", "o_")
+        )
+        if not isinstance(tensor._local_tensor, _RangesShard):
             assert torch.equal(tensor.full_tensor(), whole[name]), name
     assert state["model.norm.weight"].placements == (Replicate(),)
     assert state["model.embed_tokens.weight"].placements == (Shard(0),)
     assert state["model.layers.0.mlp.down_proj.weight"].placements == (Shard(1),)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
     state = to_dtensor_state_dict(parallel(gpt2(), 2))
     fused = state["transformer.h.0.attn.c_attn.weight"]
@@ -171,7 +127,7 @@ def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
     assert half["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_names_of_tied_tensors(tmp_path):
     model = parallel(gpt2(), 2)
     state, named = to_dtensor_state_dict(model), to_dtensor_state_dict(model, aliases=True)
@@ -187,7 +143,7 @@ def test_names_of_tied_tensors(tmp_path):
         assert_same(plain_state(plain), plain_state(gpt2()))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_async_save_takes_a_snapshot(tmp_path):
     model, other = parallel(gpt2(), 2), parallel(gpt2(seed=1), 2)
     saving = dcp.async_save(to_dtensor_state_dict(model), checkpoint_id=tmp_path / "a")
@@ -199,9 +155,9 @@ def test_async_save_takes_a_snapshot(tmp_path):
     assert_holds(other, plain_state(gpt2()))
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_every_kind_of_tensor(tmp_path):
-    from autopar.mesh import MPU
+    from autopar.distributed.mesh import MPU
     from tests.checkpoint.tiny import tiny
 
     mpu = MPU(tensor_parallel_size=3)  # heads on two ranks, KV heads on several, half precision, booleans, 0-d
@@ -211,22 +167,22 @@ def test_every_kind_of_tensor(tmp_path):
     assert_holds(other, {n: t for n, t in TinyModel(TinyConfig()).state_dict().items() if n != "head.weight"})
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_stacked_experts_and_ranks_without_units(tmp_path):
     """Fused along dim 1 of three; one unit on two ranks; query heads that touch a KV head which both ranks hold."""
     from types import SimpleNamespace
 
     from autopar.checkpoint.state import STATE, State
-    from autopar.mesh import MPU
-    from autopar.policy.plan import Plan, TensorPlan
+    from autopar.distributed.mesh import MPU
+    from autopar.plan.plan import Plan, TensorPlan
 
     mpu = MPU(tensor_parallel_size=2)
-    shares, one = share_out(5, 2), ((0, 0), (0, 1))
+    shares, one = even_shards(5, 2), ((0, 0), (0, 1))
     layouts = {
         "gate_up": Layout.of(1, [Block("ffn", 5, 1, shares)] * 2),
         "late": Layout.of(0, [Block("heads", 1, 3, one)]),
         "qkv": Layout.of(
-            0, [Block("heads", 2, 4, share_out(2, 2)), *[Block("kv_heads", 1, 4, share_out_replicated(1, 2))] * 2]
+            0, [Block("heads", 2, 4, even_shards(2, 2)), *[Block("kv_heads", 1, 4, replicated_shards(1, 2))] * 2]
         ),
     }
     assert layouts["qkv"].ranges(0) == ((0, 4), (8, 16)) and layouts["qkv"].ranges(1) == ((4, 16),)
@@ -249,7 +205,7 @@ def test_stacked_experts_and_ranks_without_units(tmp_path):
     assert_holds(other, whole)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_does_not_fit_is_refused_by_torch(tmp_path):
     dcp.save(to_dtensor_state_dict(parallel(gpt2(), 2)), checkpoint_id=tmp_path / "a")
     model = parallel(gpt2(n_layer=3), 2)
@@ -264,8 +220,8 @@ def test_what_does_not_fit_is_refused_by_torch(tmp_path):
 
 def test_ranges_of_any_two_ranks_are_equal_or_disjoint():
     for kv, tp in [(1, 4), (2, 3), (2, 4), (3, 4), (2, 8)]:
-        kv_shares = share_out_replicated(kv, tp)
-        heads = Block("heads", 2 * kv, 4, follow(2 * kv, kv, kv_shares))
+        kv_shares = replicated_shards(kv, tp)
+        heads = Block("heads", 2 * kv, 4, aligned_shards(2 * kv, kv, kv_shares))
         layout = Layout.of(0, [heads, *[Block("kv_heads", kv, 4, kv_shares)] * 2])
         pieces = [disjoint_ranges(layout, rank) for rank in range(tp)]
         every = {piece for held in pieces for piece in held}
@@ -280,9 +236,9 @@ def test_ranges_of_any_two_ranks_are_equal_or_disjoint():
 def test_when_the_cut_is_torchs_own():
     for count in (1, 2, 3, 7, 10, 131):
         for tp in (1, 2, 3, 4, 8):
-            layout = Layout.of(0, [Block("vocab", count, 1, share_out(count, tp))])
+            layout = Layout.of(0, [Block("vocab", count, 1, even_shards(count, tp))])
             chunks = [tuple(chunk.tolist()) for chunk in torch.arange(count).chunk(tp)]
             chunks += [()] * (tp - len(chunks))
             held = [tuple(i for a, b in layout.ranges(rank) for i in range(a, b)) for rank in range(tp)]
-            assert cut_as_chunks(layout) == (chunks == held), (count, tp)
-    assert not cut_as_chunks(make_plan(2).tensors["qkv.weight"].layout)
+            assert is_even_shard(layout) == (chunks == held), (count, tp)
+    assert not is_even_shard(make_plan(2).tensors["qkv.weight"].layout)

@@ -21,8 +21,8 @@ from transformers import (
 
 import autopar
 from autopar.checkpoint import merge_checkpoint
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -89,25 +89,25 @@ def check(folder: Path, build: Callable[[], Any], tp: int) -> None:
         assert torch.equal(one, two), name
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_files_are_those_of_save_pretrained_at_tp_2(tmp_path):
     for build in (gpt2, llama, bert, classifier, half, generating):
         check(tmp_path / build.__name__, build, 2)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_files_are_those_of_save_pretrained_at_tp_4_with_replicated_kv_heads(tmp_path):
     check(tmp_path / "gpt2", gpt2, 4)
     check(tmp_path / "llama", llama, 4)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_files_are_those_of_save_pretrained_in_one_process(tmp_path):
     check(tmp_path / "gpt2", gpt2, 1)
 
 
 @pytest.mark.filterwarnings("error")
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -141,7 +141,7 @@ def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
     assert not hasattr(whole, "save_parallelized")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_optimizer_goes_on_after_loading(tmp_path):
     """Parameters keep their identity through from_parallelized."""
     model = gpt2()
@@ -173,7 +173,7 @@ class Scored(torch.nn.Module):
         self.score = torch.nn.Linear(131, 5)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_module_around_the_model_merges_into_a_folder_that_from_pretrained_reads(tmp_path):
     from safetensors.torch import load_file
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from autopar.checkpoint import folder
-from autopar.checkpoint.folder import Staging, leftovers
+from autopar.checkpoint import staging as folder
+from autopar.checkpoint.staging import Staging, leftovers
 from autopar.errors import CheckpointError
 
 

@@ -74,35 +74,32 @@ def test_files_in_all_their_forms(tmp_path):
     sharded = shared(tmp_path / "sharded", model, max_shard_size="20KB")
     assert len(list(Path(sharded).glob("*.safetensors"))) > 2
     both(LlamaForCausalLM, sharded, 2)
-    pickled = tmp_path / "bin"
-    if dist.get_rank() == 0:
-        pickled.mkdir()
-        model.config.save_pretrained(pickled)
+
+    def pickled(folder: Path) -> None:
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         state["lm_head.weight"] = state["lm_head.weight"].t().contiguous().t()  # other strides
-        torch.save(state, pickled / "pytorch_model.bin")
-    dist.barrier()
-    both(LlamaForCausalLM, str(pickled), 2)
-    several = tmp_path / "bins"
-    if dist.get_rank() == 0:
-        several.mkdir()
-        model.config.save_pretrained(several)
+        torch.save(state, folder / "pytorch_model.bin")
+
+    def in_several_files(folder: Path) -> None:
         names = list(model.state_dict())
         index: dict[str, Any] = {"metadata": {}, "weight_map": {}}
         for number, part in enumerate((names[:7], names[7:])):
             file = f"pytorch_model-0000{number}.bin"
-            torch.save({name: model.state_dict()[name] for name in part}, several / file)
+            torch.save({name: model.state_dict()[name] for name in part}, folder / file)
             index["weight_map"] |= dict.fromkeys(part, file)
-        (several / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    dist.barrier()
-    both(LlamaForCausalLM, str(several), 2)
-    old = tmp_path / "old"
-    if dist.get_rank() == 0:
-        old.mkdir()
-        model.config.save_pretrained(old)
-        torch.save(model.state_dict(), old / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    dist.barrier()
-    both(LlamaForCausalLM, str(old), 2)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    def as_torch_1_5_did(folder: Path) -> None:
+        torch.save(model.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+    for write in (pickled, in_several_files, as_torch_1_5_did):
+        folder = tmp_path / write.__name__
+        if dist.get_rank() == 0:
+            folder.mkdir()
+            model.config.save_pretrained(folder)
+            write(folder)
+        dist.barrier()
+        both(LlamaForCausalLM, str(folder), 2)
     both(LlamaForCausalLM, shared(tmp_path / "hub" / "inner", model, variant="x"), 2, variant="x")
     both(LlamaForCausalLM, str(tmp_path / "hub"), 2, variant="x", subfolder="inner")
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 import autopar
-from autopar.checkpoint.lazy import RangeFile
 from autopar.errors import CheckpointError
 from autopar.split import split_checkpoint
+from autopar.storage.lazy_tensor import RangeFile
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled
 from tests.random_models import build, cases

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.checkpoint import merge_checkpoint
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.safetensors_stream import SafetensorsReader
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
+from autopar.storage.safetensors_io import SafetensorsReader
 from tests.checkpoint.tiny import local, moment, rewrite_manifest, same, save_alone, state_tensors, tiny, with_moments
 
 COUNT = 200

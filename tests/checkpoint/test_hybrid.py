@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.checkpoint import Manifest
-from autopar.checkpoint.replica_shares import check_share
+from autopar.checkpoint.fsdp_shards import check_fsdp_shard
 from autopar.cli import app
 from autopar.errors import CheckpointError
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh, Run, adamw, assert_same, batch_of, groups_of, same
@@ -203,11 +203,11 @@ def test_dtensors_of_other_kinds_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     for placement in (Replicate(), Shard(1)):
         with pytest.raises(CheckpointError, match="w is a DTensor with placements"):
-            check_share("w", distribute_tensor(torch.zeros(4, 4), mesh, [placement]), 2)
+            check_fsdp_shard("w", distribute_tensor(torch.zeros(4, 4), mesh, [placement]), 2)
     fine = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
-    check_share("w", fine, 2)
+    check_fsdp_shard("w", fine, 2)
     with pytest.raises(CheckpointError, match="over the 4 data-parallel replicas"):
-        check_share("w", fine, 4)
+        check_fsdp_shard("w", fine, 4)
 
 
 @pytest.mark.every

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.checkpoint import Manifest, folder, save
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.folder import Staging, leftovers
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint import Manifest, save
+from autopar.checkpoint import staging as folder
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.staging import Staging, leftovers
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import local, same, state_tensors, tiny, with_moments
 from tests.worlds import PRELOAD, join
 

@@ -7,21 +7,18 @@ import itertools
 import pytest
 import torch
 
-from autopar.checkpoint import lazy as lazy_module
-from autopar.checkpoint.lazy import (
+from autopar.errors import CheckpointError
+from autopar.layout import Block, Layout, even_shards
+from autopar.storage import lazy_tensor as lazy_module
+from autopar.storage.lazy_tensor import (
     InMemory,
     Joined,
     LazyTensor,
-    Narrowed,
-    Permuted,
     RangeFile,
-    Squeezed,
     Stored,
-    Unsqueezed,
     read_shard,
 )
-from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, share_out
+from autopar.storage.views import Narrowed, Permuted, Squeezed, Unsqueezed
 
 
 class Counting(RangeFile):
@@ -134,7 +131,7 @@ def test_scalars_and_empty(tmp_path):
 def test_a_rank_reads_its_own_bytes(tmp_path, dim):
     """Fused blocks, unevenly shared out: exactly the shard's bytes are read, straight into its place."""
     tensor = torch.randn(3 * 9 * 64, 3 * 9 * 64)
-    layout = Layout.of(dim, [Block("heads", 9, 64, share_out(9, 2)) for _ in range(3)])
+    layout = Layout.of(dim, [Block("heads", 9, 64, even_shards(9, 2)) for _ in range(3)])
     source = stored(tmp_path / "file", tensor)
     for rank in range(2):
         due = layout.shard(tensor, rank)

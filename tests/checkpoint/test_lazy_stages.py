@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import autopar
-from autopar import materialize
+from autopar.deferred_init import materialize
 from tests.checkpoint.hybrid import batch_of, same
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
@@ -85,7 +85,7 @@ def test_a_stage_never_has_memory_for_the_others(tmp_path):
     total = sum(parameter.numel() for parameter in plain.parameters())
     block = sum(parameter.numel() for parameter in plain.model.layers[0].parameters())
     held: list[int] = []
-    real = materialize.swap
+    real = materialize.replace_storage
     watched: list[Any] = []
 
     def counting(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ def test_a_stage_never_has_memory_for_the_others(tmp_path):
         real(parameter, data)
         held.append(sum(p.numel() for p in watched if not p.is_meta))
 
-    materialize.swap = counting  # type: ignore[assignment]
+    materialize.replace_storage = counting  # type: ignore[assignment]
     try:
         for make in (
             lambda: autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "plain"), stages(4)),
@@ -108,4 +108,4 @@ def test_a_stage_never_has_memory_for_the_others(tmp_path):
             assert not any(parameter.is_meta for parameter in model.parameters())
             model.mpu.destroy()
     finally:
-        materialize.swap = real
+        materialize.replace_storage = real

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout
-from autopar.mesh import MPU
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,
@@ -24,10 +24,11 @@ from tests.checkpoint.tiny import (
     tiny,
     with_layout,
 )
-from tests.worlds import distributed, raises_everywhere
+from tests.pool import pooled
+from tests.worlds import raises_everywhere
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_checkpoints_that_do_not_fit_change_nothing(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -80,7 +81,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_checkpoints_of_another_model_change_nothing(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     tiny(mpu, seed=1).save_parallelized(tmp_path / "ckpt")
@@ -120,7 +121,7 @@ def test_checkpoints_of_another_model_change_nothing(tmp_path):
     refused(plan, "step is int64 in", "and float32 in the model")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_model_that_is_shared_out_differently_takes_its_own_ranges(tmp_path):
     """Even where the local shapes are the same and the units are others: interleaved instead of side by side."""
     mpu = MPU(tensor_parallel_size=2)

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.format import parse_size
-from autopar.checkpoint.lazy import LazyTensor
-from autopar.checkpoint.safetensors_stream import SafetensorsReader
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
+from autopar.storage.lazy_tensor import LazyTensor
+from autopar.storage.safetensors_io import SafetensorsReader
 from tests.checkpoint.tiny import KV_HEADS, WIDTH, same, save_alone, saved_state
 
 

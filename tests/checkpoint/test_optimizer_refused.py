@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.checkpoint.optimizer_facts import merge
+from autopar.checkpoint.optimizer_metadata import merge_metadata
 from autopar.checkpoint.optimizer_state import prepare, take
 from autopar.errors import CheckpointError
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.match import find_policy
-from autopar.policy.plan import Plan, TensorPlan
-from autopar.policy.resolve import make_plan
 from tests.checkpoint.optimizers import (
     OPTIMIZERS,
     plan_of,
@@ -168,4 +168,4 @@ def test_ranks_that_contradict_each_other(change: Callable[[Any], Any], match: s
     other = copy.deepcopy(facts)
     change(other)
     with pytest.raises(CheckpointError, match=match):
-        merge([facts, other])
+        merge_metadata([facts, other])

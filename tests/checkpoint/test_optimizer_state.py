@@ -12,9 +12,9 @@ from torch import optim
 
 from autopar.checkpoint.optimizer_state import prepare, take
 from autopar.errors import CheckpointError
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.match import find_policy
-from autopar.policy.plan import Plan, TensorPlan
-from autopar.policy.resolve import make_plan
 from tests.checkpoint.optimizers import (
     FACTORED,
     MODELS,
@@ -94,7 +94,7 @@ def test_factored_state_is_of_one_sharing_out(name: str):
             for block in entry.get("layout", {"blocks": []})["blocks"]:
                 block["shares"].reverse()
     model, optimizer = rank_of("gpt2", make, plan, 0)
-    with pytest.raises(CheckpointError, match="shares the parameter out differently"):
+    with pytest.raises(CheckpointError, match="shards the parameter differently"):
         prepare(optimizer, model, plan, 0, shifted, checkpoint[1])
 
 
@@ -147,7 +147,7 @@ def test_an_optimizer_that_has_not_stepped():
     plan = plan_of("gpt2", 2)
     target = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
     taken = take(target[1], target[0], plan, 1)
-    assert taken.tensors == {} and taken.facts["state"] == {}
+    assert taken.tensors == {} and taken.metadata["state"] == {}
     mine = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
     one_step(*mine, seed=0)
     restore(mine, plan, 1, stored([taken]))
@@ -191,7 +191,7 @@ def test_counters_are_on_the_host_unless_they_are_captured():
     for captured in (False, True):
         for group in checkpoint[0]["groups"]:
             group["options"]["capturable"] = captured
-        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2]).wanted
+        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2]).targets
         places = {(name.rpartition("::")[2], want.tensor.device.type) for name, want in wanted.items()}
         counters = "meta" if captured else "cpu"
         assert places == {("step", counters), ("mu_product", counters), ("exp_avg", "meta"), ("exp_avg_sq", "meta")}

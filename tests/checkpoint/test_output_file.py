@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.checkpoint import output_file
-from autopar.checkpoint.output_file import OutputFile
+from autopar.storage import output_file
+from autopar.storage.output_file import OutputFile
 
 CONTENT = random.Random(0).randbytes(1000)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.checkpoint.plain_data import decode, encode, encode_inline
 from autopar.errors import CheckpointError
+from autopar.storage.json_values import decode, encode, encode_inline
 
 
 def through_json(value: object) -> Any:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from autopar.checkpoint import Manifest, merge_checkpoint, save
-from autopar.checkpoint.check import check_checkpoint
-from autopar.checkpoint.reshard import check_sizes, reshard_checkpoint
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.offline.reshard import check_sizes, reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import snapshot
-from autopar.checkpoint.state import state_of, write_config
+from autopar.checkpoint.state import config_writer, state_of
 from autopar.errors import CheckpointError
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import fake_mpu, moment, same, save_alone, saved_state, tiny
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1), (3, 3)]
@@ -154,7 +154,7 @@ def test_an_interrupted_one_leaves_nothing_and_can_be_run_again(tmp_path, monkey
 
 
 def save_adafactor(folder, tp: int) -> None:
-    """The statistics of each rank's share, which no other sharing-out has."""
+    """The statistics of each rank's shard, which no other sharding has."""
     folder.mkdir()
     reports = []
     for t in range(tp):
@@ -164,14 +164,14 @@ def save_adafactor(folder, tp: int) -> None:
             parameter.grad = torch.full_like(parameter, 0.1 + number)
         optimizer.step()
         reports.append(save._write(snapshot(model, optimizer), state_of(model), folder, "0123456789abcdef"))
-    write_config(model, folder)
+    config_writer(model)(folder)
     save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (2, 1), (1, 2)])
 def test_statistics_of_a_share_are_refused_by_name(tmp_path, old, new):
     save_adafactor(tmp_path / "old", old)
-    message = rf"optimizer's \S+::\w+_var.* at tensor_parallel_size={old}; they cannot be cut for {new}"
+    message = rf"optimizer's \S+::\w+_var.* at tensor_parallel_size={old}; they cannot be resharded for {new}"
     with pytest.raises(CheckpointError, match=message):
         reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=new)
     assert os.listdir(tmp_path) == ["old"]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from autopar.checkpoint import rotation
-from autopar.checkpoint.folder import Staging
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.part import FileRecord, Part
 from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
+from autopar.checkpoint.shard_index import FileRecord, Part
+from autopar.checkpoint.staging import Staging
+from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.mesh import MeshSizes
-from autopar.policy.plan import TensorPlan
+from autopar.plan.plan import TensorPlan
 
 OURS = ["autopar.json", "config.json", "model-tp0-pp0.safetensors"]
 

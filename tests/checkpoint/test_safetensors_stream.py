@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from autopar.checkpoint import safetensors_stream
-from autopar.checkpoint.lazy import InMemory
-from autopar.checkpoint.safetensors_stream import _CODES, SafetensorsReader, SafetensorsWriter
 from autopar.errors import CheckpointError
+from autopar.storage import safetensors_io as safetensors_stream
+from autopar.storage.lazy_tensor import InMemory
+from autopar.storage.safetensors_io import _CODES, SafetensorsReader, SafetensorsWriter
 
 
 def every_kind() -> dict[str, torch.Tensor]:

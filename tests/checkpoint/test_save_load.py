@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autopar.checkpoint import Manifest, attach, detach, merge_checkpoint
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,
@@ -26,6 +26,7 @@ from tests.checkpoint.tiny import (
     shard,
     tiny,
 )
+from tests.pool import pooled
 from tests.worlds import distributed
 
 
@@ -33,7 +34,7 @@ def plain(seed: int) -> dict[str, torch.Tensor]:
     return saved_state(TinyModel(TinyConfig(), seed))
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_save_load_merge_on_two_replicas(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model, other = tiny(mpu, seed=0), tiny(mpu, seed=1)
@@ -69,7 +70,7 @@ def test_save_load_merge_on_two_replicas(tmp_path):
     assert set(manifest.versions) == {"autopar", "torch", "transformers", "python"}
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_any_number_of_replicas_loads_and_saving_replaces(tmp_path):
     if dist.get_rank() == 0:
         save_alone(tmp_path / "ckpt", 1, seed=7)
@@ -92,7 +93,7 @@ def test_any_number_of_replicas_loads_and_saving_replaces(tmp_path):
     assert same(local(fresh), local(model))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_model_inside_a_users_module_and_inside_ddp(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
 
@@ -103,7 +104,7 @@ def test_a_model_inside_a_users_module_and_inside_ddp(tmp_path):
             self.extra = nn.Linear(2, 2)
 
     def build(seed: int) -> Users:
-        from autopar.policy.plan import Plan, TensorPlan
+        from autopar.plan.plan import Plan, TensorPlan
 
         model = Users(seed)
         extra = {
@@ -131,7 +132,7 @@ def test_a_model_inside_a_users_module_and_inside_ddp(tmp_path):
     assert Manifest.read(tmp_path / "ckpt").total_parameters() == TinyModel(TinyConfig()).num_parameters()
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_a_deep_copy_saves_itself(tmp_path):
     model = tiny(MPU())
     twin = copy.deepcopy(model)
@@ -161,7 +162,7 @@ def test_without_torchrun(tmp_path):
         model.save_parallelized(tmp_path / "ckpt")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_half_precision_is_saved_as_it_is_and_loading_converts_with_a_warning(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu).to(torch.bfloat16)

@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.checkpoint import Manifest
-from autopar.checkpoint.safetensors_stream import SafetensorsWriter
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
+from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.tiny import (
     local,
     same,
     tiny,
 )
-from tests.worlds import distributed, raises_everywhere, spawn
+from tests.pool import pooled
+from tests.worlds import raises_everywhere, spawn
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_called_on_one_rank_only_then_properly(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -41,7 +42,7 @@ def test_called_on_one_rank_only_then_properly(tmp_path):
         getattr(model, method)(tmp_path / "ckpt")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_arguments_of_other_savers(tmp_path):
     """As a script for OSLO or transformers calls it; the error is the same where only one rank does."""
     mpu = MPU(tensor_parallel_size=2)
@@ -86,7 +87,7 @@ def test_arguments_of_other_savers(tmp_path):
             model.from_parallelized(**arguments)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_wrong_arguments(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -126,7 +127,7 @@ def test_wrong_arguments(tmp_path):
         (model.from_parallelized if mpu.rank else model.save_parallelized)(tmp_path / "ckpt")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_model_that_has_changed_is_not_saved(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
 
@@ -147,7 +148,7 @@ def test_a_model_that_has_changed_is_not_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -174,7 +175,7 @@ def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(tmp_path):
     model.save_parallelized(tmp_path / "ckpt")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_config_that_cannot_be_saved_leaves_the_old_checkpoint(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -187,7 +188,7 @@ def test_a_config_that_cannot_be_saved_leaves_the_old_checkpoint(tmp_path):
     assert os.listdir(tmp_path) == ["ckpt"]
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_folder_that_is_not_shared(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)

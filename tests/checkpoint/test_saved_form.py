@@ -20,16 +20,16 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from typer.testing import CliRunner
 
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.lazy import InMemory
-from autopar.checkpoint.merge import merge_checkpoint
-from autopar.checkpoint.pieces import open_piece
-from autopar.checkpoint.reshard import reshard_checkpoint
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.cli import app
 from autopar.errors import CheckpointError
-from autopar.policy import saved_form
+from autopar.plan import saved_form
+from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
-from autopar.policy.tensors import plan_tensors
 from autopar.split import split_checkpoint
+from autopar.storage.lazy_tensor import InMemory
+from autopar.storage.views import open_piece
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 
@@ -59,13 +59,15 @@ def saved_by_its_plan(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return saved
 
 
-def check_plan(case: Case) -> None:
+def check_plan(case: Case) -> bool:
+    """Compare what both would save; whether some tensor of the file is joined from several."""
     model = build(case, 6, 3)
     mine, theirs = saved_by_its_plan(model), saved_by_the_plain_model(model)
     assert mine.keys() == theirs.keys(), case
     for name, tensor in theirs.items():
         assert mine[name].shape == tensor.shape and mine[name].dtype == tensor.dtype, (case, name)
         assert torch.equal(mine[name], tensor), (case, name)
+    return any(piece.joined for tensor in plan_tensors(model, "", model, {}).values() for piece in tensor.pieces)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -103,8 +105,8 @@ def check_folders(case: Case, folder: Path, size: str = "") -> None:
 @pytest.mark.parametrize("model_type", WHOLE)
 @pytest.mark.every
 def test_every_head_is_saved_as_by_the_plain_model(model_type: str) -> None:
-    for case in cases(model_type):
-        check_plan(case)
+    joined = [check_plan(case) for case in cases(model_type)]
+    assert any(joined) == (model_type in JOINED), "JOINED is what other tests take: it holds all such types"
 
 
 # Split builds the class that config.json names, which has to be one that transformers exports.
@@ -130,16 +132,6 @@ def test_several_tensors_of_the_model_in_one_of_the_file(tmp_path: Path, model_t
     check_folders(case, tmp_path / "several", size="30KB")
     tensors = Manifest.read(tmp_path / "one" / "split").tensors.values()
     assert any(piece.joined for tensor in tensors for piece in tensor.pieces)
-
-
-@pytest.mark.parametrize("model_type", WHOLE)
-@pytest.mark.every
-def test_which_types_join_tensors(model_type: str) -> None:
-    """So that the types which other tests take from the list are all there are."""
-    tensors = [
-        t for case in cases(model_type) for m in [build(case, 6, 3)] for t in plan_tensors(m, "", m, {}).values()
-    ]
-    assert any(piece.joined for tensor in tensors for piece in tensor.pieces) == (model_type in JOINED)
 
 
 def test_what_cannot_be_followed_keeps_its_names_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

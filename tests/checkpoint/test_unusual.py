@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.mesh import MPU
 from tests.checkpoint.tiny import local, same, tiny
+from tests.pool import pooled
 from tests.small import gpt2, parallel
-from tests.worlds import distributed, raises_everywhere
+from tests.worlds import raises_everywhere
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -25,7 +26,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_an_optimizer_around_another_one_is_refused(tmp_path):
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, inner):
@@ -41,7 +42,7 @@ def test_an_optimizer_around_another_one_is_refused(tmp_path):
             call(tmp_path / "ckpt", optimizer=Wrapper(inner))
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_views_that_are_read_another_way_keep_their_values(tmp_path):
     model = tiny(MPU())
     value = torch.tensor([1 + 2j]).conj()
@@ -51,7 +52,7 @@ def test_views_that_are_read_another_way_keep_their_values(tmp_path):
     assert found["conj"].tolist() == [1 - 2j] and found["neg"].tolist() == [-2]
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_another_scheduler_changes_nothing(tmp_path):
     model = tiny(MPU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,7 +67,7 @@ def test_another_scheduler_changes_nothing(tmp_path):
         assert same(local(model), before)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_replicas_whose_optimizers_differ_are_refused_when_saving(tmp_path):
     """What could not be loaded is not saved: the only optimizer that has stepped is not the one that writes."""
     mpu = MPU()
@@ -79,7 +80,7 @@ def test_replicas_whose_optimizers_differ_are_refused_when_saving(tmp_path):
     assert not (tmp_path / "ckpt").exists()
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_state_follows_a_parameter_into_another_dtype(tmp_path):
     model = parallel(gpt2().bfloat16(), 1)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -94,7 +95,7 @@ def test_state_follows_a_parameter_into_another_dtype(tmp_path):
     one_step(wide, again)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_a_file_beside_an_asynchronous_save(tmp_path):
     """The tokenizer is saved into the folder before the background has got that far."""
     model = tiny(MPU())
@@ -118,7 +119,7 @@ def test_a_file_beside_an_asynchronous_save(tmp_path):
     assert {"autopar.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "ckpt").iterdir()}
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_a_generation_config_that_transformers_refuses_does_not_stop_a_save(tmp_path):
     model = parallel(gpt2(), 1)
     model.generation_config.do_sample = False
@@ -129,7 +130,7 @@ def test_a_generation_config_that_transformers_refuses_does_not_stop_a_save(tmp_
     assert json.loads((tmp_path / "ckpt" / "config.json").read_text())["model_type"] == "gpt2"
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_under_another_default_device(tmp_path):
     model = tiny(MPU(tensor_parallel_size=2))
     with torch.device("meta"):
@@ -140,7 +141,7 @@ def test_under_another_default_device(tmp_path):
     assert same(local(model), before)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_inside_inference_mode(tmp_path):
     model = tiny(MPU())
     model.save_parallelized(tmp_path / "ckpt")

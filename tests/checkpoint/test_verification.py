@@ -6,14 +6,13 @@ import random
 
 import pytest
 
-from autopar.checkpoint.shards import Held
-from autopar.checkpoint.verification import share_of_verification
-from autopar.mesh import MeshSizes
+from autopar.checkpoint.shards import StoredShard, assign_verification
+from autopar.distributed.mesh import MeshSizes
 
 MESHES = [MeshSizes(*sizes) for sizes in ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 3), (3, 2, 2))]
 
 
-def stored(mesh: MeshSizes, seed: int) -> list[Held]:
+def stored(mesh: MeshSizes, seed: int) -> list[StoredShard]:
     """Shared-out and whole tensors of random sizes, empty ones among them."""
     draw = random.Random(seed)
     held = []
@@ -21,7 +20,7 @@ def stored(mesh: MeshSizes, seed: int) -> list[Held]:
         size = draw.choice([0, 1, 7, 4096, draw.randrange(1 << 20)])
         stage = draw.randrange(mesh.pp)
         for tp in range(mesh.tp) if number % 3 else [0]:
-            held.append(Held("model", f"w{number}", tp, f"model-tp{tp}-pp{stage}.safetensors", size))
+            held.append(StoredShard("model", f"w{number}", tp, f"model-tp{tp}-pp{stage}.safetensors", size))
     return held
 
 
@@ -29,7 +28,7 @@ def stored(mesh: MeshSizes, seed: int) -> list[Held]:
 @pytest.mark.parametrize("saved", MESHES, ids=str)
 def test_everything_is_verified_once_and_no_rank_does_more_than_one_item_above_another(saved, now):
     held = stored(saved, seed=3)
-    shares = [share_of_verification(held, saved, now, rank) for rank in range(now.tp * now.pp * now.dp)]
+    shares = [assign_verification(held, saved, now, rank) for rank in range(now.tp * now.pp * now.dp)]
     assert sorted(item for share in shares for item in share) == sorted(held)
     largest = max(item.bytes for item in held)
     groups = [shares]
@@ -44,7 +43,7 @@ def test_on_the_same_size_a_rank_verifies_what_it_is_going_to_read():
     for saved, now in [((2, 1, 1), (2, 1, 2)), ((3, 2, 1), (3, 1, 1))]:
         sizes = MeshSizes(*now)
         for rank in range(sizes.tp * sizes.pp * sizes.dp):
-            share = share_of_verification(stored(MeshSizes(*saved), 1), MeshSizes(*saved), sizes, rank)
+            share = assign_verification(stored(MeshSizes(*saved), 1), MeshSizes(*saved), sizes, rank)
             assert share and {item.tp for item in share} == {rank % sizes.tp}
 
 
@@ -53,9 +52,9 @@ def test_the_order_in_which_it_is_asked_decides_nothing():
     shuffled = list(held)
     random.Random(0).shuffle(shuffled)
     for rank in range(4):
-        one, other = (share_of_verification(items, MESHES[-1], MeshSizes(2, 1, 2), rank) for items in (held, shuffled))
+        one, other = (assign_verification(items, MESHES[-1], MeshSizes(2, 1, 2), rank) for items in (held, shuffled))
         assert one == other
 
 
 def test_nothing_to_verify():
-    assert share_of_verification([], MESHES[0], MESHES[-1], 5) == []
+    assert assign_verification([], MESHES[0], MESHES[-1], 5) == []

@@ -116,7 +116,7 @@ def test_what_saves_a_whole_model_raises(tmp_path: Path, how: str) -> None:
         "accelerate": lambda: called_by("accelerate.accelerator", "get_state_dict")(model),
     }
     for name, call in calls.items():
-        with pytest.raises(autopar.ConfigError, match=rf"holds only its share(?s:.*){INSTEAD}"):
+        with pytest.raises(autopar.ConfigError, match=rf"holds only its part(?s:.*){INSTEAD}"):
             call()
             pytest.fail(f"{name} did not raise")
     assert not any((tmp_path / "x").glob("*.safetensors"))

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from autopar.checkpoint import attach, save
-from autopar.checkpoint.checksum import NAME, checksum, file_checksum
 from autopar.checkpoint.snapshot import snapshot
-from autopar.checkpoint.state import state_of, write_config
-from autopar.layout import Block, Layout, follow, share_out, share_out_replicated
-from autopar.mesh import MeshSizes
-from autopar.policy.plan import Plan, TensorPlan
+from autopar.checkpoint.state import config_writer, state_of
+from autopar.distributed.mesh import MeshSizes
+from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.checksum import NAME, checksum, file_checksum
 
 HEADS, KV_HEADS, WIDTH, VOCAB, HIDDEN = 6, 2, 2, 17, 4
 
@@ -52,16 +52,16 @@ class TinyModel(PreTrainedModel):
 
 def layouts(tp: int) -> dict[str, Layout]:
     """What is shared out over ``tp`` ranks: fused and uneven, KV heads replicated, a vocabulary of 17."""
-    kv = share_out_replicated(KV_HEADS, tp)
-    heads = follow(HEADS, KV_HEADS, kv)
+    kv = replicated_shards(KV_HEADS, tp)
+    heads = aligned_shards(HEADS, KV_HEADS, kv)
     q, k = Block("heads", HEADS, WIDTH, heads), Block("kv_heads", KV_HEADS, WIDTH, kv)
     fused = Layout.of(0, [q, k, k])
     return {
-        "embed.weight": Layout.of(0, [Block("vocab", VOCAB, 1, share_out(VOCAB, tp))]),
+        "embed.weight": Layout.of(0, [Block("vocab", VOCAB, 1, even_shards(VOCAB, tp))]),
         "qkv.weight": fused,
         "qkv.bias": fused,
         "proj.weight": Layout.of(1, [q]),
-        "gate": Layout.of(0, [Block("ffn", 7, 1, share_out(7, tp))]),
+        "gate": Layout.of(0, [Block("ffn", 7, 1, even_shards(7, tp))]),
     }
 
 
@@ -154,7 +154,7 @@ def save_alone(
             mine = snapshot(model, with_moments(model, seed) if optimizer else None, **training)
             reports.append(save._write(mine, state_of(model), folder, save_id))
     plain = tiny(fake_mpu(), seed)
-    write_config(plain, folder)
+    config_writer(plain)(folder)
     along = {"config.json": file_checksum(folder / "config.json")}
     save._manifest(state_of(model), save_id, reports, along).write(folder)
     return plain

@@ -5,10 +5,11 @@ import copy
 import torch
 
 import autopar
-from autopar.data_parallel import activations
-from tests.parity import close, language_batches, whole
+from autopar import activation_checkpoint as activations
+from tests.compare import same_gradients
+from tests.parity import language_batches
+from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import distributed
 
 CONFIG = {"model_parallelism": {"tensor_parallel_size": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}
 
@@ -18,12 +19,10 @@ def compare(model, plain):
         m.train()
         for batch in language_batches(131):
             m(**batch).loss.backward()
-    gradients = whole(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name)
+    same_gradients(model, plain)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_on_the_cpu_gradients_are_the_plain_models():
     plain = gpt2()
     model = autopar.initialize(copy.deepcopy(plain), CONFIG)
@@ -34,7 +33,7 @@ def test_on_the_cpu_gradients_are_the_plain_models():
     assert isinstance(copied.transformer.h[0]._gradient_checkpointing_func, activations.Offloaded)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_only_the_inputs_of_blocks_are_moved():
     """As on a GPU, with a place to save to that only counts."""
     moved = []

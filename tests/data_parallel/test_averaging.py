@@ -3,12 +3,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import Axis
-from autopar.gradient_sums import sum_gradients
-from tests.worlds import distributed
+from autopar.data_parallel.grad_sync import sum_gradients
+from autopar.distributed.axis import Axis
+from tests.pool import pooled
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
     rank = dist.get_rank()
     axis = Axis.of(dist.group.WORLD, "dp")
@@ -25,7 +25,7 @@ def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
     assert torch.equal(parameters[4].grad, torch.arange(6.0).view(2, 3).t() * 1.5)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_gradient_that_one_replica_lacks_counts_as_zero():
     rank = dist.get_rank()
     axis = Axis.of(dist.group.WORLD, "dp")

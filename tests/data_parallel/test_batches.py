@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import autopar
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.mesh import MPU
 from tests.pool import pooled
 from tests.small import gpt2, parallel
-from tests.worlds import distributed
 
 
 def everyone(value: object) -> list:
@@ -21,7 +20,7 @@ def everyone(value: object) -> list:
     return values
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_replicas_share_the_data_and_tp_ranks_see_the_same():
     mpu = MPU(tensor_parallel_size=2)
     dataset = TensorDataset(torch.arange(24))
@@ -41,7 +40,7 @@ def test_replicas_share_the_data_and_tp_ranks_see_the_same():
         assert sorted(union) == list(range(24))
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_hand_written_sampler_gives_the_same():
     mpu = MPU(tensor_parallel_size=2)
     dataset = TensorDataset(torch.arange(10))
@@ -58,7 +57,7 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_stream_is_dealt_out_in_whole_rounds():
     mpu = MPU()
     seen = everyone([batch.tolist() for batch in autopar.prepare_dataloader(Stream(), 2, mpu=mpu)])
@@ -92,7 +91,7 @@ def _evaluate(model, loader) -> tuple[list[torch.Tensor], list[torch.Tensor], in
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_37_samples_are_evaluated_once_each(zero):
     dataset = _samples(37)
     plain = gpt2().eval()
@@ -116,7 +115,7 @@ def test_37_samples_are_evaluated_once_each(zero):
         assert torch.allclose(found.mean(), expected.mean(), rtol=0, atol=1e-6)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_stream_is_evaluated_to_its_end():
     mpu = MPU()
     for count in (1, 7, 8, 9):
@@ -171,7 +170,7 @@ def test_a_repetition_is_said_once():
     mpu, said = MPU(), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("autopar.data_parallel.batches")
+    logger = logging.getLogger("autopar.data_parallel.dataloader")
     logger.addHandler(handler)
     try:
         for options in ({}, {"shuffle": True}, {"drop_last": True}, {"even_batches": False}):
@@ -186,7 +185,7 @@ def test_a_repetition_is_said_once():
     mpu.destroy()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_bad_arguments_are_errors():
     mpu = MPU()
     data = TensorDataset(torch.arange(4))

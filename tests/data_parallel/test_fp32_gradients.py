@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from tests.data_parallel.test_precision import IDS, start
 from tests.parity import close
+from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import distributed
 
 
 def _gives_back(tp: int, pp: int) -> None:
@@ -46,19 +46,19 @@ def _gives_back(tp: int, pp: int) -> None:
         plain(ids, labels=ids).loss.backward()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_deparallelize_gives_the_fp32_weights_back() -> None:
     _gives_back(1, 1)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_deparallelize_gives_the_fp32_weights_of_stages_back(tp: int, pp: int) -> None:
     _gives_back(tp, pp)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_the_gradients_of_micro_batches_add_up_in_fp32(dtype: str) -> None:
     """In bf16, with 8 bits, what many micro-batches add would be rounded away."""
     config = {"precision": {"dtype": dtype, "initial_scale": 1.0}, "pipeline": {"num_microbatches": 40}}
@@ -85,7 +85,7 @@ def test_the_gradients_of_micro_batches_add_up_in_fp32(dtype: str) -> None:
     optimizer.step()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_gradients_that_were_there_before_are_kept() -> None:
     """A loop of one's own, then execute_pipeline, in one step."""
     model, optimizer = start(gpt2(tie_word_embeddings=False), precision={"dtype": "bf16"})
@@ -119,12 +119,12 @@ def _frozen_gives_back(pp: int) -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_frozen_weights_and_buffers_become_fp32_too(pp: int) -> None:
     _frozen_gives_back(pp)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_was_given_back_is_a_model_like_any_other() -> None:
     model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
     batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
@@ -143,7 +143,7 @@ def test_what_was_given_back_is_a_model_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_distributed_data_parallel_works_beside_execute_pipeline(before: bool) -> None:
     model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
     batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
@@ -160,7 +160,7 @@ def test_distributed_data_parallel_works_beside_execute_pipeline(before: bool) -
     model.mpu.destroy()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_replicas_of_which_one_has_no_gradient_and_one_a_half() -> None:
     model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
     rank = dist.get_rank()

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.data_parallel.fully_shard import blocks_of
+from autopar.data_parallel.fsdp import blocks_of
 from autopar.errors import ConfigError
 from tests.parity import close, whole
+from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import distributed
 
 IDS = torch.randint(0, 131, (20, 9), generator=torch.Generator().manual_seed(3))
 
@@ -34,7 +34,7 @@ def one_kv_head():
     return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_loss_gradients_norm_and_steps_are_the_plain_models():
     for build in (gpt2, llama, one_kv_head):
         plain = build()
@@ -74,7 +74,7 @@ def test_loss_gradients_norm_and_steps_are_the_plain_models():
             autopar.deparallelize(model)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_half_precision_keeps_fp32_shares_and_one_verdict():
     for dtype in ("bf16", "fp16"):
         plain = gpt2()
@@ -105,7 +105,7 @@ def test_half_precision_keeps_fp32_shares_and_one_verdict():
         assert optimizer.loss_scale == (256 if dtype == "fp16" else 1)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_without_an_optimizer_one_made_after_works():
     plain = gpt2()
     model = autopar.initialize(copy.deepcopy(plain), {"zero": {"stage": 3}})

@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError
-from tests.parity import close, language_batches, whole
+from tests.compare import same_gradients
+from tests.parity import close, language_batches
+from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_too():
     for build in (
         gpt2,
@@ -33,12 +34,10 @@ def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_to
             everyone = [torch.zeros(()) for _ in range(4)]
             dist.all_gather(everyone, norm)
             assert len({value.item() for value in everyone}) == 1
-            gradients = whole(model, lambda parameter: parameter.grad)
-            for name, parameter in plain.named_parameters():
-                close(gradients[name], parameter.grad, name)
+            same_gradients(model, plain)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_plain_function_is_wrong_which_is_why_there_is_ours():
     plain = gpt2()
     model = parallel(copy.deepcopy(plain), 2)
@@ -50,7 +49,7 @@ def test_the_plain_function_is_wrong_which_is_why_there_is_ours():
     assert abs(wrong - expected) > 0.01
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_norm_that_is_not_finite_raises_on_every_rank():
     model = parallel(gpt2(), 2)
     model(**language_batches(131)[0]).loss.backward()
@@ -70,7 +69,7 @@ def test_a_plain_model_is_refused():
         autopar.clip_grad_norm_(gpt2(), 1.0)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     model = parallel(gpt2(), 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,7 +86,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
         assert scaler.get_scale() == 4.0
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_parameter_added_after_initialize_is_named():
     model = parallel(gpt2(), 2)
     model.adapter = torch.nn.Linear(2, 2)
@@ -96,7 +95,7 @@ def test_a_parameter_added_after_initialize_is_named():
         autopar.clip_grad_norm_(model, 1.0)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_the_norm_under_fsdp2():
     from torch.distributed.fsdp import fully_shard
 

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.data_parallel.norm import counted_here, gradient_norm
+from autopar.data_parallel.grad_norm import counted_here, gradient_norm
+from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
-from tests.parity import close, language_batches, whole
+from tests.compare import same_weights
+from tests.parity import close, language_batches
+from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import distributed
 
 
 def grouped():
@@ -58,17 +59,17 @@ def check_stages(tp):
         mpu.destroy()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_two_stages():
     check_stages(1)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_two_stages_of_two_ranks():
     check_stages(2)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_clipping_in_the_config_is_the_plain_models():
     for build in (gpt2, grouped):
         for stage in (0, 1):
@@ -96,12 +97,10 @@ def test_clipping_in_the_config_is_the_plain_models():
                     o.step()
                     o.zero_grad()
                 close(optimizer.gradient_norm, norm, "norm", 2e-5)
-            weights = whole(model, lambda parameter: parameter.data)
-            for name, parameter in plain.named_parameters():
-                close(weights[name], parameter.data, name, 2e-5)
+            same_weights(model, plain, 2e-5)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_clipped_gradients_are_seen_after_the_step_and_others_stay():
     plain = gpt2()
     for limit in (0.25, 1e9):

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
+from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import distributed, raises_everywhere
+from tests.worlds import raises_everywhere
 
 
 def refused(message, config=None, optimizer=None, lr_scheduler=None, model=None):
@@ -25,7 +26,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_what_is_refused():
     for config, text in (
         ({"zero": {"stage": 1}}, "zero.stage=1: the optimizer does that, and initialize got none"),
@@ -43,7 +44,7 @@ def test_what_is_refused():
     refused("lr_scheduler: the optimizer does that", lr_scheduler=scheduler)
     if not torch.accelerator.is_available():
         refused(
-            "zero.cpu_offload moves shares between the CPU and an accelerator",
+            "zero.cpu_offload moves shards between the CPU and an accelerator",
             {"zero": {"stage": 3, "cpu_offload": True}},
         )
     refused(
@@ -60,7 +61,7 @@ def test_what_is_refused():
         optimizer.step(lambda: 0.0)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_ranks_whose_groups_differ():
     model = gpt2()
     parameters = list(model.parameters())
@@ -69,7 +70,7 @@ def test_ranks_whose_groups_differ():
         autopar.initialize(model, {}, optimizer=optimizer)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_optimizers_that_need_whole_matrices_are_refused_or_warn():
     two = {"model_parallelism": {"tensor_parallel_size": 2}}
 
@@ -77,12 +78,12 @@ def test_optimizers_that_need_whole_matrices_are_refused_or_warn():
         return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
     refused("Muon makes each update from the whole matrix", two, optimizer=lambda m: torch.optim.Muon(matrices(m)))
-    with pytest.warns(UserWarning, match="Adafactor's statistics are those of each rank's share"):
+    with pytest.warns(UserWarning, match="Adafactor's statistics are those of each rank's shard"):
         model = gpt2()
         autopar.initialize(model, two, optimizer=torch.optim.Adafactor(model.parameters()))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_step_whose_last_call_was_not_averaged():
     model = gpt2()
     model, optimizer = autopar.initialize(model, {"zero": {"stage": 1}}, optimizer=sgd(model))

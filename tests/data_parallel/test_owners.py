@@ -5,10 +5,10 @@ import random
 import torch
 import torch.distributed as dist
 
-from autopar.collectives import Axis
-from autopar.data_parallel.owners import assign, broadcast_from_owners
-from autopar.gradient_sums import buckets
-from tests.worlds import distributed
+from autopar.data_parallel.grad_sync import buckets
+from autopar.data_parallel.zero1 import assign, broadcast_from_owners
+from autopar.distributed.axis import Axis
+from tests.pool import pooled
 
 
 def test_no_rank_owns_more_than_the_mean_and_the_largest_size():
@@ -37,7 +37,7 @@ def test_buckets_hold_at_most_the_limit_or_one_tensor():
     assert list(buckets([], 6)) == []
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_every_rank_gets_each_tensor_as_its_owner_has_it():
     rank = dist.get_rank()
     axis = Axis.of(dist.group.WORLD, "dp")

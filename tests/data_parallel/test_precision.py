@@ -14,8 +14,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 import autopar
 from autopar.errors import ConfigError
 from tests.parity import close
+from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import distributed, raises_everywhere
+from tests.worlds import raises_everywhere
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 
@@ -47,7 +48,7 @@ def by_hand(plain, dtype):
     return half, step
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_bf16_is_the_loop_by_hand_bit_by_bit():
     plain = gpt2()
     model, optimizer = start(copy.deepcopy(plain), precision={"dtype": "bf16"})
@@ -68,7 +69,7 @@ def test_bf16_is_the_loop_by_hand_bit_by_bit():
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_steps_too_small_for_bf16_add_up():
     model, optimizer = start(
         gpt2(), make=lambda m: torch.optim.SGD(m.parameters(), lr=1.0), precision={"dtype": "bf16"}
@@ -87,7 +88,7 @@ def test_steps_too_small_for_bf16_add_up():
     assert (lost == before).float().mean() > 0.5  # without fp32 weights most steps are lost
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
     plain = gpt2()
     reference = adamw(plain)
@@ -120,7 +121,7 @@ def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
         autopar.clip_grad_norm_(model, 1.0)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_the_scale_is_taken_off_before_the_step_with_and_without_clipping():
     """With SGD, whose steps are as large as the gradients."""
     for limit in (0, 0.5):
@@ -148,7 +149,7 @@ def test_the_scale_is_taken_off_before_the_step_with_and_without_clipping():
         assert moved > 1e-2
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
     settings = {"dtype": "fp16", "initial_scale": 1024, "hysteresis": 1, "growth_interval": 2}
     model, optimizer = start(gpt2(), 2, lambda m: adamw(m, 0.01), zero={"stage": 1}, precision=settings)
@@ -181,7 +182,7 @@ def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
     assert scales == [512, 512, 256, 256, 512, 512]
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_loss_that_was_not_scaled_is_noticed():
     model, optimizer = start(gpt2(), 2, precision={"dtype": "fp16"})
     model(IDS[:2], labels=IDS[:2]).loss.backward()
@@ -198,7 +199,7 @@ def test_a_loss_that_was_not_scaled_is_noticed():
     assert not optimizer.step_was_skipped
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_loss_in_fp16_limits_the_scale_on_every_rank():
     """The gradient of the loss is the scale; 65536 is infinite in fp16."""
     model, optimizer = start(gpt2(), 2, precision={"dtype": "fp16"})
@@ -216,7 +217,7 @@ def test_a_loss_in_fp16_limits_the_scale_on_every_rank():
     assert optimizer._autopar.scale.max_scale == 32768
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_at_the_smallest_scale_it_warns():
     settings = {"dtype": "fp16", "initial_scale": 4, "min_scale": 2, "hysteresis": 1}
     model, optimizer = start(gpt2(), precision=settings)
@@ -232,7 +233,7 @@ def test_at_the_smallest_scale_it_warns():
     assert "precision.min_scale=2" in records[0]
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_state_dict_brings_back_the_same_steps_bit_by_bit():
     sections = {"zero": {"stage": 1}, "precision": {"dtype": "fp16", "initial_scale": 256, "growth_interval": 2}}
 
@@ -263,7 +264,7 @@ def test_a_state_dict_brings_back_the_same_steps_bit_by_bit():
                 assert value.dtype == torch.float32 and torch.equal(value, optimizer.state[expected][key])
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_weights_that_were_loaded_later_win():
     model, optimizer = start(
         gpt2(), make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), precision={"dtype": "bf16"}
@@ -281,7 +282,7 @@ def test_weights_that_were_loaded_later_win():
         assert ((weight - expected).abs() < 1e-6).float().mean() > 0.8
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_transformers_keeps_in_fp32_stays_there():
     torch.manual_seed(0)
     settings = {"d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 2, "vocab_size": 131}
@@ -307,7 +308,7 @@ def test_a_model_that_is_in_half_precision_already(dtype):
     _half_already(dtype)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def _half_already(dtype):
     half = gpt2().to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     model, optimizer = start(half, precision={"dtype": dtype})

@@ -16,7 +16,7 @@ from autopar.errors import ConsistencyError, PipelineError
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2
-from tests.worlds import distributed, raises_everywhere, spawn
+from tests.worlds import raises_everywhere, spawn
 
 
 def _model(tp: int = 1, **sections: object) -> torch.nn.Module:
@@ -146,7 +146,7 @@ def test_a_replica_that_never_steps_is_named_within_the_timeout() -> None:
     spawn(__name__, "_step_alone", 2, 60.0)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_rank_of_a_pipeline_that_skips_a_step():
     model = autopar.initialize(gpt2(n_layer=4), {"model_parallelism": {"pipeline_parallel_size": 4}}).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-3)
@@ -189,13 +189,13 @@ def test_replicas_that_are_given_the_same_batches_are_warned_of():
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("autopar.data_parallel.step_check").addHandler(handler)
+        logging.getLogger("autopar.data_parallel.replica_check").addHandler(handler)
         for batch in language_batches(131, count=5, seed=seed):
             model(**batch).loss.backward()
             autopar.average_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
-        logging.getLogger("autopar.data_parallel.step_check").removeHandler(handler)
+        logging.getLogger("autopar.data_parallel.replica_check").removeHandler(handler)
         assert bool(lines) == (told and dist.get_rank() == 0), lines
         assert all("all 2 data-parallel replicas were given the same batches in the first 3 steps" in x for x in lines)
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import autopar
 from tests.parity import close
+from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import distributed
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 
@@ -78,17 +78,17 @@ def check(tp):
             assert torch.equal(*both)  # the tied weight, bit by bit
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_two_stages_two_replicas():
     check(1)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_two_stages_of_two_ranks():
     check(2)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_fp16_one_verdict_for_stages_and_replicas():
     for tp in (1, 2):
         plain = gpt2()

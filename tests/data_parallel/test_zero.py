@@ -11,9 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from tests.parity import close, whole
+from tests.compare import same_weights
+from tests.parity import close
+from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import distributed, raises_everywhere
+from tests.worlds import raises_everywhere
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 
@@ -64,9 +66,7 @@ def train(tp, build, make, steps, **more):
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in reference.param_groups]
         assert optimizer.param_groups[0]["lr"] == pytest.approx(optimizer.defaults["lr"] / (step + 2))
         if step in (0, steps - 1):
-            weights = whole(model, lambda parameter: parameter.data)
-            for name, parameter in plain.named_parameters():
-                close(weights[name], parameter.data, f"{name} after step {step}", 1e-5)
+            same_weights(model, plain, 1e-5, when=f"after step {step}")
     assert identities == [[id(p) for p in group["params"]] for group in optimizer.param_groups]
     return model, optimizer, reference
 
@@ -82,7 +82,7 @@ def elements(optimizer):
     return sum(v.numel() for entries in optimizer.state.values() for v in entries.values() if torch.is_tensor(v))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_two_replicas_equal_one_process_and_keep_half_the_state_each():
     for name, make in OPTIMIZERS.items():
         model, optimizer, reference = train(1, gpt2, make, 10)
@@ -99,7 +99,7 @@ def test_two_replicas_equal_one_process_and_keep_half_the_state_each():
         assert optimizer.loss_scale == 1.0 and optimizer.skipped_steps == 0 and not optimizer.step_was_skipped
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_with_tensor_parallelism_and_clipping():
     def build():
         return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
@@ -111,7 +111,7 @@ def test_with_tensor_parallelism_and_clipping():
             assert elements(optimizer) <= 0.6 * elements(reference) / (2 if model_of is gpt2 else 1)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_an_optimizer_that_has_stepped_before_goes_on():
     """The third step after two on one process, at tp 2 and at dp 2."""
     for tp in (1, 2):
@@ -127,14 +127,12 @@ def test_an_optimizer_that_has_stepped_before_goes_on():
             for m, o in ((model, optimizer), (plain, reference)):
                 m(IDS[:2], labels=IDS[:2]).loss.backward()
                 o.step()
-            weights = whole(model, lambda parameter: parameter.data)
-            for key, parameter in plain.named_parameters():
-                close(weights[key], parameter.data, f"{name}: {key}")
+            same_weights(model, plain, when=f"with {name}")
             autopar.deparallelize(model)
             assert not hasattr(optimizer, "_autopar") and not optimizer._optimizer_step_pre_hooks
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_state_that_is_not_per_element_is_refused_before_anything_changes():
     model = gpt2()
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -145,7 +143,7 @@ def test_state_that_is_not_per_element_is_refused_before_anything_changes():
     assert model.transformer.wte.weight.shape == (131, 36) and not hasattr(model, "mpu")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_gradients_that_nobody_averaged_are_noticed_on_the_first_step():
     for average in (False, True):
         plain = gpt2()
@@ -171,7 +169,7 @@ def test_gradients_that_nobody_averaged_are_noticed_on_the_first_step():
             close(parameter.data, other.data, name)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_group_added_later_gets_owners_too():
     plain = gpt2()
     model = copy.deepcopy(plain)
@@ -198,7 +196,7 @@ def test_a_group_added_later_gets_owners_too():
         optimizer.step()
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_step_that_raises_leaves_everything_as_it_was():
     class Broken(torch.optim.SGD):
         broken = True
@@ -226,7 +224,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was():
     assert not all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_what_a_step_writes_on_its_groups_and_itself_arrives():
     class Counting(torch.optim.SGD):
         def step(self, closure=None):

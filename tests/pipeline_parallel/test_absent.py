@@ -10,8 +10,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
 from autopar.errors import AutoparError, UnsupportedModelError
-from autopar.pipeline_parallel.absent import Absent
-from autopar.pipeline_parallel.partial import complete, partial
+from autopar.pipeline_parallel.outputs import complete, incomplete
+from autopar.pipeline_parallel.provenance import Provenance
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2
@@ -47,7 +47,7 @@ def _write_through_a_view(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 )
 def test_what_is_made_from_absent_values_is_followed(made: Any) -> None:
     x, y = torch.full((), torch.nan).expand(2, 3), torch.ones(3)
-    watch = Absent()
+    watch = Provenance()
     watch.mark(x, ["x"])
     with watch:
         result = made(x, y)
@@ -57,22 +57,22 @@ def test_what_is_made_from_absent_values_is_followed(made: Any) -> None:
 @pytest.mark.parametrize("made", [torch.zeros_like, lambda x: x.new_ones(2), lambda x: torch.ones(x.shape)])
 def test_shapes_and_dtypes_may_be_read(made: Any) -> None:
     x = torch.full((), torch.nan).expand(2, 3)
-    watch = Absent()
+    watch = Provenance()
     watch.mark(x, ["x"])
     with watch:
         result = made(x) + 1
         if torch.ones(1).sum() > 0:
             result = result * 2
     assert not watch.origins(result)
-    assert not watch.looked_at
+    assert not watch.read_by_control_flow
     with watch:
         bool(x.isnan().any())
-    assert watch.looked_at == {"x"}
+    assert watch.read_by_control_flow == {"x"}
 
 
-def test_reading_a_withheld_entry_raises() -> None:
+def test_reading_a_unavailable_entry_raises() -> None:
     whole = CausalLMOutput(loss=torch.ones(()), logits=torch.ones(2), hidden_states=(torch.ones(3),))
-    given = partial(whole, ("hidden_states",))
+    given = incomplete(whole, ("hidden_states",))
     assert given.logits is given["logits"] is given[1]
     assert isinstance(given, CausalLMOutput)
     for read in (lambda: given.hidden_states, lambda: given["hidden_states"], lambda: given[2], given.to_tuple):

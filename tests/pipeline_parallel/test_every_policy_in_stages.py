@@ -13,15 +13,15 @@ import transformers
 import autopar
 import autopar.api
 from autopar.errors import AutoparError
+from autopar.plan.stages import elements_of
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy
-from autopar.policy.stages import elements_of
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.worlds import distributed, raises_everywhere
 
-_TOO_FEW = "1 blocks cannot be shared out over 2 stages"
+_TOO_FEW = "1 blocks cannot be split into 2 stages"
 _LAYERS = "later ones, or the head, read what earlier ones made: they form 1 groups"
 _ORDER = "its forward does not call each block once, in order"
 _FIXED = "its forward runs the blocks where no gradients are recorded"
@@ -66,7 +66,7 @@ def _listed(model_type: str) -> list[Case]:
 
 def _run(name: str) -> None:
     transformers.logging.set_verbosity_error()
-    autopar.api.rehearse = lambda *_: True  # it is about tensor parallelism
+    autopar.api.check_plan = lambda *_: True  # it is about tensor parallelism
     model_type = _first(name)
     assert model_type is not None
     listed = _listed(model_type)

@@ -57,7 +57,7 @@ def test_a_rank_that_dies(doomed: int) -> None:
 
 
 @pytest.mark.every
-@distributed(world_size=3)
+@distributed(world_size=3)  # its time-out breaks the connections of the world
 def test_a_stage_that_hangs() -> None:
     piped = _piped(3)
     if dist.get_rank() == 2:
@@ -69,7 +69,7 @@ def test_a_stage_that_hangs() -> None:
     assert time.monotonic() - started < 3 * TIMEOUT
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_an_error_on_one_stage_ends_all() -> None:
     piped = _piped(3)
     (batch,) = language_batches(131, count=1, batch=4)
@@ -82,7 +82,7 @@ def test_an_error_on_one_stage_ends_all() -> None:
 
 
 @pytest.mark.parametrize("doomed", _mainly(1, 0, 2))
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_plain_call_that_fails_on_one_stage_ends_all_and_the_next_one_works(doomed: int) -> None:
     plain = deep("gpt2", 4).eval()
     piped = _piped(3).eval()
@@ -108,7 +108,7 @@ def test_a_plain_call_that_fails_on_one_stage_ends_all_and_the_next_one_works(do
             assert torch.equal(piped(**batch).logits, plain(**batch).logits)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_plain_call_with_wrong_arguments_leaves_nothing_behind() -> None:
     plain = deep("gpt2", 4).eval()
     piped = _piped(2).eval()
@@ -135,7 +135,7 @@ def _works_again(piped: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("doomed", _mainly(0, 1, 2))
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
     piped = _piped(3)
     (batch,) = _batches(1)
@@ -162,7 +162,7 @@ def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
 @pytest.mark.parametrize("forward_only", _mainly(False, True))
 @pytest.mark.parametrize("later", _mainly(True, False))
 @pytest.mark.parametrize("doomed", [0, 2])
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: bool) -> None:
     piped = _piped(3)
     batches = _batches(2)
@@ -180,7 +180,7 @@ def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: boo
 
 @pytest.mark.parametrize("forward_only", _mainly(False, True))
 @pytest.mark.parametrize("count", _mainly(1, 0, 2))
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
     piped = _piped(3)
     data = iter(_batches(count))
@@ -195,7 +195,7 @@ def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
 
 
 @pytest.mark.parametrize("later", _mainly(True, False))
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
     piped = _piped(3)
 
@@ -217,7 +217,7 @@ def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
 
 
 @pytest.mark.parametrize("what", _mainly("labels", "ids", "count"))
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_another_batch_on_one_stage_after_the_first_step(what: str) -> None:
     piped = _piped(3)
     first, second = _batches(2)
@@ -238,7 +238,7 @@ def test_another_batch_on_one_stage_after_the_first_step(what: str) -> None:
     _works_again(piped)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_data_of_the_megatron_loop_that_ends_on_one_stage() -> None:
     piped = _piped(2)
     batches = _batches(4, batch=2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.pipeline_parallel.halves import backward_input, backward_weights
+from autopar.pipeline_parallel.backward import stage_backward_input, stage_backward_weight
 
 _SIZE = 5
 
@@ -32,10 +32,10 @@ def _compare(
         torch.manual_seed(seed + 1)
         gradients = None if all(root.ndim == 0 for root in roots) else [torch.randn_like(root) for root in roots]
         if split:
-            rest = backward_input(roots, gradients, received)
+            rest = stage_backward_input(roots, gradients, received)
             assert all(parameter.grad is None for parameter in parameters)
             found.append([leaf.grad for leaf in received])
-            backward_weights(rest)
+            stage_backward_weight(rest)
             assert not rest.parts
         else:
             torch.autograd.backward(roots, gradients)
@@ -116,7 +116,7 @@ def test_weights_accumulate_and_their_hooks_run() -> None:
     weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
     for _ in range(2):
         leaf = torch.ones(1, 2, requires_grad=True)
-        backward_weights(backward_input([(leaf @ weight).sum()], None, [leaf]))
+        stage_backward_weight(stage_backward_input([(leaf @ weight).sum()], None, [leaf]))
     assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
     assert len(seen) == 2
 
@@ -137,10 +137,10 @@ def test_nothing_is_kept_afterwards() -> None:
     leaf = torch.randn(2, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         root = ((leaf.clone() @ weights[0]).tanh() @ weights[1]).tanh() @ weights[0]
-    rest = backward_input([root], [torch.ones_like(root)], [leaf])
+    rest = stage_backward_input([root], [torch.ones_like(root)], [leaf])
     del root
     assert alive
-    backward_weights(rest)
+    stage_backward_weight(rest)
     assert not alive
 
 
@@ -167,9 +167,9 @@ def test_a_function_that_uses_up_what_it_saved() -> None:
         leaf = torch.linspace(-1, 1, 15).view(3, _SIZE).requires_grad_()
         loss = 0.3 * _UsesUp.apply((leaf * 1 @ first).tanh(), head)
         if split:
-            rest = backward_input([loss], None, [leaf])
+            rest = stage_backward_input([loss], None, [leaf])
             assert leaf.grad is not None
-            backward_weights(rest)
+            stage_backward_weight(rest)
         else:
             loss.backward()
         found.append([leaf.grad, first.grad, head.grad])
@@ -185,5 +185,5 @@ def test_weights_that_are_used_several_times_are_one_part() -> None:
     x = leaf * 1
     for weight in (*weights, *weights[:5]):
         x = (x @ weight).tanh()
-    rest = backward_input([x.sum()], None, [leaf])
+    rest = stage_backward_input([x.sum()], None, [leaf])
     assert sorted(len(edges) for edges, _, _ in rest.parts) == [1, 10]

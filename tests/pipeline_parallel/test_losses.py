@@ -20,15 +20,15 @@ from transformers import (
 )
 
 import autopar
+from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
 from autopar.errors import ConfigError
-from autopar.gradient_sums import held_alike, runs_of, sum_gradients
-from autopar.pipeline_parallel.microbatches import default_reduction, split
+from autopar.pipeline_parallel.microbatch import default_reduction, split
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
-from tests.worlds import distributed, raises_everywhere
+from tests.worlds import raises_everywhere
 
 _BERT = BertConfig(
     num_hidden_layers=2,
@@ -211,13 +211,13 @@ def _two_steps(piped: Any) -> None:
         optimizer.step()
 
 
-@distributed(world_size=6)
+@pooled(world_size=6)
 def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     """The stages' sizes are unlike, so that in common buffers other parts of the embedding would be added first."""
     model = gpt2(n_layer=4, vocab_size=2000)
     piped = autopar.initialize(model, _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1]))
     _two_steps(piped)
-    ((_, holders),) = piped._autopar_pipeline.shared._sets
+    ((_, holders),) = piped._autopar_pipeline.tied._sets
     for tensors in ([p.grad for p in holders], [p.data for p in holders]):
         _digits(piped.mpu.pp.group, {str(place): tensor for place, tensor in enumerate(tensors)}, 2)
 
@@ -256,7 +256,7 @@ def test_a_failed_step_leaves_earlier_gradients_of_tied_weights() -> None:
     piped = autopar.initialize(gpt2(), _config(pp=2, microbatch_size=1))
     (batch,) = language_batches(131, count=1, batch=3)
     piped.execute_pipeline(batch)
-    ((_, tied),) = piped._autopar_pipeline.shared._sets
+    ((_, tied),) = piped._autopar_pipeline.tied._sets
     earlier = [parameter.grad.clone() for parameter in tied]
     with pytest.raises((ValueError, autopar.PipelineError)):
         piped.execute_pipeline(batch, fail)

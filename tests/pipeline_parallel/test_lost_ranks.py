@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import autopar.pipeline_parallel.pipeline
+from autopar.distributed.failures import GRACE
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
-from autopar.roll_call import PATIENCE
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.worlds import distributed, spawn
@@ -34,6 +35,13 @@ def _parallel(tp: int, pp: int, timeout: int = TIMEOUT, **config: Any) -> tuple[
 def _batch(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
     (batch,) = language_batches(131, count=1, batch=4, seed=seed + model.mpu.dp.rank)
     return batch
+
+
+def _stay_until_done(ranks: set[int]) -> None:
+    """Keep this process alive until these ranks have got so far: they may still be asking it."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done on {dist.get_rank()}", "yes")
+    store.wait([f"done on {rank}" for rank in sorted(ranks)], timedelta(seconds=8 * TIMEOUT))
 
 
 def _die(tp: int, pp: int, doomed: int, when: str) -> None:
@@ -59,7 +67,7 @@ def _die(tp: int, pp: int, doomed: int, when: str) -> None:
         optimizer.step()
     assert f"rank {doomed} has ended: its process " in str(info.value)
     assert time.monotonic() - started < 15, "not at once, but after the timeout"
-    time.sleep(2)  # the others may still be asking this one
+    _stay_until_done(set(range(4)) - {doomed})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,7 @@ def test_a_rank_that_fails(mesh: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError if dist.get_rank() == 3 else PipelineError, match="something broke"):
         model.execute_pipeline(_batch(model))
     assert time.monotonic() - started < 3 * TIMEOUT
-    time.sleep(PATIENCE + TIMEOUT if dist.get_rank() == 3 else 0)  # its process stays
+    _stay_until_done({0, 1, 2, 3})
 
 
 @pytest.mark.parametrize("mesh", SOME_MESHES[:3], ids=str)
@@ -106,15 +114,15 @@ def _hang(tp: int, pp: int) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 3:
-            time.sleep(4 * TIMEOUT)
+            _stay_until_done({0, 1, 2})
             os._exit(0)
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
     started = time.monotonic()
     with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
         model.execute_pipeline(_batch(model))
-    assert time.monotonic() - started < 2 * (TIMEOUT + PATIENCE)
-    time.sleep(PATIENCE + 1)
+    assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    _stay_until_done({0, 1, 2})
 
 
 @pytest.mark.parametrize("reduction", ["tokens", pytest.param("microbatch", marks=pytest.mark.every)])
@@ -202,12 +210,12 @@ def test_a_rank_that_fails_outside_of_the_stages(place: str) -> None:
     if dist.get_rank() == 3:
         with pytest.raises(ValueError, match="something broke"):
             fail(model)
-        time.sleep(PATIENCE + TIMEOUT)
     elif dist.get_rank() in waiting:
         with pytest.raises((PipelineError, ConsistencyError), match="something broke"):
             fail(model)
     else:
         fail(model)
+    _stay_until_done({0, 1, 2, 3})
 
 
 def _hang_in_generate(tp: int, pp: int) -> None:
@@ -215,14 +223,15 @@ def _hang_in_generate(tp: int, pp: int) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 1:
-            time.sleep(4 * TIMEOUT)
+            _stay_until_done({0})
             os._exit(0)
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
     started = time.monotonic()
     with pytest.raises(PipelineError, match="rank 1 said nothing"), torch.no_grad():
         model.eval().generate(_batch(model)["input_ids"], max_new_tokens=2)
-    assert time.monotonic() - started < 2 * (TIMEOUT + PATIENCE)
+    assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    _stay_until_done({0})
 
 
 @pytest.mark.every

@@ -12,8 +12,8 @@ import torch
 import autopar
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from tests.compare import same_gradients
 from tests.parity import close, language_batches
-from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
 from tests.small import gpt2
 
@@ -41,9 +41,7 @@ def test_the_loop(schedule: str) -> None:
         assert len(reports) == (4 if vars(piped)["_autopar_pipeline"].last else 0)
         for report, loss in zip(reports, losses, strict=False):
             close(report["lm loss"], loss.detach(), "loss")
-        gradients = whole_tensors(piped, lambda parameter: parameter.grad)
-        for name, parameter in plain.named_parameters():
-            close(gradients[name], parameter.grad, name)
+        same_gradients(piped, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -147,9 +145,7 @@ def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int]
         )
         assert len(reports) == (4 if vars(model)["_autopar_pipeline"].last else 0)
         assert [int(report["lm loss"][1]) for report in reports] in ([], [7, 0, 9, 10])
-        gradients = whole_tensors(model, lambda parameter: parameter.grad)
-        for name, parameter in plain.named_parameters():
-            close(gradients[name], parameter.grad, name)
+        same_gradients(model, plain)
     model.mpu.destroy()
 
 
@@ -171,9 +167,7 @@ def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
             (plain(input_ids=batch["input_ids"], labels=batch["labels"]).loss / 2).backward()
         data = iter(batches) if mpu.tp.rank == 0 else None
         get_forward_backward_func()(forward_step_func=forward_step, data_iterator=data, model=model, num_microbatches=2)
-    gradients = whole_tensors(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name)
+    same_gradients(model, plain)
     mpu.destroy()
 
 

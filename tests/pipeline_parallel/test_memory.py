@@ -45,8 +45,8 @@ def _peak_of_a_step(schedule: str, microbatches: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         piped.execute_pipeline(language_batches(131, count=1, batch=microbatches)[0])
     assert not alive
-    post = vars(piped)["_autopar_pipeline"].post
-    assert not post._sent
+    p2p = vars(piped)["_autopar_pipeline"].p2p
+    assert not p2p._sent
     piped.mpu.destroy()
     return most
 
@@ -86,15 +86,15 @@ def test_a_stage_holds_only_its_own_parameters() -> None:
 def test_buffers_of_messages_go_while_the_step_runs() -> None:
     config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": 1}}
     piped = autopar.initialize(gpt2(), config)
-    post = vars(piped)["_autopar_pipeline"].post
+    p2p = vars(piped)["_autopar_pipeline"].p2p
     most = []
-    plain_send = post.send
+    plain_send = p2p.send
 
     def send(*args: Any, **kwargs: Any) -> None:
         plain_send(*args, **kwargs)
-        most.append(len({entry[3] for entry in post._sent}))
+        most.append(len({entry[3] for entry in p2p._sent}))
 
-    post.send = send
+    p2p.send = send
     piped.execute_pipeline(language_batches(131, count=1, batch=12)[0])
     assert max(most) <= 3
     piped.mpu.destroy()

@@ -8,7 +8,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.microbatches import (
+from autopar.pipeline_parallel.microbatch import (
     batch_size,
     merge_outputs,
     next_batch,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from autopar.pipeline_config import _SCHEDULES, PipelineConfig
+from autopar.config.pipeline import _SCHEDULES, PipelineConfig
 from autopar.pipeline_parallel.schedule import SCHEDULES, Action, forwards, make_schedule, peak
-from autopar.policy.stages import rank_of_stage
+from autopar.plan.stages import rank_of_stage
 
 TICKS = {"F": 1, "I": 1, "W": 1, "B": 2}
 TORCHS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -9,11 +9,10 @@ import random
 import pytest
 import torch
 
-from autopar.api import _reads
+from autopar.dry_run.block_reads import find_reads
 from autopar.errors import ConfigError, UnsupportedModelError
+from autopar.plan.stages import StagePlan, make_stages, partition, rank_of_stage
 from autopar.policy.match import find_policy
-from autopar.policy.partition import partition, rank_of_stage
-from autopar.policy.stages import StagePlan, make_stages
 from tests.pipeline_parallel.deep import deep
 from tests.random_models import Case, build
 from tests.small import llama
@@ -21,7 +20,7 @@ from tests.small import llama
 
 def _stages(model, ranks, **settings) -> StagePlan:
     policy = find_policy(model)
-    return make_stages(model, policy, ranks, reads=_reads(model, model, policy), **settings)
+    return make_stages(model, policy, ranks, reads=find_reads(model, policy), **settings)
 
 
 def test_partition_is_the_best_one() -> None:
@@ -37,7 +36,7 @@ def test_partition_is_the_best_one() -> None:
         for inner in itertools.combinations(range(1, len(costs)), stages - 1):
             other = [0, *inner, len(costs)]
             assert worst <= max(sum(costs[a:b]) for a, b in itertools.pairwise(other))
-    with pytest.raises(ConfigError, match="2 blocks cannot be shared out over 3 stages"):
+    with pytest.raises(ConfigError, match="2 blocks cannot be split into 3 stages"):
         partition([1, 1], 3)
 
 
@@ -59,7 +58,7 @@ def test_stages_by_hand() -> None:
 
 
 def test_more_stages_than_blocks() -> None:
-    with pytest.raises(ConfigError, match=r"5 does not fit GPT2LMHeadModel .transformer.h.: 4 blocks cannot be shared"):
+    with pytest.raises(ConfigError, match=r"5 does not fit GPT2LMHeadModel .transformer.h.: 4 blocks cannot be split"):
         _stages(deep("gpt2", 4), 5)
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 x chunks=3"):
         _stages(deep("gpt2", 4), 2, chunks=3)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.distributed.rng import base_seed, stream
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
-from autopar.pipeline_parallel.streams import draws_of, seed_of_pass
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2
@@ -130,17 +130,16 @@ def test_a_shuffling_loader_of_the_megatron_loop_gives_all_stages_the_same() -> 
 def test_streams_of_a_pass() -> None:
     torch.manual_seed(0)
     drawn = []
-    with seed_of_pass(2, True) as seed:
+    with base_seed() as seed:
         for number in (0, 1, 0):
-            with draws_of(seed, number):
+            with stream(seed, number):
                 drawn.append(torch.rand(4))
         outside = torch.rand(4)
     assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
     torch.manual_seed(0)
-    with seed_of_pass(2, True):
+    with base_seed():
         assert torch.equal(outside, torch.rand(4))
     before = torch.get_rng_state()
-    for stages, training in ((1, True), (2, False)):
-        with seed_of_pass(stages, training) as seed:
-            assert seed is None
+    with base_seed(needed=False) as seed, stream(seed, 1):
+        assert seed is None
     assert torch.equal(before, torch.get_rng_state())

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
+from tests.compare import same_gradients, same_weights
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.deep import deep
-from tests.pipeline_parallel.oracle import check_pipeline, whole_tensors
+from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.small import gpt2
 from tests.worlds import raises_everywhere
@@ -55,9 +56,7 @@ def test_twenty_steps(schedule: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-    weights = whole_tensors(piped, lambda parameter: parameter.data)  # asserts that stages hold the same bits
-    for name, parameter in plain.named_parameters():
-        close(weights[name], parameter.data, name)
+    same_weights(piped, plain)  # asserts that stages hold the same bits
     piped.mpu.destroy()
 
 
@@ -115,9 +114,7 @@ def test_criterion_scaled_loss_and_results() -> None:
     assert out.outputs is None
     if last:
         close(out.loss, 3 * plain(**batch).loss.detach(), "the loss is not scaled")
-    gradients = whole_tensors(piped, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, name, 1e-4)
+    same_gradients(piped, plain, 1e-4)
     assert piped.execute_pipeline(batch, return_loss=False).loss is None
     assert piped.execute_pipeline(batch, forward_only=True, broadcast_loss=True).loss is not None
     with torch.no_grad():
@@ -206,15 +203,11 @@ def _accumulate(tp: int) -> None:
         with nullcontext() if number % 3 == 2 or number < 3 else piped.no_sync():
             piped.execute_pipeline(mine, optimizer=optimizers[1])
         if number % 3 == 2:
-            gradients = whole_tensors(piped, lambda parameter: parameter.grad)
-            for name, parameter in plain.named_parameters():
-                close(gradients[name], parameter.grad, f"gradient of {name} after {number + 1} calls")
+            same_gradients(piped, plain, when=f"after {number + 1} calls")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    weights = whole_tensors(piped, lambda parameter: parameter.data)
-    for name, parameter in plain.named_parameters():
-        close(weights[name], parameter.data, name)
+    same_weights(piped, plain)
     piped.mpu.destroy()
 
 

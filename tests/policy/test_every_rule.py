@@ -20,13 +20,13 @@ import pytest
 from transformers import PreTrainedModel
 
 import autopar.api
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
+from autopar.plan.make_plan import make_plan
+from autopar.plan.matching import all_scopes, matches_of
+from autopar.plan.plan import Plan
 from autopar.policy.load import own_policies
-from autopar.policy.plan import Plan
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import Policy, Rule
-from autopar.policy.uses import all_scopes, uses_of
-from autopar.tensor_parallel.rehearsal import rehearse
 from tests.parity import check
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.worlds import spawn
@@ -178,7 +178,7 @@ def _read_in_another_branch(model: PreTrainedModel, path: str, where: str, plan:
 
 def _places(policy: Policy, model: PreTrainedModel, plan: Plan) -> set[str]:
     """The rules, attributes and inputs that met something in this model."""
-    uses = [use for scope in all_scopes(policy, "", model, 2) for use in uses_of(scope)]
+    uses = [use for scope in all_scopes(policy, "", model, 2) for use in matches_of(scope)]
     places = {str(use.rule.where) for use in uses} | {attribute.where for attribute in plan.attributes}
     return places | {cut.where for module in plan.modules.values() for cut in module.inputs}
 
@@ -189,14 +189,14 @@ def _elements(plan: Plan) -> int:
 
 def _refused(model: object, policy: Policy) -> bool:
     try:
-        rehearse(model, "", make_plan(model, policy, 2))
+        check_plan(model, "", make_plan(model, policy, 2))
     except AutoparError:
         return True
     return False
 
 
 def _wrong_in_numbers(wanted: list[tuple[str, str, str, Case]]) -> None:
-    autopar.api.rehearse = lambda *_: True
+    autopar.api.check_plan = lambda *_: True
     harmless = []
     for name, path, where, case in wanted:
         weak = next(changed for *key, changed in _weakened(_policy(name)) if key == [path, where])

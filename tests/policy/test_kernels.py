@@ -9,8 +9,8 @@ import pytest
 from transformers.models.mamba import modeling_mamba
 
 from autopar.errors import UnsupportedModelError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from tests.random_models import Case, build
 
 

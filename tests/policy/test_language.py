@@ -9,7 +9,7 @@ import pytest
 from autopar.errors import PolicyError
 from autopar.policy.load import load_policy, read_user_policy
 from autopar.policy.schema import Input, Part, Ratio
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 
 RIGHT = """\
 match: {model_type: mixed, class: [One, Two]}

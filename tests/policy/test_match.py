@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy import match
-from autopar.policy.load import load_policies, own_policies
+from autopar.policy.load import load_policies, own_policies, policy_folder
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.schema import Policy
 from tests.small import gpt2, llama
@@ -44,7 +44,8 @@ def test_no_model_type_is_listed_twice() -> None:
 def test_only_the_files_that_hold_the_word_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policies = list(own_policies().values())
     for kind in supported_model_types():
-        assert match._listing(kind) == [policy for policy in policies if kind in policy.model_types]
+        listed = [policy.name for policy in policies if kind in policy.model_types]
+        assert sorted(policy.name for policy in match._listing(kind)) == listed
     parsed: list[str] = []
 
     def load(path: Path) -> tuple[Policy, ...]:
@@ -74,9 +75,10 @@ def test_a_model_type_that_no_file_lists() -> None:
         "  Closest in structure is gpt2 (10 of 10 kinds of modules).\n"
         "  If it computes like that too, pass this policy (a dict, or the same as YAML) and compare the loss:\n"
         "    policy={'extends': 'gpt2', 'match': {'model_type': 'nobodys_model'}}\n"
-        "  Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'); "
-        "its form is in policies/README.md.\n"
-        f"  The {len(supported_model_types())} model types that have one are in the table of README.md."
+        "  Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'). "
+        "'autopar policy check my.yaml' tries it without weights; its form is in\n"
+        f"    {policy_folder() / 'README.md'}\n"
+        f"  'autopar policy list' prints the {len(supported_model_types())} model types that have one."
     )
     model = of_type("nobodys_model")
     assert find_policy(model, {"extends": "gpt2", "match": {"model_type": "nobodys_model"}}).name == "user"

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from autopar.errors import ConfigError, PolicyError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from tests.small import gpt2, llama
 
 RIGHT = """\
@@ -75,26 +75,25 @@ WRONG = [
         "o_proj: {row: heads}",
         "o_proj: replicated",
         14,
-        "self_attn.v_proj opens a region shared out by 'kv' that no row closes; add a row rule, or gather_output: true",
+        "self_attn.v_proj opens a region sharded by 'kv' that no row closes; add a row rule, or gather_output: true",
     ),
     (
         "down_proj: {row: ffn}",
         "down_proj: {row: ffn, split_input: true}",
         17,
-        "mlp.up_proj opens a region shared out by 'ffn' that no row closes",
+        "mlp.up_proj opens a region sharded by 'ffn' that no row closes",
     ),
     (
         "gate_proj: {column: ffn}\n    mlp.up_proj: {column: ffn}",
         "gate_proj: replicated\n    mlp.up_proj: replicated",
         18,
-        "mlp.down_proj closes a region shared out by 'ffn' that no column opens; "
-        "add a column rule, or split_input: true",
+        "mlp.down_proj closes a region sharded by 'ffn' that no column opens; add a column rule, or split_input: true",
     ),
     (
         "{column: vocab, gather_output: true}",
         "{column: vocab}",
         26,
-        "lm_head opens a region shared out by 'vocab' that no row closes",
+        "lm_head opens a region sharded by 'vocab' that no row closes",
     ),
     (
         "q_proj: {column: heads}",
@@ -118,19 +117,19 @@ WRONG = [
         "input_layernorm: replicated",
         "input_layernorm: {replicated: vocab}",
         19,
-        "input_layernorm works on activations shared out by 'vocab', but no column opens them",
+        "input_layernorm works on activations sharded by 'vocab', but no column opens them",
     ),
     (
         "input_layernorm: replicated",
         "mlp: replicated\n    input_layernorm: replicated",
         16,
-        "model.layers.0.mlp.gate_proj is covered here and, with model.layers.0.mlp, by policy text:19",
+        "model.layers.0.mlp.gate_proj is matched by two rules, here and, with model.layers.0.mlp, in policy text:19",
     ),
     (
         "mlp.up_proj: {column: ffn}",
         "mlp.up_proj: {column: ffn}\n    mlp.up_proj?: {column: ffn}",
         18,
-        "model.layers.0.mlp.up_proj is covered here and by policy text:17",
+        "model.layers.0.mlp.up_proj is matched by two rules, here and in policy text:17",
     ),
     (
         "input_layernorm: replicated",
@@ -207,8 +206,8 @@ def test_tied_weights_must_agree() -> None:
     with pytest.raises(PolicyError) as info:
         make_plan(llama(tie_word_embeddings=True), read_user_policy(weak), 2)
     assert str(info.value) == (
-        "policy text:26: lm_head.weight is the same tensor as model.embed_tokens.weight, but cut along dim 0 by vocab "
-        "here and whole by policy text:8"
+        "policy text:26: lm_head.weight is the same tensor as model.embed_tokens.weight, but sharded along dim 0 by "
+        "vocab here and replicated by policy text:8"
     )
 
 
@@ -216,8 +215,8 @@ def test_sizes_that_do_not_fit_name_the_largest_that_does() -> None:
     with pytest.raises(ConfigError) as info:
         make_plan(llama(), read_user_policy(RIGHT), 8)
     assert str(info.value) == (
-        "tensor_parallel_size=8 does not fit LlamaForCausalLM: 6 heads cannot be shared out over 8 ranks.\n"
-        "  'heads' is num_attention_heads=6 (policy text:4), cut by self_attn.q_proj (policy text:12).\n"
+        "tensor_parallel_size=8 does not fit LlamaForCausalLM: 6 heads cannot be sharded over 8 ranks.\n"
+        "  'heads' is num_attention_heads=6 (policy text:4), sharded by self_attn.q_proj (policy text:12).\n"
         "  Largest size that fits this model: 6."
     )
     gathered = RIGHT.replace("k_proj: {column: kv}", "k_proj: {column: kv, gather_output: true}")
@@ -232,7 +231,7 @@ def test_sizes_that_do_not_fit_name_the_largest_that_does() -> None:
             "(policy text:15)."
         )
     alone = RIGHT.replace("replicate: true", "replicate: false")
-    with pytest.raises(ConfigError, match="3 kv cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match="3 kv cannot be sharded over 4 ranks"):
         make_plan(llama(), read_user_policy(alone), 4)
 
 

@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import PolicyError
 from autopar.policy.load import read_user_policy
 from autopar.policy.schema import KINDS, Part, Ratio
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 
 RIGHT = """\
 match:

@@ -10,9 +10,9 @@ from torch import nn
 
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
+from autopar.plan.units import UnitTable
 from autopar.policy.schema import Part, UnitSpec
-from autopar.policy.units import UnitTable
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 
 NONE: frozenset[str] = frozenset()
 
@@ -48,7 +48,7 @@ def test_the_width_of_a_unit_is_inferred() -> None:
         ("kv", 3, 4),
         ("kv", 3, 4),
     ]
-    assert [block.shares for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
+    assert [block.ranges for block in found.blocks] == [((0, 6), (6, 9)), ((0, 2), (2, 3)), ((0, 2), (2, 3))]
     found = layout(table(2), ["ffn", "ffn"], 74)
     assert [(block.count, block.width) for block in found.blocks] == [(37, 1), (37, 1)]
 
@@ -79,15 +79,15 @@ def test_widths_that_are_written_stand_and_the_others_share_what_is_left() -> No
 )
 def test_query_heads_stay_with_their_kv_head(kv: int, heads: int, size: int, kv_shares: Any, head_shares: Any) -> None:
     units = table(size, kv_heads=kv, n_heads=heads)
-    assert units.shares("kv", kv, size) == kv_shares
-    assert units.shares("heads", heads, size) == head_shares
+    assert units.ranges("kv", kv, size) == kv_shares
+    assert units.ranges("heads", heads, size) == head_shares
     assert units.family("heads") == units.family("kv") == "kv"
 
 
 def test_only_what_may_be_empty_may_be() -> None:
     assert layout(table(4, frozenset({"vocab"})), ["vocab"], 17).ranges(3) == ((13, 17),)
     assert layout(table(4, frozenset({"vocab"}), vocab_size=3), ["vocab"], 3).ranges(3) == ()
-    with pytest.raises(ConfigError, match="3 vocab cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match="3 vocab cannot be sharded over 4 ranks"):
         layout(table(4, vocab_size=3), ["vocab"], 3)
     assert layout(table(4), ["hidden"], 3).ranges(3) == ()
 
@@ -96,11 +96,13 @@ def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError) as info:
         layout(table(10), ["heads"], 36)
     assert str(info.value) == (
-        "tensor_parallel_size=10 does not fit Model: 9 heads cannot be shared out over 10 ranks.\n"
-        "  'heads' is n_heads=9 (p:2), cut by proj (p:9).\n"
+        "tensor_parallel_size=10 does not fit Model: 9 heads cannot be sharded over 10 ranks.\n"
+        "  'heads' is n_heads=9 (p:2), sharded by proj (p:9).\n"
         "  Largest size that fits this model: 9."
     )
-    with pytest.raises(ConfigError, match=r"5 ffn cannot.*\n  'ffn' is counted on the parameter \(p:3\), cut by proj"):
+    with pytest.raises(
+        ConfigError, match=r"5 ffn cannot.*\n  'ffn' is counted on the parameter \(p:3\), sharded by proj"
+    ):
         layout(table(6), ["ffn"], 5)
     units = table(21, kv_heads=9)
     units.used[("heads", 9, 9)] = ("q", Where("p", 8))  # heads are cut too, so they bound what fits
@@ -153,15 +155,15 @@ def test_a_count_that_a_block_holds_differs_from_block_to_block() -> None:
 
 
 def test_a_unit_in_multiples_goes_to_ranks_in_runs_of_that_many() -> None:
-    assert one(2, "12", multiple=4).shares("u", 12, 2) == ((0, 8), (8, 12))
+    assert one(2, "12", multiple=4).ranges("u", 12, 2) == ((0, 8), (8, 12))
     with pytest.raises(ConfigError) as info:
         layout(one(4, "12", multiple=4), ["u"], 12)
     assert str(info.value) == (
-        "tensor_parallel_size=4 does not fit Model: 12 u cannot be shared out over 4 ranks in multiples of 4.\n"
-        "  'u' is 12=12 (p:1), cut by proj (p:9).\n"
+        "tensor_parallel_size=4 does not fit Model: 12 u cannot be sharded over 4 ranks in multiples of 4.\n"
+        "  'u' is 12=12 (p:1), sharded by proj (p:9).\n"
         "  Largest size that fits this model: 3."
     )
-    with pytest.raises(ConfigError, match=r"10 u cannot be shared out in multiples of 4\.\n.*\n.*fits this model: 1\."):
+    with pytest.raises(ConfigError, match=r"10 u cannot be sharded in multiples of 4\.\n.*\n.*fits this model: 1\."):
         layout(one(2, "10", multiple=4), ["u"], 10)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import PolicyError, UnsupportedModelError
+from autopar.plan.make_plan import make_plan
 from autopar.policy import match
 from autopar.policy.load import load_policies, load_policy, own_policies, read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from autopar.policy.schema import SUPPORTED, Part
 from tests.small import gpt2, llama
 

@@ -12,8 +12,8 @@ from transformers import BartConfig, BartModel, PreTrainedModel
 
 import autopar
 from tests.parity import close, randomise
+from tests.pool import pooled
 from tests.random_models import Case, batches, build
-from tests.worlds import distributed
 
 
 def _parallel(model: PreTrainedModel, **sections: Any) -> PreTrainedModel:
@@ -27,7 +27,7 @@ def _same_maps(actual: Any, expected: Any) -> None:
         close(mine, theirs, "an attention map")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_towers_with_other_numbers_of_heads_return_whole_maps() -> None:
     torch.manual_seed(0)
     for encoder, decoder in [(3, 4), (5, 4)]:
@@ -42,7 +42,7 @@ def test_towers_with_other_numbers_of_heads_return_whole_maps() -> None:
             _same_maps(outputs[1][key], outputs[0][key])
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_maps_are_whole_without_keys_inside_outputs_and_from_the_base_model() -> None:
     llama = build(Case("llama", "LlamaForCausalLM", "eager"), 6, 3).eval()
     parallel, ids = _parallel(llama), torch.randint(3, 100, (2, 5))
@@ -61,7 +61,7 @@ def test_maps_are_whole_without_keys_inside_outputs_and_from_the_base_model() ->
         _same_maps(outputs[1][part].attentions, outputs[0][part].attentions)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_another_attention_kernel_reaches_attention_with_numbers_of_its_own() -> None:
     for kernels in [("eager", "sdpa"), ("sdpa", "eager")]:
         plain = build(Case("phi3", "Phi3ForCausalLM"), 6, 3).eval()
@@ -78,7 +78,7 @@ def test_another_attention_kernel_reaches_attention_with_numbers_of_its_own() ->
         assert autopar.deparallelize(parallel).model.layers[0].self_attn.config is parallel.config
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_experts_drop_out_alike_when_they_are_computed_again() -> None:
     """Checkpointing ends a recomputation inside the experts by an exception; random streams must not stay apart."""
     case = Case("mixtral", "MixtralForCausalLM", "batched")
@@ -97,7 +97,7 @@ def test_experts_drop_out_alike_when_they_are_computed_again() -> None:
         close(gradients[1][name], gradient, f"gradient of {name}")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_module_that_is_added_afterwards_is_refused_at_the_first_forward() -> None:
     parallel = _parallel(build(Case("llama", "LlamaForCausalLM"), 6, 3))
     parallel.model.layers[0].self_attn.o_proj.lora_A = nn.Linear(4, 4)

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
+from autopar.plan.units import UnitTable
 from autopar.policy.schema import UnitSpec
-from autopar.policy.units import UnitTable
-from autopar.yaml_tree import Where
+from autopar.policy.yaml_reader import Where
 from tests.parity import check, language_batches, randomise
-from tests.worlds import distributed
+from tests.pool import pooled
 
 
 def _mixtral(ffn: int) -> MixtralForCausalLM:
@@ -31,10 +31,10 @@ def _mixtral(ffn: int) -> MixtralForCausalLM:
 def test_units_are_aligned_where_there_are_enough() -> None:
     spec = UnitSpec("ffn", "inferred", Where("p", 1), align=8)
     for count, size, shares in [(24, 2, ((0, 16), (16, 24))), (24, 4, ((0, 6), (6, 12), (12, 18), (18, 24)))]:
-        assert UnitTable({"ffn": spec}, None, "Model", size, frozenset()).shares("ffn", count, size) == shares
+        assert UnitTable({"ffn": spec}, None, "Model", size, frozenset()).ranges("ffn", count, size) == shares
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_share_that_is_not_aligned_runs_and_is_exact() -> None:
     for ffn in (24, 32):  # 6 a rank, which is no multiple of 16 bytes; 8 a rank
         plain = _mixtral(ffn)

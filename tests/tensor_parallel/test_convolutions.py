@@ -12,8 +12,8 @@ from torch import nn
 import autopar
 from autopar.errors import PolicyError
 from tests.parity import check
-from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, rehearsed, share, toy, toy_policy
-from tests.worlds import distributed
+from tests.pool import pooled
+from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
 
 FFN = {"ffn": "ffn"}
 
@@ -41,7 +41,7 @@ CONFORMER_RULES: dict[str, Any] = {
 }
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_convolutions_are_columns_and_rows_and_a_batch_norm_is_cut() -> None:
     plain: list[Any] = []
     model = check(
@@ -64,7 +64,7 @@ def test_convolutions_are_columns_and_rows_and_a_batch_norm_is_cut() -> None:
 
 def test_a_convolution_in_groups_is_no_column() -> None:
     with pytest.raises(PolicyError) as info:
-        rehearsed(toy(Conformer), toy_policy(FFN, {**CONFORMER_RULES, "deep": {"column": "ffn"}}))
+        checked_plan(toy(Conformer), toy_policy(FFN, {**CONFORMER_RULES, "deep": {"column": "ffn"}}))
     assert str(info.value) == (
         "policy dict:blocks.modules.deep: 'column' of deep: a convolution takes it without groups (it has 5), "
         "gather_output and split_input"
@@ -77,11 +77,11 @@ def test_a_convolution_in_groups_is_no_column() -> None:
     model = toy(Conformer)
     model.layers[0].up.__class__ = Own
     with pytest.raises(PolicyError, match=r"^Own has a forward of its own; it cannot become ColumnParallelConv$"):
-        rehearsed(model, toy_policy(FFN, CONFORMER_RULES))
+        checked_plan(model, toy_policy(FFN, CONFORMER_RULES))
 
 
 class Sum(nn.Module):
-    """Beside the shared-out features stands a branch that every rank computes in full."""
+    """Beside the sharded features stands a branch that every rank computes in full."""
 
     def __init__(self, config: ToyConfig) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Region(nn.Module):
         return self.inner(x)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_module_whose_output_counts_once_in_a_region() -> None:
     rules = {"inner": {"region": "ffn"}, "inner.weight": {"cut": "ffn"}, "inner.beside": {"once": "ffn"}}
     check(lambda: toy(Region), batches(), 2, policy=toy_policy(FFN, rules))
@@ -137,7 +137,7 @@ class Holder(nn.Module):
         return self.inner(x)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_list_that_repeats_itself_for_each_expert() -> None:
     policy = toy_policy(FFN, STACKED, attributes={"inner.ffn": "ffn"})
     check(lambda: toy(Holder, n_experts=3), batches(), 2, policy=policy)
@@ -154,5 +154,5 @@ def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
     ]:
         policy = toy_policy(FFN, {**STACKED, "inner.up": {"cut": ["ffn", "ffn"], "repeat": repeat}})
         with pytest.raises(PolicyError) as info:
-            rehearsed(toy(Holder, n_experts=3), policy)
+            checked_plan(toy(Holder, n_experts=3), policy)
         assert str(info.value) == f"policy dict:blocks.modules.inner.up: {message}"

@@ -12,15 +12,15 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.policy.resolve import make_plan
 from autopar.tensor_parallel.experts import ExpertParallel
 from tests.parity import check, language_batches, randomise
+from tests.pool import pooled
 from tests.small import llama
-from tests.tensor_parallel.test_boundaries import MIXTURE_RULES, Mixture
-from tests.tensor_parallel.toys import ToyConfig, batches, rehearsed, toy, toy_policy
-from tests.worlds import distributed
+from tests.tensor_parallel.test_region_modules import MIXTURE_RULES, Mixture
+from tests.tensor_parallel.toys import ToyConfig, batches, checked_plan, toy, toy_policy
 
 
 def by_expert(tp: int) -> dict[str, Any]:
@@ -35,14 +35,14 @@ def mixtral() -> Any:
     return randomise(MixtralForCausalLM(config))
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_mixture_with_its_load_balancing_loss_on_two() -> None:
     model = check(mixtral, language_batches(31), 2, config=by_expert(2))
     experts = model.model.layers[1].mlp.experts
     own = 3 if model.mpu.tp.rank == 0 else 2
     assert isinstance(experts, ExpertParallel)
     assert experts.num_experts == own and experts.gate_up_proj.shape == (own, 16, 16)
-    assert model.model.layers[1].self_attn.q_proj.weight.shape[0] == 8  # the rest is shared out as before
+    assert model.model.layers[1].self_attn.q_proj.weight.shape[0] == 8  # the rest is sharded as before
     autopar.deparallelize(model)
     assert experts.num_experts == 5 and type(experts).__name__ == "MixtralExperts"
     assert experts.gate_up_proj.shape == (5, 16, 16)
@@ -98,36 +98,36 @@ ROUTED = toy_policy(
 )
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_ranks_that_get_no_token_and_tokens_that_do_not_divide() -> None:
     for reachable in (2, 4):  # with two, the last two ranks get none; 10 tokens on 4 ranks
         check(lambda n=reachable: toy(Routed, reachable=n), batches(), 4, policy=ROUTED, config=by_expert(4))
     check(lambda: toy(Routed, reachable=4), batches(), 4, policy=ROUTED)  # the same policy, each expert cut
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_fewer_tokens_than_ranks() -> None:
     few = [{"inputs_embeds": batches()[0]["inputs_embeds"][:1, :2]}]
     check(lambda: toy(Routed, reachable=3), few, 4, policy=ROUTED, config=by_expert(4))
 
 
-def test_models_whose_experts_cannot_be_shared_out_whole() -> None:
+def test_models_whose_experts_cannot_be_sharded_by_expert() -> None:
     plain = llama()
     with pytest.raises(ConfigError) as info:
         make_plan(plain, find_policy(plain), 2, by_expert=True)
-    assert str(info.value) == "expert_parallel_size: this model has no experts that can be shared out by expert"
+    assert str(info.value) == "expert_parallel_size: this model has no experts that can be sharded by expert"
     rules = {**MIXTURE_RULES, "experts": {"region": "ffn", "by_expert": "experts"}}
     policy = toy_policy({"ffn": "ffn", "experts": "3"}, rules)
-    assert rehearsed(toy(Mixture), policy)
+    assert checked_plan(toy(Mixture), policy)
     with pytest.raises(ConfigError) as info:
         make_plan(toy(Mixture), read_user_policy(policy), 2, by_expert=True)
     assert str(info.value) == (
-        "expert_parallel_size: layers.0.experts (Experts) chooses its experts inside, it cannot be shared out by "
-        "expert. Leave it out: each expert is cut instead."
+        "expert_parallel_size: layers.0.experts (Experts) chooses its experts inside, it cannot be sharded by "
+        "expert. Leave it out: each expert is sharded instead."
     )
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_the_size_of_the_config_reaches_the_plan() -> None:
     with pytest.raises(ConfigError, match="this model has no experts"):
         autopar.initialize(llama(), by_expert(2))

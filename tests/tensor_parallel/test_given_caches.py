@@ -120,7 +120,9 @@ def test_what_cannot_be_cut_is_refused() -> None:
     staged = autopar.initialize(llama().eval(), {"model_parallelism": {"pipeline_parallel_size": 2}})
     with torch.no_grad():
         for _ in range(2):
-            with pytest.raises(autopar.ConfigError, match=r"cut into 2 pipeline stages, which go on only from a cache"):
+            with pytest.raises(
+                autopar.ConfigError, match="split into 2 pipeline stages, which go on only from a cache"
+            ):
                 staged(ids, past_key_values=DynamicCache([tuple(pair) for pair in prefix(3)]))
         cache = staged(ids, use_cache=True).past_key_values
         staged(ids[:, :1], past_key_values=cache)

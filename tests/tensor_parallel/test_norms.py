@@ -1,4 +1,4 @@
-"""Norms whose mean runs over shared-out features, in groups or over all, in each way that such norms are written."""
+"""Norms whose mean runs over sharded features, in groups or over all, in each way that such norms are written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import PolicyError
 from tests.parity import check
+from tests.pool import pooled
 from tests.tensor_parallel.toys import (
     MLP,
     MLP_RULES,
@@ -20,11 +21,10 @@ from tests.tensor_parallel.toys import (
     Mean,
     ToyConfig,
     batches,
-    rehearsed,
+    checked_plan,
     toy,
     toy_policy,
 )
-from tests.worlds import distributed
 
 NORMED = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"norm_over": "ffn"}})
 
@@ -75,13 +75,13 @@ def normed(name: str) -> Any:
     return toy(lambda config: MLP(config, NORMS[name](config.ffn)))
 
 
-@distributed(world_size=2)
-def test_a_norm_over_all_shared_out_features_in_each_way_it_is_written() -> None:
+@pooled(world_size=2)
+def test_a_norm_over_all_sharded_features_in_each_way_it_is_written() -> None:
     for name in NORMS:
         check(lambda name=name: normed(name), batches(), 2, policy=NORMED)
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_in_half_precision_the_sums_are_taken_in_full() -> None:
     for name in ("LayerNorm", "RMSNorm", "Mean"):
         plain, model = normed(name).bfloat16(), normed(name).bfloat16()
@@ -139,13 +139,13 @@ KEYS = toy_policy(
 )
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_a_norm_with_a_gate() -> None:
     rules = {**MLP_RULES, "gate": {"column": "ffn"}, "norm": {"norm_over": "ffn"}}
     check(lambda: toy(Gated), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_what_several_ranks_hold_counts_once_in_the_mean() -> None:
     check(lambda: toy(Keys), batches(), 4, policy=KEYS)
     check(lambda: toy(Keys, groups=1), batches(), 4, policy=KEYS)
@@ -172,7 +172,7 @@ GROUPED = toy_policy(
 )
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_groups_that_ranks_share_and_groups_that_a_rank_holds_alone() -> None:
     for heads, groups in ((4, 2), (4, 1), (8, 4), (8, 2), (6, 3), (10, 5)):
         check(lambda h=heads, g=groups: toy(Grouped, heads=h, groups=g), batches(), 4, policy=GROUPED)
@@ -182,12 +182,12 @@ def test_a_norm_over_groups_needs_to_know_of_them() -> None:
     policy = toy_policy(GROUPED["units"], {**GROUPED["blocks"]["modules"], "norm": {"norm_over": "heads"}})
     policy["blocks"]["attributes"] = {"norm.group_size": "heads * 3 / groups"}
     for groups, tp, what in (
-        (4, 2, "6 of 12 shared-out features takes a mean over 3"),
+        (4, 2, "6 of 12 sharded features takes a mean over 3"),
         (2, 2, "6 of 12"),
         (2, 4, "3 of 12"),
     ):
         with pytest.raises(PolicyError) as info:  # also where a rank's features are just those of one group
-            rehearsed(toy(Grouped, groups=groups), policy, tp)
+            checked_plan(toy(Grouped, groups=groups), policy, tp)
         message = str(info.value)
         assert message.startswith(f"policy dict:blocks.modules.norm: a norm over {what}")
         assert message.endswith(": it has groups, write {norm_over: ..., within: GROUPS} or {cut: ...}")
@@ -213,19 +213,19 @@ class Varied(nn.Module):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("var", "a norm over shared-out features calls var, which is not known"),
-        ("std", "a norm over shared-out features calls std, which is not known"),
-        ("sum", "a norm over shared-out features calls sum, which is not known"),
-        ("amax", "a norm over shared-out features calls amax, which is not known"),
-        ("normalize", "a norm over shared-out features calls normalize, which is not known"),
-        ("linalg_vector_norm", "a norm over shared-out features calls linalg_vector_norm, which is not known"),
-        ("mean over tokens", "a norm over shared-out features takes a mean over dim 1, not the last"),
+        ("var", "a norm over sharded features calls var, which is not known"),
+        ("std", "a norm over sharded features calls std, which is not known"),
+        ("sum", "a norm over sharded features calls sum, which is not known"),
+        ("amax", "a norm over sharded features calls amax, which is not known"),
+        ("normalize", "a norm over sharded features calls normalize, which is not known"),
+        ("linalg_vector_norm", "a norm over sharded features calls linalg_vector_norm, which is not known"),
+        ("mean over tokens", "a norm over sharded features takes a mean over dim 1, not the last"),
     ],
 )
 def test_a_reduction_that_is_not_known_is_refused_by_name(by: str, message: str) -> None:
     model = toy(lambda config: MLP(config, Varied(config.ffn, by)))
     with pytest.raises(PolicyError) as info:
-        rehearsed(model, NORMED)
+        checked_plan(model, NORMED)
     assert str(info.value) == f"policy dict:blocks.modules.between: {message}"
 
 
@@ -236,7 +236,7 @@ def test_a_norm_that_reads_what_is_whole_is_refused() -> None:
 
     model = toy(lambda config: Before(config, Mean(config.ffn)), hidden_size=5)
     with pytest.raises(PolicyError) as info:
-        rehearsed(model, NORMED)
+        checked_plan(model, NORMED)
     assert str(info.value) == (
-        "policy dict:blocks.modules.between: layers.0.between is norm_over, but what it reads is whole"
+        "policy dict:blocks.modules.between: layers.0.between is norm_over, but its input is replicated"
     )

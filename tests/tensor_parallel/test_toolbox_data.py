@@ -6,18 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.broadcast_data import broadcast_data
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.layout import share_out
-from autopar.mesh import MPU
-from autopar.tensor_parallel.data import broadcast_data
-from autopar.tensor_parallel.split import (
+from autopar.layout import even_shards
+from autopar.tensor_parallel.megatron.tensor_split import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
     vocab_range_from_global_vocab_size,
 )
-from tests.worlds import distributed, raises_everywhere
+from tests.pool import pooled
+from tests.worlds import raises_everywhere
 
 
 def batch_of(rank):
@@ -39,7 +40,7 @@ def same(found, wanted):
         assert torch.equal(found[key], wanted[key]), f"{key!r}: {found[key]} is not {wanted[key]}"
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_the_first_rank_of_each_group_gives_its_data_to_its_group():
     mpu = MPU(tensor_parallel_size=2, pipeline_parallel_size=4)
     rank = dist.get_rank()
@@ -55,7 +56,7 @@ def test_the_first_rank_of_each_group_gives_its_data_to_its_group():
     assert mpu.broadcast_data([], batch_of(rank), torch.int64) == {}
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_each_key_has_a_dtype_of_its_own():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank = dist.get_rank()
@@ -74,7 +75,7 @@ def test_each_key_has_a_dtype_of_its_own():
     assert torch.equal(found["z"], wanted["z"])
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_what_comes_back_is_a_copy_without_gradient_even_on_the_first_rank():
     mpu = MPU(tensor_parallel_size=2, pipeline_parallel_size=4)
     x = torch.arange(6.0).view(2, 3).T.requires_grad_()  # not contiguous
@@ -86,7 +87,7 @@ def test_what_comes_back_is_a_copy_without_gradient_even_on_the_first_rank():
     assert found["y"].untyped_storage().nbytes() == 8, "of its own, not a part of the batch that it would keep alive"
 
 
-@distributed(world_size=8, timeout=60)
+@pooled(world_size=8, timeout=60)
 def test_bad_data_on_the_first_rank_is_the_same_error_on_all_ranks():
     mpu = MPU(tensor_parallel_size=2, pipeline_parallel_size=4)
     good = {"ids": torch.ones(2, dtype=torch.int64), "x": torch.ones(2)}
@@ -128,7 +129,7 @@ def test_bad_data_on_the_first_rank_is_the_same_error_on_all_ranks():
     same(found, {"ids": good["ids"]})
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_flat_chunks_of_a_tensor_and_back():
     mpu = MPU(tensor_parallel_size=2, pipeline_parallel_size=4)
     rank = dist.get_rank()
@@ -165,4 +166,4 @@ def test_vocabulary_ranges():
     assert [vocab_range_from_global_vocab_size(50257, rank, 2) for rank in range(2)] == [(0, 25129), (25129, 50257)]
     assert [VocabUtility.vocab_range_from_global_vocab_size(3, rank, 4)[1] for rank in range(4)] == [1, 2, 3, 3]
     assert VocabUtility.vocab_range_from_per_partition_vocab_size(8, 3, 4) == (24, 32)
-    assert tuple(vocab_range_from_global_vocab_size(17, rank, 8) for rank in range(8)) == share_out(17, 8)
+    assert tuple(vocab_range_from_global_vocab_size(17, rank, 8) for rank in range(8)) == even_shards(17, 8)

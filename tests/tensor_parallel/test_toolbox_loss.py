@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from autopar import collectives
+from autopar.distributed import collectives
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.layout import share_out
-from autopar.mesh import MPU
+from autopar.layout import even_shards
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
-from tests.worlds import distributed, raises_everywhere
+from tests.pool import pooled
+from tests.worlds import raises_everywhere
 
 
 def whole(shape, vocab, dtype=torch.float32, scale=3.0, seed=0):
@@ -37,7 +38,7 @@ def check(mpu, logits, target, grad=None, tell_size=True, tolerance=1e-5, **opti
     """Ours on this rank's columns against torch's on all of them."""
     options = {"reduction": "none", **options}
     vocab = logits.shape[-1]
-    low, high = share_out(vocab, mpu.tp.size)[mpu.tp.rank]
+    low, high = even_shards(vocab, mpu.tp.size)[mpu.tp.rank]
     local = logits[..., low:high].clone().requires_grad_()
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, target, **options, vocab_size=vocab if tell_size else None, group=mpu)
@@ -50,7 +51,7 @@ def check(mpu, logits, target, grad=None, tell_size=True, tolerance=1e-5, **opti
     return loss.detach(), local.grad
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_the_numbers_of_megatron():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     logits = torch.arange(0.0, 8.0).repeat(16, 4)  # [16, 32], the vocabulary has 128
@@ -64,7 +65,7 @@ def test_the_numbers_of_megatron():
 
 
 @pytest.mark.parametrize("vocab", [50257, 100, 17, 3])
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_equal_to_torch(vocab):
     """tp 1, 2 and 4; a vocabulary of 3 leaves rank 3 of 4 without a column."""
     for tp in (1, 2, 4):
@@ -83,7 +84,7 @@ def test_equal_to_torch(vocab):
         mpu.destroy()
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_ignore_index_of_any_value():
     mpu = MPU(tensor_parallel_size=4)
     target = torch.tensor([3, 16, 0, 7, 3])
@@ -101,7 +102,7 @@ def test_ignore_index_of_any_value():
                 )
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_all_targets_ignored():
     mpu = MPU(tensor_parallel_size=4)
     target = torch.full((4,), -100)
@@ -114,7 +115,7 @@ def test_all_targets_ignored():
             assert not loss.any() and not grad.any()
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_a_token_whose_loss_is_exactly_zero_counts_in_the_mean():
     mpu = MPU(tensor_parallel_size=4)
     logits = whole((3,), 17)
@@ -126,7 +127,7 @@ def test_a_token_whose_loss_is_exactly_zero_counts_in_the_mean():
     torch.testing.assert_close(mean, loss[0] / 2)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_half_precision_logits_are_computed_in_float32():
     mpu = MPU(tensor_parallel_size=4)
     for dtype, tolerance in ((torch.float16, 1e-3), (torch.bfloat16, 8e-3), (torch.float64, 1e-12)):
@@ -137,7 +138,7 @@ def test_half_precision_logits_are_computed_in_float32():
             assert grad.dtype == dtype
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_large_and_infinite_logits():
     mpu = MPU(tensor_parallel_size=4)
     target = torch.tensor([0, 9, 16])
@@ -153,7 +154,7 @@ def test_large_and_infinite_logits():
     check(mpu, masked, target)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_shapes_without_tokens_strided_logits_and_int32_targets():
     mpu = MPU(tensor_parallel_size=4)
     check(mpu, whole((0,), 17), torch.empty(0, dtype=torch.int64))
@@ -161,15 +162,15 @@ def test_shapes_without_tokens_strided_logits_and_int32_targets():
     logits = whole((3, 2), 16).transpose(0, 1)  # [2, 3, 16], not contiguous
     target = torch.tensor([[1, 2, 3], [4, -100, 15]])
     loss, _ = check(mpu, logits, target)
-    low, high = share_out(16, 4)[mpu.tp.rank]
+    low, high = even_shards(16, 4)[mpu.tp.rank]
     again = vocab_parallel_cross_entropy(logits[..., low:high], target.int(), vocab_size=16, group=mpu)
     assert torch.equal(again, loss)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather():
     mpu = MPU(tensor_parallel_size=4)
-    low, high = share_out(1000, 4)[mpu.tp.rank]
+    low, high = even_shards(1000, 4)[mpu.tp.rank]
     logits = whole((64,), 1000)[:, low:high].requires_grad_()
     target = torch.arange(64) * 15
     flat = collectives._all_gather_flat
@@ -187,7 +188,7 @@ def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather():
     assert all(torch.equal(losses[0], other) for other in losses)
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_wrong_arguments_are_the_same_error_on_every_rank():
     mpu = MPU(tensor_parallel_size=4)
     logits, target = torch.ones(2, 3, 3), torch.ones(2, 3, dtype=torch.int64)  # 3 columns each: a vocabulary of 12

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.mesh import MPU
-from autopar.tensor_parallel.mappings import (
+from autopar.tensor_parallel.megatron.mappings import (
     all_to_all,
     axis_of,
     copy_to_tensor_model_parallel_region,
@@ -17,7 +17,8 @@ from autopar.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from tests.worlds import distributed, raises_everywhere
+from tests.pool import pooled
+from tests.worlds import raises_everywhere
 
 
 def run(function, x, grad=None):
@@ -37,7 +38,7 @@ def same(found, wanted):
     assert torch.equal(found, wanted), f"rank {dist.get_rank()}: {found} is not {wanted}"
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_copy_and_reduce_are_conjugate():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank = dist.get_rank()
@@ -54,7 +55,7 @@ def test_copy_and_reduce_are_conjugate():
     same(y, torch.tensor([float(2 * (rank % 4) + 4)]))
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_copy_gives_one_gradient_to_two_branches():
     """An in-place all-reduce in backward would be seen by the other branch, which autograd hands the same tensor."""
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
@@ -62,7 +63,7 @@ def test_copy_gives_one_gradient_to_two_branches():
     same(grad, torch.full((2,), 5.0))
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_scatter_and_gather_along_the_last_dim():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank, t = dist.get_rank(), dist.get_rank() % 4
@@ -82,7 +83,7 @@ def test_scatter_and_gather_along_the_last_dim():
     same(y, columns.expand(2, 3, 4))
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_gather_of_uneven_shards_needs_the_whole_size():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     t = mpu.tp.rank
@@ -91,11 +92,11 @@ def test_gather_of_uneven_shards_needs_the_whole_size():
     y, grad = run(lambda x: gather_from_tensor_model_parallel_region(x, mpu, size=6), full[:, low:high], full + t)
     same(y, full)
     same(grad, (full + t)[:, low:high])
-    with pytest.raises(ConfigError, match=f"dim -1 has 5 elements on rank {t} of 4, its share of 6 is {high - low}"):
+    with pytest.raises(ConfigError, match=f"dim -1 has 5 elements on rank {t} of 4, its shard of 6 has {high - low}"):
         gather_from_tensor_model_parallel_region(torch.ones(2, 5), mpu, size=6)
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_sequence_parallel_regions():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank, t = dist.get_rank(), dist.get_rank() % 4
@@ -121,7 +122,7 @@ def test_sequence_parallel_regions():
     same(grad, torch.arange(first, first + 4.0)[:, None].expand(4, 4))
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_sequence_parallel_regions_of_models_that_put_the_batch_first():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     t = mpu.tp.rank
@@ -137,7 +138,7 @@ def test_sequence_parallel_regions_of_models_that_put_the_batch_first():
     same(grad, shared)
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_all_to_all_even_and_uneven():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank, t = dist.get_rank(), dist.get_rank() % 4
@@ -163,7 +164,7 @@ def test_all_to_all_even_and_uneven():
     same(grad, y)
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_sizes_that_do_not_divide_are_the_same_error_on_every_rank():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     x = torch.ones(6, 6)
@@ -182,7 +183,7 @@ def test_sizes_that_do_not_divide_are_the_same_error_on_every_rank():
         all_to_all(mpu, x, [1, 2, 3], [1, 2, 3, 0])
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_the_mpu_has_oslos_operations():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank, t = dist.get_rank(), dist.get_rank() % 4
@@ -208,7 +209,7 @@ def test_the_mpu_has_oslos_operations():
     same(y, shared.T[t : t + 1])
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_what_a_group_may_be():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     rank = dist.get_rank()
@@ -224,7 +225,7 @@ def test_what_a_group_may_be():
             copy_to_tensor_model_parallel_region(torch.ones(1), others)
 
 
-@distributed(world_size=1)
+@pooled(world_size=1)
 def test_a_group_of_one_rank_changes_nothing():
     mpu = MPU()
     x = torch.arange(6.0).view(2, 3)

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import dropout
 
-from autopar.errors import ConfigError
-from autopar.mesh import MPU
-from autopar.tensor_parallel.random import (
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng_tracker import (
     RandomStateTracker,
     checkpoint,
     get_cuda_rng_tracker,
     manual_seed,
     model_parallel_cuda_manual_seed,
 )
-from tests.worlds import distributed
+from autopar.errors import ConfigError
+from tests.pool import pooled
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_states_go_round():
             tracker.reset()
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_seeds_of_the_two_streams():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     t = dist.get_rank() % 4
@@ -149,7 +149,7 @@ def test_seeds_of_the_two_streams():
         assert torch.equal(torch.rand(5), stream(1234 + 2718 + t, 5)[0])
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_dropout_is_equal_on_replicated_and_different_on_sharded_activations():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     torch.manual_seed(dist.get_rank())  # as different as the ranks of a careless script are
@@ -212,7 +212,7 @@ def assert_same(found, wanted):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@distributed(world_size=8)
+@pooled(world_size=8)
 def test_activation_checkpointing_recomputes_the_same_masks():
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
     wanted, masks = train(manual_seed(1234, mpu), wrapped=False)

@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2Model, PretrainedConfig, PreTrainedMode
 import autopar
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
 from tests.parity import check
-from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, filled, rehearsed, toy_policy
-from tests.worlds import distributed
+from tests.pool import pooled
+from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, filled, toy_policy
 
 
 class Heads(nn.Module):
@@ -84,7 +84,7 @@ def towers(folder: Path) -> str:
     return str(folder / "towers.yaml")
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_towers_count_their_own_heads(tmp_path: Path) -> None:
     (folder := tmp_path / str(dist.get_rank())).mkdir()
     model = check(pair, batches(), 3, policy=towers(folder))
@@ -94,9 +94,9 @@ def test_towers_count_their_own_heads(tmp_path: Path) -> None:
 
 def test_a_size_that_one_tower_does_not_fit_says_which(tmp_path: Path) -> None:
     policy = towers(tmp_path)
-    assert rehearsed(pair(), policy, 2)
-    with pytest.raises(ConfigError, match=r"=4 does not fit Pair: 3 heads cannot be shared out over 4 ranks"):
-        rehearsed(pair(), policy, 4)
+    assert checked_plan(pair(), policy, 2)
+    with pytest.raises(ConfigError, match=r"=4 does not fit Pair: 3 heads cannot be sharded over 4 ranks"):
+        checked_plan(pair(), policy, 4)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_tower_that_does_not_fit_the_model(tmp_path: Path, old: str, new: str,
     assert path.read_text().count(old) == 1
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(PolicyError) as info:
-        rehearsed(pair(), str(path))
+        checked_plan(pair(), str(path))
     assert message in str(info.value)
     assert str(info.value).startswith(f"{path}:")
 
@@ -157,8 +157,8 @@ def two(model_type: str = "gpt2") -> Any:
 INSIDE = {**toy_policy({"ffn": "ffn"}, MLP_RULES), "match": {"model_type": "two"}, "models": ["inner", "absent?"]}
 
 
-@distributed(world_size=2)
-def test_a_model_inside_is_shared_out_by_its_own_policy() -> None:
+@pooled(world_size=2)
+def test_a_model_inside_is_sharded_by_its_own_policy() -> None:
     model = check(two, batches(), 2, policy=INSIDE)
     assert model.inner.h[0].attn.c_attn.weight.shape == (6, 3 * 2 * (2 if model.mpu.tp.rank == 0 else 1))
     assert model.layers[0].up.weight.shape[0] == (3 if model.mpu.tp.rank == 0 else 2)
@@ -168,13 +168,13 @@ def test_a_model_inside_is_shared_out_by_its_own_policy() -> None:
 
 def test_a_model_inside_without_a_policy_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^no policy lists model_type 'nobodys_inner' of GPT2Model\."):
-        rehearsed(two("nobodys_inner"), INSIDE)
+        checked_plan(two("nobodys_inner"), INSIDE)
     with pytest.raises(PolicyError, match=r"^policy dict:models: layers.0 is a MLP, which has no policy of its own$"):
-        rehearsed(two(), {**INSIDE, "models": ["inner", "layers.*"]})
+        checked_plan(two(), {**INSIDE, "models": ["inner", "layers.*"]})
     with pytest.raises(PolicyError, match=r"^policy dict:models: Two has no module 'iner'. Did you mean 'inner'\?"):
-        rehearsed(two(), {**INSIDE, "models": ["iner"]})
+        checked_plan(two(), {**INSIDE, "models": ["iner"]})
     with pytest.raises(PolicyError, match=r"no rule covers 16 parameters of Two: inner.wte.weight"):
-        rehearsed(two(), {key: value for key, value in INSIDE.items() if key != "models"})
+        checked_plan(two(), {key: value for key, value in INSIDE.items() if key != "models"})
 
 
 class Central(Pair):
@@ -207,7 +207,7 @@ BESIDE = {
 }
 
 
-@distributed(world_size=3)
+@pooled(world_size=3)
 def test_attributes_and_inputs_beside_the_blocks() -> None:
     policy = {**yaml.safe_load(TOWERS % ("layer", "layer")), **BESIDE}
     for tower in policy["towers"].values():

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from autopar.collectives import Axis
+from autopar.distributed.axis import Axis
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
-from autopar.policy.plan import Plan
-from autopar.policy.resolve import make_plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.rehearsal import rehearse
 
 
 class ToyConfig(PretrainedConfig):
@@ -75,10 +75,10 @@ def toy_policy(units: dict[str, Any], modules: dict[str, Any], **blocks: Any) ->
     }
 
 
-def rehearsed(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:
-    """The plan, after its rehearsal."""
+def checked_plan(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:
+    """The plan, after its dry run."""
     plan = make_plan(model, read_user_policy(policy), tp, **options)
-    assert rehearse(model, "", plan)
+    assert check_plan(model, "", plan)
     return plan
 
 

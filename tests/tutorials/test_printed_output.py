@@ -44,7 +44,15 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 10
+    assert set(documented()) == scripts and len(scripts) == 11
+
+
+def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
+    sections = re.split(r"^## ", (ROOT / "tutorials" / "README.md").read_text(), flags=re.MULTILINE)
+    for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
+        (section,) = [part for part in sections if f"({script.name})" in part]
+        assert re.search(rf"^torchrun .*{re.escape(script.name)}", section, re.MULTILINE)
+        assert "```text\n" in section
 
 
 @pytest.mark.parametrize(

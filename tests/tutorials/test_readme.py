@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
 import autopar
-from autopar.config import _NUMBERS, _SECTIONS
-from autopar.pipeline_config import PipelineConfig
+from autopar.config.pipeline import PipelineConfig
+from autopar.config.sections import NUMBERS, SECTIONS
 from autopar.policy.load import own_policies
 from autopar.policy.match import supported_model_types
 from autopar.policy.schema import Policy
@@ -176,7 +176,7 @@ def test_the_configuration_is_documented_whole() -> None:
         precision="fp16",
         gradient_clipping=1.0,
     )
-    known = {*_NUMBERS, *(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys)}
+    known = {*NUMBERS, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)}
     shown = {
         f"{section}.{key}" if key else section
         for section, keys in content.items()

@@ -229,6 +229,16 @@ def test_10_each_rank_holds_a_quarter(tmp_path: Path) -> None:
         assert 0.24 * whole < held < 0.27 * whole
 
 
+def test_11_the_third_policy_holds_and_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["11_first_policy"]
+    assert "without a policy: no policy lists model_type 'scribe'" in text
+    assert "first policy: does not hold; dry run: not run\n  policy text:2: no rule covers 2 parameters" in text
+    assert "second policy: does not hold; dry run: fails\n  policy text:14: " in text
+    assert "third policy: holds; dry run: ok" in text
+    assert number(text, "largest difference of losses: #") < 1e-5
+    assert number(text, "logits differ by #") < 1e-5
+
+
 def test_the_demo_goes_the_whole_way(printed: dict[str, str]) -> None:
     text = printed["demo"]
     assert number(text, "logits differ by at most #") < 1e-5

@@ -76,6 +76,14 @@ def _languages(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) ->
     return {**batch, "lang_ids": torch.tensor([1] if head.endswith("ForMultipleChoice") else [0, 1])}
 
 
+_DISENTANGLED = {
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "position_biased_input": False,
+    "type_vocab_size": 2,
+}
+_ABSOLUTE = {"absolute": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True}}
+
 KINDS: dict[str, Kind] = {
     "albert": Kind(
         inputs=_order,
@@ -108,29 +116,17 @@ KINDS: dict[str, Kind] = {
         variants={"groups": {"num_groups": 2, "intermediate_size": 38}, "wide": {"embedding_size": None}},
     ),
     "deberta": Kind(
-        settings={
-            "relative_attention": True,
-            "pos_att_type": ["c2p", "p2c"],
-            "max_relative_positions": 4,
-            "position_biased_input": False,
-            "type_vocab_size": 2,
-        },
+        settings={**_DISENTANGLED, "max_relative_positions": 4},
         variants={
-            "absolute": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True},
+            **_ABSOLUTE,
             "talking": {"talking_head": True},
             "own-head": {"legacy": False},
         },
     ),
     "deberta-v2": Kind(
-        settings={
-            "relative_attention": True,
-            "pos_att_type": ["c2p", "p2c"],
-            "max_relative_positions": 8,
-            "position_biased_input": False,
-            "type_vocab_size": 2,
-        },
+        settings={**_DISENTANGLED, "max_relative_positions": 8},
         variants={
-            "absolute": {"relative_attention": False, "pos_att_type": None, "position_biased_input": True},
+            **_ABSOLUTE,
             "as-published": {
                 "position_buckets": 4,
                 "share_att_key": True,

@@ -37,6 +37,8 @@ EXPERTS: dict[str, Any] = {
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MIXED = {"mlp_layer_types": ["dense", "sparse"]}
 SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
+MOE = {"moe_intermediate_size": 11, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 BIASES = {"biases": {"attention_bias": True}}
 GROUPS = {"n_group": 2, "topk_group": 1}
 GRANITE = {
@@ -88,6 +90,11 @@ def flat(model_type: str, settings: Mapping[str, Any], **legacy: Any) -> Make:
         return config_class(**{"experts_implementation": "eager", "num_labels": 3, **values})
 
     return make
+
+
+def sized(model_type: str, **settings: Any) -> Make:
+    """:func:`flat` of settings that are named."""
+    return flat(model_type, settings)
 
 
 def made_flat(kinds: Mapping[str, Kind], tied: set[str]) -> dict[str, Kind]:

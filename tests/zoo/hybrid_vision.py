@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from tests.zoo.flat import HEADS, KV_HEADS, UNPADDED, flat
 from tests.zoo.form import Draw, Kind
 from tests.zoo.patch_grids import ROPE, grid, vlm, width
-from tests.zoo.towers import pixels, with_images
+from tests.zoo.towers import audio_tower, pixels, with_images
 
 _SPARSE = {
     "moe_intermediate_size": 19,
@@ -156,15 +156,7 @@ def _sound(head: str, config: PretrainedConfig, words: dict[str, Any], draw: Dra
 
 
 def _audio(heads: int) -> dict[str, Any]:
-    return {
-        "d_model": 8 * heads,
-        "encoder_layers": 1,
-        "encoder_attention_heads": heads,
-        "encoder_ffn_dim": 23,
-        "num_mel_bins": 8,
-        "output_dim": 8 * heads,
-        "downsample_hidden_size": 5,
-    }
+    return audio_tower(heads, downsample_hidden_size=5)
 
 
 _ROUNDING = "rounding of float32 alone is above the tolerance"

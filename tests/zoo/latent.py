@@ -73,6 +73,18 @@ def _deepseek_v4(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, An
     return flat("deepseek_v4", {**_V4, "o_groups": heads // 2})(heads, kv_heads, vocab, changes)
 
 
+_INKLING = {
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": KV_HEADS,
+    "swa_head_dim": 8,
+    "sliding_window_size": 4,
+    "d_rel": 5,
+    "rel_extent": 6,
+    "conv_kernel_size": 3,
+    "unpadded_vocab_size": UNPADDED,
+    "log_scaling_n_floor": 3,
+}
+
 _FLAT: dict[str, Kind] = {
     "deepseek_v2": Kind(
         settings={
@@ -170,17 +182,9 @@ _FLAT: dict[str, Kind] = {
             **EXPERTS,
             **MIXED,
             "layer_types": ["hybrid_sliding", "hybrid"],
-            "swa_num_attention_heads": HEADS,
-            "swa_num_key_value_heads": KV_HEADS,
-            "swa_head_dim": 8,
-            "sliding_window_size": 4,
-            "d_rel": 5,
-            "rel_extent": 6,
-            "conv_kernel_size": 3,
+            **_INKLING,
             "n_shared_experts": 2,
-            "unpadded_vocab_size": UNPADDED,
             "logits_mup_width_multiplier": 2.0,
-            "log_scaling_n_floor": 3,
         },
         inputs=_unpadded,
     ),
@@ -189,15 +193,7 @@ _FLAT: dict[str, Kind] = {
             **EXPERTS,
             "num_hidden_layers": 3,
             "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
-            "swa_num_attention_heads": HEADS,
-            "swa_num_key_value_heads": KV_HEADS,
-            "swa_head_dim": 8,
-            "sliding_window_size": 4,
-            "d_rel": 5,
-            "rel_extent": 6,
-            "conv_kernel_size": 3,
-            "unpadded_vocab_size": UNPADDED,
-            "log_scaling_n_floor": 3,
+            **_INKLING,
             "n_layers_per_attn_res_block": 2,
             "qk_l2_clip_threshold": 2.0,
             "rel_l2_clip_threshold": 1.0,

@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tests.zoo.flat import HEADS, KV_HEADS, flat
+from tests.zoo.flat import HEADS, KV_HEADS, LINEAR_THEN_FULL, MOE, sized
 from tests.zoo.form import Draw, Kind, Make
-
-LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
-
-
-def _sized(model_type: str, **settings: Any) -> Make:
-    return flat(model_type, settings)
-
-
-_MOE = {"moe_intermediate_size": 11, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 _MLA = {
     "num_key_value_heads": HEADS,
@@ -52,7 +43,7 @@ _M_ROPE = {
 
 _QWEN4 = {
     **_DELTA,
-    **_MOE,
+    **MOE,
     "rope_parameters": _M_ROPE,
     "shared_expert_intermediate_size": 13,
     "hc_count": 3,
@@ -75,7 +66,7 @@ _SHARED_EXPERT = {"shared_expert_intermediate_size": 13}
 
 _QWEN_MOE_TEXT = {
     **_DELTA,
-    **_MOE,
+    **MOE,
     "shared_expert_intermediate_size": 13,
     "rope_parameters": _M_ROPE,
 }
@@ -99,8 +90,8 @@ def _router_loss(head: str, config: PretrainedConfig, batch: dict[str, Any], dra
 def _qwen3_next(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
     """Its delta nets are stored per key head: every rank needs one of its own."""
     key_heads = {"linear_num_key_heads": heads // 2}
-    sized = _sized("qwen3_next", **{**_DELTA, **key_heads}, **_MOE, **_SHARED_EXPERT, mlp_only_layers=[0])
-    return sized(heads, kv_heads, vocab, changes)
+    make = sized("qwen3_next", **{**_DELTA, **key_heads}, **MOE, **_SHARED_EXPERT, mlp_only_layers=[0])
+    return make(heads, kv_heads, vocab, changes)
 
 
 def _with_vision(model_type: str, **text: Any) -> Make:
@@ -109,7 +100,7 @@ def _with_vision(model_type: str, **text: Any) -> Make:
     def make(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
         changes = dict(changes)
         tied = changes.pop("tie_word_embeddings", False)
-        words = _sized(f"{model_type}_text", **text)(heads, kv_heads, vocab, changes)
+        words = sized(f"{model_type}_text", **text)(heads, kv_heads, vocab, changes)
         vision = {
             "depth": 2,
             "hidden_size": 8 * heads,
@@ -162,7 +153,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "olmo_hybrid": Kind(
-        make=_sized(
+        make=sized(
             "olmo_hybrid",
             layer_types=LINEAR_THEN_FULL,
             linear_num_key_heads=KV_HEADS,
@@ -177,12 +168,12 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "qwen3_5_text": Kind(
-        make=_sized("qwen3_5_text", **_DELTA, rope_parameters=_M_ROPE),
+        make=sized("qwen3_5_text", **_DELTA, rope_parameters=_M_ROPE),
         variants={"biases": {"attention_bias": True, "tie_word_embeddings": True}},
         without={"JevForDecision": "its config is that of another model type"},
     ),
     "qwen3_5_moe_text": Kind(
-        make=_sized("qwen3_5_moe_text", **_QWEN_MOE_TEXT),
+        make=sized("qwen3_5_moe_text", **_QWEN_MOE_TEXT),
         inputs=_router_loss,
         variants={
             "biases": {"attention_bias": True, "tie_word_embeddings": True},
@@ -202,10 +193,10 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"attention_bias": True, "tie_word_embeddings": True}},
     ),
     "kimi_linear": Kind(
-        make=_sized(
+        make=sized(
             "kimi_linear",
             **_MLA,
-            **_MOE,
+            **MOE,
             layer_types=LINEAR_THEN_FULL,
             mlp_layer_types=["dense", "sparse"],
             linear_num_heads=HEADS,
@@ -217,10 +208,10 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "bailing_hybrid": Kind(
-        make=_sized(
+        make=sized(
             "bailing_hybrid",
             **_MLA,
-            **_MOE,
+            **MOE,
             layer_group_size=2,
             first_k_dense_replace=1,
         ),
@@ -234,7 +225,7 @@ KINDS: dict[str, Kind] = {
         variants={"wide-attention": {"attention_hidden_size": 60, "use_cache": False}},
     ),
     "xlstm": Kind(
-        make=_sized(
+        make=sized(
             "xlstm",
             num_heads=HEADS,
             qk_dim_factor=8.0,
@@ -246,7 +237,7 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"use_bias": True, "tie_word_embeddings": True}},
     ),
     "qwen4_exp_text": Kind(
-        make=_sized("qwen4_exp_text", **_QWEN4),
+        make=sized("qwen4_exp_text", **_QWEN4),
         variants={"biases": {"attention_bias": True, "tie_word_embeddings": True, "ple_layer_ids": []}},
     ),
     "qwen4_exp": Kind(

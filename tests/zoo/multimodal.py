@@ -174,8 +174,25 @@ def _idefics_config(heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
     }
 
 
-_TILES = with_images(30, pixels(12, 3, image_sizes=[[12, 24], [12, 24]]))
-_PINPOINTS = [[12, 24], [24, 12]]
+def _tiled(model_type: str, language: str, tower: str) -> Kind:
+    """Images that are cut into tiles, as their sizes say."""
+    return Kind(
+        make=_llava(model_type, language, tower, image_grid_pinpoints=[[12, 24], [24, 12]]),
+        inputs=with_images(30, pixels(12, 3, image_sizes=[[12, 24], [12, 24]])),
+    )
+
+
+def _cohere2(model_type: str) -> Kind:
+    sizes = {"size": 16, "downsample_factor": 2, "alignment_intermediate_size": 44}
+    return Kind(
+        make=_vlm(model_type, "cohere2", "siglip_vision_model", _SLIDING, **sizes), inputs=with_images(4, pixels(16))
+    )
+
+
+def _gemma3(model_type: str, **more: Any) -> Make:
+    return _vlm(model_type, "gemma3_text", "siglip_vision_model", _SLIDING, size=16, mm_tokens_per_image=4, **more)
+
+
 _SAM = {
     "output_channels": 6,
     "window_size": 3,
@@ -198,28 +215,9 @@ KINDS: dict[str, Kind] = {
         ),
         inputs=with_images(4, pixels(12, pixel_mask=[[[1] * 12] * 12] * 2)),
     ),
-    "aya_vision": Kind(
-        make=_vlm(
-            "aya_vision",
-            "cohere2",
-            "siglip_vision_model",
-            _SLIDING,
-            size=16,
-            downsample_factor=2,
-            alignment_intermediate_size=44,
-        ),
-        inputs=with_images(4, pixels(16)),
-    ),
+    "aya_vision": _cohere2("aya_vision"),
     "gemma3": Kind(
-        make=_vlm(
-            "gemma3",
-            "gemma3_text",
-            "siglip_vision_model",
-            _SLIDING,
-            size=16,
-            mm_tokens_per_image=4,
-            num_labels=3,
-        ),
+        make=_gemma3("gemma3", num_labels=3),
         inputs=with_images(4, pixels(16), "token_type_ids"),
         variants={
             "softcaps": {"text_config": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}},
@@ -253,15 +251,9 @@ KINDS: dict[str, Kind] = {
         inputs=with_images(4, pixels(16, 1)),
     ),
     "internvl": Kind(
-        make=_vlm(
-            "internvl",
-            "qwen2",
-            "internvl_vision",
-            image={"image_size": [16, 16], "patch_size": [4, 4], "use_qk_norm": True, "attention_bias": True},
-            image_seq_length=4,
-        ),
+        make=_vlm("internvl", "qwen2", "internvl_vision", image=_INTERN_TOWER, image_seq_length=4),
         inputs=with_images(4, pixels(16)),
-        variants={"plain-attention": {"vision_config": {"use_qk_norm": False, "attention_bias": False}}},
+        variants=_INTERN_VARIANTS,
     ),
     "llava": Kind(
         make=_llava("llava", "llama", "clip_vision_model"),
@@ -275,15 +267,9 @@ KINDS: dict[str, Kind] = {
             },
         },
     ),
-    "llava_next": Kind(
-        make=_llava("llava_next", "llama", "clip_vision_model", image_grid_pinpoints=_PINPOINTS), inputs=_TILES
-    ),
-    "llava_next_video": Kind(
-        make=_llava("llava_next_video", "llama", "clip_vision_model", image_grid_pinpoints=_PINPOINTS), inputs=_TILES
-    ),
-    "llava_onevision": Kind(
-        make=_llava("llava_onevision", "qwen2", "siglip_vision_model", image_grid_pinpoints=_PINPOINTS), inputs=_TILES
-    ),
+    "llava_next": _tiled("llava_next", "llama", "clip_vision_model"),
+    "llava_next_video": _tiled("llava_next_video", "llama", "clip_vision_model"),
+    "llava_onevision": _tiled("llava_onevision", "qwen2", "siglip_vision_model"),
     "mistral3": Kind(
         make=_vlm("mistral3", "mistral", "pixtral", {"sliding_window": 4}, size=16, spatial_merge_size=2),
         inputs=with_images(4, pixels(16, image_sizes=[[16, 16], [16, 16]])),
@@ -308,18 +294,7 @@ KINDS: dict[str, Kind] = {
         make=_llava("vipllava", "llama", "clip_vision_model", vision_feature_layer=[-2, -1]),
         inputs=with_images(9, pixels(12)),
     ),
-    "cohere2_vision": Kind(
-        make=_vlm(
-            "cohere2_vision",
-            "cohere2",
-            "siglip_vision_model",
-            _SLIDING,
-            size=16,
-            downsample_factor=2,
-            alignment_intermediate_size=44,
-        ),
-        inputs=with_images(4, pixels(16)),
-    ),
+    "cohere2_vision": _cohere2("cohere2_vision"),
     "deepseek_vl": Kind(make=_vlm("deepseek_vl", "llama", "siglip_vision_model"), inputs=with_images(9, pixels(12))),
     "deepseek_vl_hybrid": Kind(
         make=_vlm(
@@ -362,16 +337,7 @@ KINDS: dict[str, Kind] = {
         inputs=with_images(4, pixels(32)),
     ),
     "shieldgemma2": Kind(
-        make=_vlm(
-            "shieldgemma2",
-            "gemma3_text",
-            "siglip_vision_model",
-            _SLIDING,
-            size=16,
-            mm_tokens_per_image=4,
-            yes_token_index=5,
-            no_token_index=6,
-        ),
+        make=_gemma3("shieldgemma2", yes_token_index=5, no_token_index=6),
         inputs=with_images(4, pixels(16), "token_type_ids"),
     ),
     "lighton_ocr": Kind(

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from tests.zoo.flat import HEADS, KV_HEADS, UNPADDED
 from tests.zoo.form import Draw, Kind, Make
-from tests.zoo.towers import composite, merge, text, with_images
+from tests.zoo.towers import audio_tower, composite, merge, text, with_images
 
 __all__ = ["KINDS", "ROPE", "grid", "vlm", "width"]
 
@@ -199,14 +199,7 @@ KINDS: dict[str, Kind] = {
             _WINDOWS,
             vision_start_token_id=8,
             audio_start_token_id=9,
-            audio_config=lambda heads: {
-                "d_model": 8 * heads,
-                "encoder_layers": 1,
-                "encoder_attention_heads": heads,
-                "encoder_ffn_dim": 23,
-                "num_mel_bins": 8,
-                "output_dim": 8 * heads,
-            },
+            audio_config=audio_tower,
         ),
         inputs=with_images(8, grid(8)),
     ),

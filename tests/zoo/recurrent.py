@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tests.zoo.flat import HEADS, KV_HEADS, flat
-from tests.zoo.form import Kind, Make
-
-LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
-
-
-def _sized(model_type: str, **settings: Any) -> Make:
-    return flat(model_type, settings)
-
-
-_MOE = {"moe_intermediate_size": 11, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+from tests.zoo.flat import HEADS, KV_HEADS, LINEAR_THEN_FULL, MOE, sized
+from tests.zoo.form import Kind
 
 # The state-space mixers of one head count: as many heads as attention has, in several groups.
 _MAMBA2 = {
@@ -34,7 +23,7 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"use_bias": True, "use_conv_bias": False}},
     ),
     "mamba2": Kind(
-        make=_sized(
+        make=sized(
             "mamba2",
             num_heads=HEADS,
             head_dim=16,
@@ -49,7 +38,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "jamba": Kind(
-        make=_sized(
+        make=sized(
             "jamba",
             attn_layer_period=2,
             attn_layer_offset=1,
@@ -64,7 +53,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "bamba": Kind(
-        make=_sized("bamba", **_MAMBA2, attn_layer_indices=[1]),
+        make=sized("bamba", **_MAMBA2, attn_layer_indices=[1]),
         variants={
             "one-group": _ONE_GROUP,
             "biases": {
@@ -76,7 +65,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "falcon_h1": Kind(
-        make=_sized(
+        make=sized(
             "falcon_h1",
             **_MAMBA2,
             mamba_d_ssm=None,
@@ -104,7 +93,7 @@ KINDS: dict[str, Kind] = {
     ),
     "nemotron_h": Kind(
         double="rounding of float32 alone is above the tolerance",
-        make=_sized(
+        make=sized(
             "nemotron_h",
             layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
             mamba_num_heads=HEADS,
@@ -128,7 +117,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "granitemoehybrid": Kind(
-        make=_sized(
+        make=sized(
             "granitemoehybrid",
             **_MAMBA2,
             layer_types=LINEAR_THEN_FULL,
@@ -147,7 +136,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "zamba": Kind(
-        make=_sized(
+        make=sized(
             "zamba",
             num_hidden_layers=4,
             layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
@@ -163,7 +152,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "zamba2": Kind(
-        make=_sized(
+        make=sized(
             "zamba2",
             num_hidden_layers=5,
             layers_block_type=["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
@@ -196,7 +185,7 @@ KINDS: dict[str, Kind] = {
         variants={"biases": {"conv_bias": True, "block_auto_adjust_ff_dim": False}},
     ),
     "lfm2_moe": Kind(
-        make=_sized("lfm2_moe", **_MOE, layer_types=["conv", "full_attention"], num_dense_layers=1),
+        make=sized("lfm2_moe", **MOE, layer_types=["conv", "full_attention"], num_dense_layers=1),
         variants={
             "biases": {
                 "conv_bias": True,
@@ -221,7 +210,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "recurrent_gemma": Kind(
-        make=_sized(
+        make=sized(
             "recurrent_gemma",
             block_types=["recurrent", "attention"],
             attention_window_size=4,
@@ -229,7 +218,7 @@ KINDS: dict[str, Kind] = {
         variants={"one-kv-head": {"num_key_value_heads": 1, "attention_bias": True}},
     ),
     "zaya": Kind(
-        make=_sized(
+        make=sized(
             "zaya",
             moe_intermediate_size=11,
             num_experts=4,

@@ -47,6 +47,18 @@ def image_tower(heads: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def audio_tower(heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "d_model": 8 * heads,
+        "encoder_layers": 1,
+        "encoder_attention_heads": heads,
+        "encoder_ffn_dim": 23,
+        "num_mel_bins": 8,
+        "output_dim": 8 * heads,
+        **more,
+    }
+
+
 def merge(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """``fields`` with ``changes``; dicts inside are merged too."""
     result = dict(fields)

@@ -87,6 +87,25 @@ _PYRAMID: dict[str, Any] = {
     "mlp_ratios": (2, 3),
 }
 
+
+def _autoencoder(model_type: str, **more: Any) -> Any:
+    """An encoder of the patches that are seen and a narrower decoder of all."""
+    return _sized(
+        model_type,
+        image_size=12,
+        patch_size=4,
+        num_hidden_layers=2,
+        intermediate_size=37,
+        hidden_size=lambda heads: 8 * heads,
+        num_attention_heads=lambda heads: heads,
+        decoder_hidden_size=lambda heads: 4 * heads,
+        decoder_num_attention_heads=lambda heads: heads,
+        decoder_num_hidden_layers=1,
+        decoder_intermediate_size=23,
+        **more,
+    )
+
+
 KINDS: dict[str, Kind] = {
     "aimv2_vision_model": Kind(
         settings=_SMALL,
@@ -273,39 +292,13 @@ KINDS: dict[str, Kind] = {
         variants={"swiglu": {"use_swiglu_ffn": True}, **_NO_BIAS},
     ),
     "videomae": Kind(
-        make=_sized(
-            "videomae",
-            image_size=12,
-            patch_size=4,
-            num_frames=4,
-            num_hidden_layers=2,
-            intermediate_size=37,
-            hidden_size=lambda heads: 8 * heads,
-            num_attention_heads=lambda heads: heads,
-            decoder_hidden_size=lambda heads: 4 * heads,
-            decoder_num_attention_heads=lambda heads: heads,
-            decoder_num_hidden_layers=1,
-            decoder_intermediate_size=23,
-        ),
+        make=_autoencoder("videomae", num_frames=4),
         inputs=_images(video=True, patches=18),
         variants={"no-bias": {"qkv_bias": False}, "cls": {"use_mean_pooling": False}},
     ),
     "vit": Kind(settings={**_SMALL, "pooler_output_size": 22}, inputs=_images(), variants=_NO_BIAS),
     "vit_mae": Kind(
-        make=_sized(
-            "vit_mae",
-            image_size=12,
-            patch_size=4,
-            num_hidden_layers=2,
-            intermediate_size=37,
-            hidden_size=lambda heads: 8 * heads,
-            num_attention_heads=lambda heads: heads,
-            decoder_hidden_size=lambda heads: 4 * heads,
-            decoder_num_attention_heads=lambda heads: heads,
-            decoder_num_hidden_layers=1,
-            decoder_intermediate_size=23,
-            norm_pix_loss=True,
-        ),
+        make=_autoencoder("vit_mae", norm_pix_loss=True),
         inputs=lambda head, config, words, draw: {
             "pixel_values": draw.normal(2, 3, 12, 12),
             "noise": draw.normal(2, 9),

@@ -1,0 +1,112 @@
+"""Activation checkpointing: of a plain module's blocks, and with saved inputs that wait in the CPU's memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from autopar.class_swap import swap, unswap
+from autopar.errors import ConfigError
+
+__all__ = ["apply", "check", "keep", "keep_on_cpu", "recompute", "undo"]
+
+
+def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
+    """Check that the activations of a model's blocks can be recomputed.
+
+    Args:
+        blocks: paths of a plain module's blocks.
+        policy: where they are described.
+
+    Raises:
+        ConfigError: transformers does not support it for this model; or a plain module's policy names no blocks.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; leave it out.")
+    if not isinstance(model, PreTrainedModel) and not blocks:
+        raise ConfigError(
+            f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(model).__name__} "
+            f"names no 'blocks' ({policy}); leave it out."
+        )
+
+
+def apply(model: nn.Module, blocks: Iterable[nn.Module], *, on_cpu: bool) -> None:
+    """Recompute the activations of a model's blocks in the backward pass.
+
+    Args:
+        blocks: of a plain module; transformers knows those of a Hugging Face model.
+        on_cpu: keep the inputs of the blocks in the CPU's memory.
+    """
+    if isinstance(model, PreTrainedModel):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        recompute(blocks)
+    if on_cpu:
+        keep_on_cpu(model)
+
+
+def undo(model: nn.Module) -> None:
+    """Keep activations again: the inverse of :func:`apply`."""
+    if isinstance(model, PreTrainedModel):
+        model.gradient_checkpointing_disable()
+    else:
+        keep(model)
+
+
+class _Recomputed:
+    """A block of a plain module that keeps its inputs alone and runs again in the backward pass."""
+
+    training: bool
+    _gradient_checkpointing_func: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = super().__call__  # type: ignore[misc]
+        if not (self.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        return self._gradient_checkpointing_func(plain, *args, **kwargs)
+
+
+def recompute(blocks: Iterable[nn.Module]) -> None:
+    """Do for the blocks of a plain module what ``gradient_checkpointing_enable`` does for a Hugging Face model's."""
+    for block in blocks:
+        swap(block, _Recomputed, _gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False))
+
+
+def keep(model: nn.Module) -> None:
+    """Undo :func:`recompute`."""
+    for module in model.modules():
+        unswap(module, _Recomputed, "_gradient_checkpointing_func")
+
+
+def keep_on_cpu(model: nn.Module) -> None:
+    """Keep the inputs of the blocks that are recomputed in the CPU's memory. Call it after :func:`recompute`.
+
+    Only those inputs move: what else autograd saves stays where it is. On a CPU nothing changes.
+    """
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        if function is not None and not isinstance(function, Offloaded):
+            module._gradient_checkpointing_func = Offloaded(function)  # type: ignore[assignment]
+
+
+class Offloaded:
+    """A checkpoint function whose saved inputs are kept on the CPU."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available():
+            return self.plain(*args, **kwargs)
+        with _save_on_cpu():  # inside, the recomputation's own hooks take over
+            return self.plain(*args, **kwargs)
+
+
+def _save_on_cpu() -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)

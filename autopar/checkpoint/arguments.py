@@ -1,0 +1,173 @@
+"""The arguments of ``save_parallelized`` and ``from_parallelized``: read, checked, and compared between ranks.
+
+Arguments of OSLO's and transformers' savers and loaders are accepted where they mean the same, else explained.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.offline.merge import check_format
+from autopar.checkpoint.rotation import check_keep_last
+from autopar.errors import CheckpointError, nearest
+
+__all__ = ["SaveRequest", "absolute", "check_same_call", "check_timeout", "directory_of", "timeout_or_default"]
+
+_HUB = "save with merge_checkpoints=True, then upload the folder on rank 0, with huggingface_hub.upload_folder"
+_RANKS = "leave it out: every rank calls it, writes what it holds, and rank 0 writes the config"
+_SELF = "it fills this model in place, on its devices and in its dtypes; autopar.from_pretrained makes a new one"
+
+# Name -> values that ask for what happens anyway, and what to do instead of others.
+_SAVING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "save_config": ((None, True), "the config is always saved, since nothing can be loaded without it"),
+    "state_dict": ((None,), "the tensors of the model are saved; load others with model.load_state_dict before"),
+    "save_function": (
+        (None,),
+        "files are safetensors; merge_checkpoints=True, format='bin' writes what torch.save does",
+    ),
+    "mapping": ((None,), "what is sharded and how is the policy's: autopar.initialize(model, config, policy=...)"),
+    "is_main_process": ((None,), _RANKS),
+    "save_on_each_node": ((None, False), _RANKS + "; all nodes share one folder"),
+    "safe_serialization": ((None, True), "use merge_checkpoints=True, format='bin'; shards are always safetensors"),
+    "push_to_hub": ((None, False), _HUB),
+    "repo_id": ((None,), _HUB),
+    "token": ((None,), _HUB),
+    "commit_message": ((None,), _HUB),
+    "variant": ((None,), "rename the files afterwards; transformers' names are written"),
+    "save_peft_format": ((None, True), "adapters are saved as part of the model, under its own names"),
+    "save_original_format": ((None, True), "merged files always have the names of the hub"),
+    "distributed_checkpoint": ((None, False), "give autopar.checkpoint.to_dtensor_state_dict(model) to torch's savers"),
+    "scheduler": ((), "its name here is lr_scheduler"),
+    "tokenizer": ((None,), "call tokenizer.save_pretrained(folder) on rank 0 afterwards"),
+    "step": ((), "put it into extra={'step': ...}"),
+    "epoch": ((), "put it into extra={'epoch': ...}"),
+}
+_LOADING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "device_map": ((None,), _SELF),
+    "map_location": ((None,), _SELF),
+    "dtype": ((None,), _SELF),
+    "torch_dtype": ((None,), _SELF),
+    "config": ((None,), _SELF),
+    "mapping": ((None,), "what is sharded and how is the policy's: autopar.initialize(model, config, policy=...)"),
+    "strict": (
+        (None, True),
+        "the checkpoint must hold exactly the model's tensors; autopar.from_pretrained is for others",
+    ),
+    "weights_only": ((None, True), "nothing in such a folder is ever unpickled"),
+    "merge_checkpoints": (
+        (None, False),
+        "merged folders are read by autopar.from_pretrained and plain from_pretrained",
+    ),
+    "scheduler": ((), "its name here is lr_scheduler"),
+}
+_ALIASES = {"save_parallelized": ("save_directory",), "from_parallelized": ("save_directory", "path")}
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The checked arguments of one save."""
+
+    directory: str
+    merge: bool
+    max_shard_size: int
+    format: str
+    keep_last: int | None
+    async_save: bool
+
+    @classmethod
+    def of(
+        cls,
+        directory: Callable[[], object],
+        merge_checkpoints: object,
+        max_shard_size: int | str,
+        format: str,
+        keep_last: int | None,
+        async_save: object,
+    ) -> SaveRequest:
+        """Check the arguments. Raises CheckpointError for those that make no sense."""
+        path = absolute(directory())
+        for name, value in (("merge_checkpoints", merge_checkpoints), ("async_save", async_save)):
+            if type(value) is not bool:
+                raise CheckpointError(f"{name}={value!r} must be True or False")
+        check_format(format)
+        if format != "safetensors" and not merge_checkpoints:
+            raise CheckpointError(f"format={format!r} needs merge_checkpoints=True; shards are always safetensors")
+        if keep_last is not None and merge_checkpoints:
+            raise CheckpointError(
+                "keep_last= needs merge_checkpoints=False: a merged folder looks like any model's, and only "
+                "checkpoints that are certainly autopar's are deleted"
+            )
+        if keep_last is not None:
+            check_keep_last(Path(path), keep_last)
+        return cls(path, bool(merge_checkpoints), parse_size(max_shard_size), format, keep_last, bool(async_save))
+
+
+def absolute(directory: object) -> str:
+    """Return the absolute path. Raises CheckpointError unless ``directory`` is a path."""
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise CheckpointError(f"directory={directory!r} must be a path")
+    return os.path.abspath(os.fsdecode(directory))
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise CheckpointError unless it is a positive number."""
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise CheckpointError(f"timeout={timeout!r} must be a number of seconds above 0")
+
+
+def timeout_or_default(timeout: object) -> float:
+    """Return the time-out of the barrier; 20 s if ``timeout`` is wrong, which all ranks then report after it."""
+    ok = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+    return float(timeout) if ok else 20.0  # type: ignore[arg-type]
+
+
+def check_same_call(calls: list[dict[str, Any]]) -> None:
+    """Raise CheckpointError unless all ranks were called with the same arguments."""
+    for rank, call in enumerate(calls):
+        for key, value in calls[0].items():
+            if call.get(key) != value:
+                raise CheckpointError(
+                    f"ranks were called differently: {key} is {value!r} on rank 0 and {call.get(key)!r} on rank {rank}"
+                )
+
+
+def directory_of(method: Callable[..., Any], directory: object, others: Mapping[str, Any]) -> object:
+    """Return the folder that a call names, and refuse keywords of other libraries that ask for something else.
+
+    Args:
+        method: ``save_parallelized`` or ``from_parallelized``.
+        directory: given by this name; None if it was not.
+        others: keywords that are none of the method's.
+
+    Raises:
+        CheckpointError: a keyword means something else here, or nothing; or the folder is named twice.
+    """
+    name, foreign = method.__name__, _SAVING if method.__name__ == "save_parallelized" else _LOADING
+    aliases = _ALIASES[name]
+    known = [key for key in inspect.signature(method).parameters if key not in ("self", "others")]
+    for key, value in others.items():
+        if key in aliases:
+            continue
+        if key not in foreign:
+            raise CheckpointError(f"{name} has no argument {key!r}.{nearest(key, [*known, *aliases])}")
+        accepted, advice = foreign[key]
+        if not any(value is same for same in accepted):
+            raise CheckpointError(f"{name} does not take {key}={_shown(value)}: {advice}")
+    given = {key: value for key, value in (("directory", directory), *others.items()) if key in ("directory", *aliases)}
+    named = {key: value for key, value in given.items() if value is not None}
+    if len(named) > 1:
+        (one, first), (other, second), *_ = named.items()
+        raise CheckpointError(
+            f"{name} got {one}={first!r} and {other}={second!r}, which are the same argument: pass one"
+        )
+    return next(iter(named.values()), None)
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"

@@ -1,0 +1,294 @@
+"""The methods of a parallelized model: ``save_parallelized`` and others, and those of transformers that it refuses.
+
+Methods that speak of the whole model (``save_pretrained``, ``num_parameters``) are replaced where a rank holds a part
+of it: they raise, or answer for the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.checkpoint.arguments import directory_of
+from autopar.checkpoint.load import TrainingObjects, load
+from autopar.checkpoint.save import save
+from autopar.checkpoint.state import STATE, State, state_of
+from autopar.checkpoint.state_dict import (
+    MODEL_SHARD,
+    MarkPartial,
+    ModelShard,
+    ShardOnLoad,
+    describe_ranks,
+    shard_of,
+    use_instead,
+)
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from autopar.plan.plan import Plan
+
+__all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
+
+_METHODS = ("save_parallelized", "wait_for_save", "from_parallelized")
+
+
+def save_parallelized(
+    self: nn.Module,
+    directory: str | os.PathLike[str] | None = None,
+    merge_checkpoints: bool = False,
+    max_shard_size: int | str = "5GB",
+    format: str = "safetensors",
+    timeout: float = 20.0,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    async_save: bool = False,
+    **others: Any,
+) -> None:
+    """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
+
+    The folder appears whole or not at all: a save that is killed leaves the previous checkpoint as it was. A
+    checkpoint in ``directory`` is replaced, also one in Hugging Face's form (do not save into the folder of the base
+    model); other files there (a tokenizer) are kept.
+
+    Args:
+        directory: folder to make, on a file system that all nodes share. Also called ``save_directory``.
+        merge_checkpoints: write what ``save_pretrained`` of the plain model would write, instead of one shard a rank.
+        max_shard_size: with ``merge_checkpoints``, split the weights into files of at most this size.
+        format: with ``merge_checkpoints``, ``safetensors`` or ``bin``.
+        timeout: seconds to wait for the other ranks to call.
+        optimizer: save its state too, in the layout of the parameters, with the fp32 weights and the loss scale of
+            half precision, and the random state of every rank.
+        lr_scheduler: save its ``state_dict()`` too.
+        extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
+        keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
+            remain, the ones that were saved last whatever their numbers: first those that the run left behind when it
+            went back to an earlier one with ``from_parallelized``, then the oldest. Files in their folders that no
+            save has written stay there.
+        async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
+            which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
+        others: arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
+
+    Raises:
+        CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
+            did not call, died or could not write, or the model is no longer the one that was parallelized.
+    """
+    arguments = {
+        "directory": lambda: directory_of(save_parallelized, directory, others),
+        "merge_checkpoints": merge_checkpoints,
+        "max_shard_size": max_shard_size,
+        "format": format,
+        "keep_last": keep_last,
+        "async_save": async_save,
+    }
+    save(self, arguments, timeout, optimizer, lr_scheduler, extra)
+
+
+def wait_for_save(self: nn.Module) -> None:
+    """Wait for a save with ``async_save=True``; every rank calls it.
+
+    Raises:
+        CheckpointError: the save failed, the same on every rank.
+    """
+    state_of(self).background.wait()
+
+
+def from_parallelized(
+    self: nn.Module,
+    directory: str | os.PathLike[str] | None = None,
+    timeout: float = 20.0,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: MutableMapping[str, Any] | None = None,
+    verify: bool = True,
+    **others: Any,
+) -> nn.Module:
+    """Load what ``save_parallelized`` wrote, in place, and return the model. Every rank calls it.
+
+    The checkpoint may come from any mesh: each rank reads the ranges that it holds now, straight from the shard files.
+    Parameters keep their identity, device and dtype. Mesh, ZeRO stage and precision may be others than when it was
+    saved; with an optimizer, training goes on from the saved fp32 weights wherever there are any.
+
+    Args:
+        directory: folder of the checkpoint. Also called ``save_directory`` or ``path``.
+        timeout: seconds to wait for the other ranks to call.
+        optimizer: fill its state and its param groups too; it has the same parameters as the one that was saved. The
+            random state of every rank is restored as well.
+        lr_scheduler: gets the saved ``state_dict()``.
+        extra: a dict that receives what was saved with ``extra=``.
+        verify: first read every byte once, each rank a part, and compare checksums.
+
+    Raises:
+        CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
+            damaged, mixed or of another model, or a rank did not call or died.
+    """
+    state_of(self).background.wait()
+    load(
+        self,
+        lambda: directory_of(from_parallelized, directory, others),
+        timeout,
+        TrainingObjects(optimizer, lr_scheduler, extra),
+        verify,
+    )
+    return self
+
+
+def attach(
+    model: nn.Module,
+    plan: Plan,
+    mpu: MPU,
+    hf_model: PreTrainedModel,
+    hf_prefix: str = "",
+    holders: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Give ``model`` its methods.
+
+    Args:
+        model: the root model that was parallelized.
+        plan, mpu: of the model.
+        hf_model: the Hugging Face model in it, often ``model`` itself.
+        hf_prefix: path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
+        holders: with a pipeline, the stages that hold each tensor; the first of them writes it.
+
+    Raises:
+        ValueError: if ``hf_model`` is not there.
+    """
+    path = hf_prefix.rstrip(".")
+    if model.get_submodule(path) is not hf_model:
+        raise ValueError(f"{path!r} is not the path of the Hugging Face model")
+    model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
+    # A bound method copies well: deepcopy binds it to the copy.
+    for method in (save_parallelized, wait_for_save, from_parallelized):
+        model.__dict__[method.__name__] = MethodType(method, model)
+    _attach_hooks(model, plan, mpu)
+
+
+def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
+    model.__dict__["__reduce_ex__"] = MethodType(_refuse_pickle, model)
+    mark, take = MarkPartial(), ShardOnLoad()
+    for path, module in model.named_modules():
+        if module is not model and not isinstance(module, PreTrainedModel):
+            continue
+        module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
+        module._register_state_dict_hook(mark)
+        module.register_load_state_dict_pre_hook(take)
+        for name, method in _WHOLE_MODEL_METHODS.items():
+            if isinstance(module, PreTrainedModel):
+                module.__dict__[name] = MethodType(method, module)
+
+
+def _detach_hooks(model: nn.Module) -> None:
+    model.__dict__.pop("__reduce_ex__", None)
+    for module in model.modules():
+        if module.__dict__.pop(MODEL_SHARD, None) is None:
+            continue
+        for hooks, kind in ((module._state_dict_hooks, MarkPartial), (module._load_state_dict_pre_hooks, ShardOnLoad)):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
+                del hooks[key]
+        for name in _WHOLE_MODEL_METHODS:
+            module.__dict__.pop(name, None)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`; every rank calls it. Raises CheckpointError if a save in the background failed."""
+    try:
+        state_of(model).background.close()
+    finally:
+        for name in (STATE, *_METHODS):
+            model.__dict__.pop(name, None)
+        _detach_hooks(model)
+
+
+# -- methods of the whole model ---------------------------------------------------------------------------------------
+
+
+def _refused(name: str, error: Callable[[Any, str], str]) -> Callable[..., Any]:
+    """Make a method that raises ConfigError if the model is not whole on this rank, else calls its class's."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shard = shard_of(self)
+        if shard is not None:
+            raise ConfigError(f"{_CALLED.get(name, name)}: {error(self, describe_ranks(shard.ranks(self)))}")
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    return method
+
+
+def _holds_a_part(model: Any, ranks: str) -> str:
+    return f"this rank holds only its part of {type(model).__name__}: that of {ranks}.\n{use_instead()}"
+
+
+def _embeddings_are_sharded(model: Any, ranks: str) -> str:
+    return (
+        f"the embeddings of this {type(model).__name__} lie on several ranks: this is {ranks}.\n"
+        "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
+    )
+
+
+def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Count the parameters of the whole model, as before ``initialize``; no communication."""
+    shard = shard_of(self)
+    if shard is None:
+        count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
+        return count
+    found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
+    paths = {id(module): path for path, module in self.named_modules()}
+    for module, order in _elsewhere(self):
+        if id(module) in paths:
+            start = f"{paths[id(module)]}." if paths[id(module)] else ""
+            found |= {start + name: p for name, p in order.items() if p is not None and start + name not in found}
+    if exclude_embeddings:
+        tables = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Embedding)}
+        excluded = {id(found[name]) for name in tables if name in found}
+        found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
+    counted: dict[int, int] = {}
+    for name, parameter in found.items():
+        due = shard.planned(name)
+        if parameter.requires_grad or not only_trainable:
+            shape = parameter.shape if due is None else due.shape
+            counted.setdefault(id(parameter), math.prod(shape))
+    return sum(counted.values())
+
+
+def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
+    """Return modules whose parameters are on other stages, with all parameters that they had."""
+    pipeline = vars(model).get("_autopar_pipeline")
+    return () if pipeline is None else pipeline.released.orders
+
+
+_CALLED = {"should_save_on_this_rank": "save_pretrained"}
+_METHODS_REFUSED = {
+    "save_pretrained": _holds_a_part,
+    "push_to_hub": _holds_a_part,
+    "should_save_on_this_rank": _holds_a_part,  # save_pretrained asks it, also when it is called through the class
+    "set_input_embeddings": _embeddings_are_sharded,
+    "set_output_embeddings": _embeddings_are_sharded,
+}
+_WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
+    "num_parameters": _num_parameters,
+    **{name: _refused(name, error) for name, error in _METHODS_REFUSED.items() if hasattr(PreTrainedModel, name)},
+}
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> Any:
+    """``__reduce_ex__`` of a root model: copies go on, pickling raises ConfigError."""
+    if sys._getframe(1).f_globals.get("__name__") == "copy":
+        kind: Any = type(self)
+        return kind.__reduce_ex__(self, protocol)
+    shard = shard_of(self)
+    part = "" if shard is None else f", and this rank holds only what {describe_ranks(shard.ranks(self))} has of it"
+    raise ConfigError(
+        f"{type(self).__name__} is parallelized and cannot be pickled (torch.save): it has process groups{part}.\n"
+        f"{use_instead()}\n  Or pickle what autopar.deparallelize(model) gives back."
+    )

@@ -1,0 +1,213 @@
+"""What the optimizer of a parallelized model keeps beside torch's state: master weights, a loss scale, ZeRO-1 owners.
+
+``initialize`` leaves it in ``optimizer._autopar``. The fp32 weight of a half-precision parameter is saved among the
+optimizer's tensors as ``{parameter}::master``, in the parameter's layout. So the numbers that training goes on with
+are in the checkpoint whatever the precision, and a run of another precision takes them from there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.optimizer_metadata import OptimizerMetadata
+from autopar.errors import CheckpointError
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.storage.safetensors_io import dtype_name, dtype_of
+
+__all__ = [
+    "LOSS_SCALE",
+    "MASTER",
+    "Step",
+    "TrainingWeights",
+    "differs_by_replica",
+    "loss_scale_state",
+    "owns",
+    "parameters_by_name",
+    "saved_master_weights",
+    "states_only",
+    "step_of",
+]
+
+LOSS_SCALE = "loss_scale"
+MASTER = "master"
+
+
+class Step(Protocol):
+    """The attributes of ``optimizer._autopar`` that are read: of data_parallel's ``ParallelStep``."""
+
+    masters: Any
+    scale: Any
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """The replica that keeps the state of a parameter (ZeRO-1); None if all do."""
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps it."""
+
+    def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Its fp32 weight, if it has one."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss."""
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
+    """Return what ``initialize`` left on the optimizer, if it was given to it."""
+    step: Step | None = getattr(optimizer, "_autopar", None)
+    return step
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def owns(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Tell whether this rank keeps the optimizer's state of a parameter; with ZeRO-1 one replica does."""
+    step = step_of(optimizer)
+    return step is None or step.owns(parameter)
+
+
+def differs_by_replica(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether each data-parallel replica keeps another part of the optimizer's state (ZeRO-1)."""
+    step = step_of(optimizer)
+    return step is not None and any(step.owner(parameter) is not None for parameter in _parameters(optimizer))
+
+
+def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters by their canonical names."""
+    return {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _master_weights(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+    """Return this rank's fp32 master weights, by the parameter's canonical name."""
+    step, found = step_of(optimizer), {}
+    if step is None or step.masters is None:
+        return {}
+    stepped = {id(parameter) for parameter in _parameters(optimizer)}
+    for name, parameter in parameters_by_name(model, plan).items():
+        if (
+            id(parameter) in stepped
+            and parameter.requires_grad
+            and step.owns(parameter)
+            and (weight := step.master(parameter)) is not None
+        ):
+            found[name] = weight
+    return found
+
+
+def saved_master_weights(
+    optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan
+) -> dict[str, tuple[torch.Tensor, TensorPlan]]:
+    """Return saved name -> this rank's fp32 master weight, the optimizer's own and no copy, and its plan."""
+    result = {}
+    for name, weight in _master_weights(optimizer, model, plan).items():
+        due, saved = plan.tensors[name], f"{name}::{MASTER}"
+        result[saved] = weight, TensorPlan(saved, due.shape, dtype_name(weight.dtype), due.layout)
+    return result
+
+
+def states_only(tensors: Mapping[str, TensorPlan], metadata: OptimizerMetadata) -> dict[str, TensorPlan]:
+    """Return the optimizer's tensors without the master weights; a state of its own may be called ``master`` too."""
+    result = {}
+    for name, tensor in tensors.items():
+        parameter, _, key = name.partition("::")
+        if key != MASTER or MASTER in metadata.state.get(parameter, {}):
+            result[name] = tensor
+    return result
+
+
+def loss_scale_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Return the state of the loss scale as JSON; None without fp16."""
+    step = step_of(optimizer)
+    return None if step is None or step.scale is None else dict(step.scale.state_dict())
+
+
+class TrainingWeights:
+    """Which saved tensors fill the weights of a model that goes on training, whatever precision either has.
+
+    Making it checks the checkpoint and changes nothing.
+
+    Args:
+        optimizer: which is going to be loaded.
+        model: the root model, or the stage of it that this rank holds.
+        plan: of the whole model.
+        manifest: of the checkpoint, which has an optimizer.
+
+    Attributes:
+        states: the checkpoint's optimizer tensors without the fp32 weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, manifest: Manifest) -> None:
+        self._optimizer, self._model, self._plan, self._manifest = optimizer, model, plan, manifest
+        self._step = step_of(optimizer)
+        metadata = OptimizerMetadata.parse(manifest.training["optimizer"])
+        self._saved: dict[str, str] = {}
+        tensors = manifest.parts["optimizer"].tensors
+        self.states = states_only(tensors, metadata)
+        for name, tensor in tensors.items():
+            parameter = name.partition("::")[0]
+            if name in self.states:
+                continue
+            due = manifest.tensors.get(parameter)
+            if due is None or due.shape != tensor.shape or tensor.dtype != "float32":
+                raise CheckpointError(
+                    f"the state of the optimizer in the checkpoint is damaged: {name} is {tensor.dtype} "
+                    f"{list(tensor.shape)}, {parameter} has {'no shape' if due is None else list(due.shape)}"
+                )
+            self._saved[parameter] = name
+        self._scale = self._checked(manifest.training.get(LOSS_SCALE))
+
+    def _checked(self, saved: Any) -> Any:
+        """Check the saved state of the loss scale; None if there is none, or no use for it."""
+        if saved is None or self._step is None or self._step.scale is None:
+            return None
+        try:
+            copy.copy(self._step.scale).load_state_dict(saved)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"the loss scale in the checkpoint is damaged: {error!r}") from error
+        return saved
+
+    def source(self, name: str, dtype: torch.dtype) -> tuple[str, str]:
+        """Return the tensor and the part from which a model's tensor of ``dtype`` is read.
+
+        Its own bits where the checkpoint has it in that dtype, else the most precise number there is.
+        """
+        same = self._manifest.tensors[name].dtype == dtype_name(dtype)
+        return (name, "model") if same or name not in self._saved else (self._saved[name], "optimizer")
+
+    def keeps_all(self, name: str, dtype: torch.dtype) -> bool:
+        """Tell whether training goes on with every bit, though the model's tensor has another dtype."""
+        return self._now(name, dtype) == self._then(name)
+
+    def _now(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of what the optimizer steps for a parameter of ``dtype``."""
+        half = dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half and self._step is not None and self._step.masters is not None else dtype
+
+    def _then(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._saved else dtype_of(self._manifest.tensors[name].dtype)
+
+    def state_dtype(self, name: str, parameter: torch.Tensor, saved: torch.dtype) -> torch.dtype:
+        """Return the dtype of a state of its parameter's shape: what had the stepped weight's dtype has it again."""
+        return self._now(name, parameter.dtype) if saved == self._then(name) else saved
+
+    def wanted(self) -> dict[str, torch.Tensor]:
+        """Return this rank's master weights, to be filled, by the parameter's name."""
+        return _master_weights(self._optimizer, self._model, self._plan)
+
+    def finish(self) -> None:
+        """Restore the loss scale, if both runs have one."""
+        if self._scale is not None and self._step is not None:
+            self._step.scale.load_state_dict(self._scale)
+            self._optimizer.loss_scale = self._step.loss_scale  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""Folders that appear whole or not at all.
+
+A checkpoint is written into a hidden sibling ``.name.tmp-<id>`` of its target and takes the target's place in one
+step, so that a process that is killed at any moment leaves either the previous checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from autopar.errors import CheckpointError
+from autopar.storage.safetensors_io import SafetensorsReader
+
+__all__ = ["MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "leftovers"]
+
+MANIFEST = "autopar.json"
+REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
+# The files of a checkpoint, in autopar's form and in Hugging Face's. Everything else in a target is the user's.
+_OURS = re.compile(
+    r"autopar\.json|\.autopar\.json\.removed|config\.json|generation_config\.json"
+    r"|(model|optimizer|extra)-tp\d+-pp\d+(-dp\d+)?\.safetensors"
+    r"|(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)"
+    r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+    r"|wrapper\.safetensors"
+)
+MERGED = "autopar_merged"  # in the header of a file that was merged from a plain module's shards: whose it was
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def fsync_files(folder: Path) -> None:
+    """Force the files of a folder to the disk."""
+    for path in folder.iterdir():
+        if path.is_file():
+            fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def leftovers(target: Path) -> list[Path]:
+    """Return siblings of ``target`` that a killed save left behind."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
+    try:
+        return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+class Staging:
+    """A temporary folder that is going to take ``target``'s place.
+
+    Args:
+        target: absolute path of the folder to make or to replace; a symbolic link stands for what it points to.
+        replace: whether a checkpoint that is already there may be replaced.
+
+    Attributes:
+        id: random token of this save.
+        temp: the folder to write into; it exists.
+        committed: whether :meth:`commit` has put it in the target's place.
+
+    Raises:
+        CheckpointError: if the target cannot or must not be replaced, or no folder can be made beside it.
+    """
+
+    def __init__(self, target: Path, replace: bool = True) -> None:
+        self.target = Path(os.path.realpath(target))
+        self.id = secrets.token_hex(8)
+        self.temp = self.target.parent / f".{self.target.name}.tmp-{self.id}"
+        self.committed = False
+        if self.target.exists():
+            _check_replaceable(self.target, replace)
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.temp.mkdir()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make {self.target}: {error.strerror}\n  A temporary folder is made in {self.target.parent}; "
+                "it must be a folder where files can be written."
+            ) from error
+
+    def commit(self) -> None:
+        """Put the folder in the target's place, with the user's own files of the old target; sweep leftovers."""
+        if self.target.exists():
+            _carry_over(self.target, self.temp)
+            shutil.copymode(self.target, self.temp)
+        fsync(self.temp)
+        if not self.target.exists():
+            os.rename(self.temp, self.target)
+        elif not _exchange(self.temp, self.target):
+            old = self.target.parent / f".{self.target.name}.old-{self.id}"
+            os.rename(self.target, old)
+            os.rename(self.temp, self.target)
+        self.committed = True
+        fsync(self.target.parent)
+        for path in leftovers(self.target):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove the temporary folder unless it was committed."""
+        if not self.committed:
+            shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def _check_replaceable(target: Path, replace: bool) -> None:
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file; a checkpoint is a folder")
+    if os.path.ismount(target) or target == Path(os.path.realpath(os.curdir)):
+        kind = "a mount point" if os.path.ismount(target) else "the current working directory"
+        raise CheckpointError(f"{target} is {kind} and cannot be replaced as a whole; choose a folder inside it")
+    names = sorted(os.listdir(target))
+    if not names:
+        return
+    lost = [name for name in names if _OURS.fullmatch(name)]
+    if lost and not {MANIFEST, REMOVED, "config.json"} & set(names) and not _merged(target / lost[0]):
+        raise CheckpointError(
+            f"{target} holds {lost[0]} but neither autopar.json nor config.json: it is not overwritten\n"
+            f"  It holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Choose another folder."
+        )
+    if not replace:
+        raise CheckpointError(f"{target} is not empty; pass force=True (--force) to replace the checkpoint in it")
+
+
+def _merged(path: Path) -> bool:
+    """Tell whether a file was merged from the shards of a plain module, which has no ``config.json`` beside it."""
+    if path.suffix == ".json":  # the index of several
+        path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
+    try:
+        if path.suffix != ".safetensors":
+            return False
+        with SafetensorsReader(path) as reader:
+            return MERGED in reader.metadata
+    except CheckpointError:
+        return False
+
+
+def _carry_over(target: Path, temp: Path) -> None:
+    """Take the files that no checkpoint consists of (a tokenizer, notes) along, by hard link where that works."""
+
+    def take(source: str, destination: str) -> None:
+        try:
+            os.link(source, destination, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source, destination, follow_symlinks=False)
+
+    for entry in os.scandir(target):
+        new = temp / entry.name
+        if _OURS.fullmatch(entry.name) or os.path.lexists(new):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, new, symlinks=True, copy_function=take)
+        else:
+            take(entry.path, str(new))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two paths in one step; False where the system cannot (old kernels, some network file systems)."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    return bool(function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)

@@ -1,0 +1,302 @@
+"""``state_dict`` and ``load_state_dict`` of a model that is not whole on this rank.
+
+``state_dict()`` goes on working: copies of a model, averages of weights and ``load_state_dict`` of the same rank need
+it. Whoever pickles it (``torch.save``) also pickles its metadata, where a :class:`Mark` lies that warns then. In the
+file the mark is plain data, by which ``load_state_dict`` later knows another rank's part. Savers that do not pickle are
+known by their names: those that mean to write the whole model raise.
+
+``load_state_dict`` takes this rank's own dict or a whole plain model's, which a load hook shards by the plan before
+torch looks at it. Which of the two a dict is, its shapes say; where both shapes are the same, so are the tensors. All
+checks come before anything is changed, and nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.call_site import calls, warn_user
+from autopar.checkpoint.state import listed
+from autopar.distributed.mesh import MPU
+from autopar.errors import CheckpointError, ConfigError
+from autopar.plan.plan import Plan, TensorPlan
+
+__all__ = [
+    "MODEL_SHARD",
+    "Mark",
+    "MarkPartial",
+    "ModelShard",
+    "PartialStateDict",
+    "ShardOnLoad",
+    "describe_ranks",
+    "shard_of",
+    "use_instead",
+]
+
+MODEL_SHARD = "_autopar_shard"
+_MARK = "autopar"
+_WHOLE_MODEL_SAVERS = {
+    "transformers": ("save_pretrained",),
+    "peft": ("save_pretrained",),
+    "accelerate": ("save_model", "save_state", "get_state_dict"),
+    "safetensors": ("save_model",),
+    "huggingface_hub": ("save_torch_model", "save_pretrained"),
+    "sentence_transformers": ("save", "save_pretrained"),
+}
+_DCP = ("get_model_state_dict", "get_state_dict")
+_READERS = ("safetensors", "accelerate", "huggingface_hub", "torch.distributed.checkpoint")
+
+
+class ModelShard:
+    """What this rank holds of a model; an attribute of the root model, and of every Hugging Face model inside it.
+
+    Args:
+        plan, mpu: of the root model.
+        path: of the model in the root model; ``""`` if it is the root.
+        name: of the root model's class.
+    """
+
+    def __init__(self, plan: Plan, mpu: MPU, path: str, name: str) -> None:
+        self.plan, self.mpu, self.name = plan, mpu, name
+        self.prefix = f"{path}." if path else ""
+        self._canonical = {alias: t for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelShard:
+        return self
+
+    def planned(self, name: str) -> TensorPlan | None:
+        """Return the plan of a tensor, by its name in this model's state dict."""
+        return self._canonical.get(self.prefix + name)
+
+    def is_part(self, model: nn.Module) -> bool:
+        """Tell whether ``model`` holds less than all weights on this rank."""
+        return self.plan.tp > 1 or self.mpu.pp.size > 1 or _over_replicas(model)
+
+    def ranks(self, model: nn.Module) -> dict[str, list[int]]:
+        """Return the axes over which its weights are sharded: rank and size on each."""
+        mpu = self.mpu
+        axes = {"tensor-parallel rank": mpu.tp, "pipeline rank": mpu.pp}
+        axes = {name: axis for name, axis in axes.items() if axis.size > 1}
+        if _over_replicas(model):
+            axes["data-parallel rank"] = mpu.dp
+        return {name: [axis.rank, axis.size] for name, axis in axes.items()}
+
+
+def _over_replicas(model: nn.Module) -> bool:
+    return isinstance(next(model.parameters(), None), DTensor)
+
+
+def shard_of(model: nn.Module) -> ModelShard | None:
+    """Return the model's shard; None if it holds all weights on this rank."""
+    shard: ModelShard | None = vars(model).get(MODEL_SHARD)
+    return shard if shard is not None and shard.is_part(model) else None
+
+
+def use_instead() -> str:
+    """Return the advice what writes the whole model."""
+    return (
+        "  Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
+        "reads;\n  without merge_checkpoints, for one that model.from_parallelized reads, on any mesh."
+    )
+
+
+class Mark:
+    """In the metadata of a partial state dict: whose it is. Pickling it warns, once; copying it does not."""
+
+    def __init__(self, name: str, ranks: Mapping[str, list[int]]) -> None:
+        self.name, self.ranks = name, dict(ranks)
+        self.warned = False
+
+    def __copy__(self) -> Mark:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.warn("state_dict() is written to a file or sent to another process")
+        return OrderedDict, (list(self.ranks.items()),)  # what torch.load reads with weights_only
+
+    def warn(self, what: str) -> None:
+        """Warn that this is one rank's part, the first time."""
+        if not self.warned:
+            self.warned = True
+            warn_user(
+                f"{what}: it is what {describe_ranks(self.ranks)} has of {self.name}, not all of it.\n{use_instead()}"
+            )
+
+
+def describe_ranks(ranks: Mapping[str, Any]) -> str:
+    """Return ``tensor-parallel rank 0 of 2, pipeline rank 1 of 2``."""
+    return ", ".join(f"{axis} {rank} of {size}" for axis, (rank, size) in ranks.items())
+
+
+def _marked_ranks(metadata: Mapping[str, Any]) -> Mapping[str, list[int]] | None:
+    """Return whose part a state dict is, by the metadata of its root; None if it does not say."""
+    mark = metadata.get(_MARK)
+    if isinstance(mark, Mark):
+        return mark.ranks
+    return mark if isinstance(mark, Mapping) else None
+
+
+class PartialStateDict(OrderedDict[str, Any]):
+    """What ``state_dict()`` returns; pickled as an ordinary ``OrderedDict``."""
+
+    mark: Mark | None = None
+
+    def items(self) -> Any:
+        """Return the items; warn about savers that take this for a whole model's state dict."""
+        caller = sys._getframe(1)
+        module = str(caller.f_globals.get("__name__"))
+        if self.mark is not None and module.startswith(_READERS) and caller.f_code.co_name != "_find_shared_tensors":
+            self._warn(module)
+        return super().items()
+
+    def _warn(self, module: str) -> None:
+        assert self.mark is not None
+        if not module.startswith("torch"):
+            self.mark.warn(f"{module.partition('.')[0]} reads state_dict()")
+        elif "tensor-parallel rank" in self.mark.ranks:
+            self.mark.warn(_of_dcp())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        attributes = {name: value for name, value in vars(self).items() if name != "mark"}
+        return OrderedDict, (), attributes, None, iter(super().items())
+
+
+def _of_dcp() -> str:
+    return (
+        "torch.distributed.checkpoint reads state_dict(), and takes tensors of one name for the same on all ranks "
+        "(autopar.checkpoint.to_dtensor_state_dict(model) makes a dict for it)"
+    )
+
+
+class MarkPartial:
+    """State-dict hook of a root model and of the Hugging Face models inside it, which have one mark together."""
+
+    def __init__(self) -> None:
+        self._marks: dict[tuple[str, ...], Mark] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MarkPartial:
+        return self
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> Any:
+        shard = shard_of(model)
+        if shard is None:
+            return None
+        ranks = shard.ranks(model)
+        mark = self._marks.setdefault(tuple(ranks), Mark(shard.name, ranks))
+        for module, function in calls():
+            package = module.partition(".")[0]
+            if function in _WHOLE_MODEL_SAVERS.get(package, ()):
+                raise ConfigError(
+                    f"{package}'s {function}: this rank holds only its part of {shard.name}: that of "
+                    f"{describe_ranks(ranks)}.\n{use_instead()}"
+                )
+            if shard.plan.tp > 1 and module.startswith("torch.distributed.checkpoint") and function in _DCP:
+                mark.warn(_of_dcp())
+        metadata[_MARK] = mark
+        if prefix:
+            return None  # part of another module's state dict, which goes on filling its own
+        result = PartialStateDict(state)
+        vars(result).update(vars(state))
+        result.mark = mark
+        return result
+
+
+class ShardOnLoad:
+    """Pre-hook of ``load_state_dict`` on a root model and on the Hugging Face models inside it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardOnLoad:
+        return self
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        shard = shard_of(model)
+        if shard is None:
+            return
+        entries = [(name, due, state[prefix + name]) for name, due in _planned(shard, state, prefix)]
+        if metadata.get("assign_to_params_buffers"):
+            raise CheckpointError(
+                f"load_state_dict(assign=True): the tensors of {shard.name} are this rank's shards, and an optimizer "
+                "and the other ranks rely on these very parameters.\n  Leave assign out: values are copied into them."
+            )
+        is_whole = _check(model, shard, entries, _marked_ranks(metadata))
+        own = dict(_own_tensors(model))
+        for name, due, value in entries:
+            if name not in own:
+                del state[prefix + name]  # another stage's
+                continue
+            whole = is_whole and due.layout is not None and tuple(value.shape) == due.shape
+            local = due.layout.shard(value.detach(), shard.mpu.tp.rank) if whole and due.layout else value
+            state[prefix + name] = _shard_as(local, own[name])
+
+
+def _planned(shard: ModelShard, state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TensorPlan]]:
+    for key, value in state.items():
+        due = shard.planned(key[len(prefix) :]) if key.startswith(prefix) else None
+        if due is not None and isinstance(value, torch.Tensor):
+            yield key[len(prefix) :], due
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None)
+
+
+def _check(
+    model: nn.Module,
+    shard: ModelShard,
+    entries: list[tuple[str, TensorPlan, torch.Tensor]],
+    part: Mapping[str, list[int]] | None,
+) -> bool:
+    """Tell whether the tensors are whole. Raises CheckpointError if they are mixed, or another rank's."""
+    rank = shard.mpu.tp.rank
+    whole: list[str] = []
+    local: list[str] = []
+    neither: list[str] = []
+    for name, due, value in entries:
+        shape, expected = tuple(value.shape), due.local_shape(rank)
+        if shape == expected == due.shape:
+            continue
+        kind = whole if shape == due.shape else local if shape == expected else neither
+        kind.append(f"{name}: {list(shape)} given, {list(due.shape)} whole, {list(expected)} here")
+    ranks = shard.ranks(model)
+    is_part = bool(local) or not whole  # without a mark, shapes alone tell
+    if part is not None and is_part and dict(part) != ranks:
+        raise CheckpointError(
+            f"load_state_dict: the state dict is what {describe_ranks(part)} had; this is {describe_ranks(ranks)}.\n"
+            "  Load this rank's own, or a whole model's on every rank; for another mesh use model.save_parallelized "
+            "and\n  model.from_parallelized."
+        )
+    if neither or (whole and local):
+        what = "have neither the whole nor this rank's shape" if neither else "are whole, others this rank's shards"
+        found = neither or [whole[0], local[0]]
+        raise CheckpointError(
+            f"load_state_dict: {len(neither) or len(whole)} tensors {what} ({describe_ranks(ranks)}):\n  "
+            + "\n  ".join(found[:5])
+            + ("\n  ..." if len(found) > 5 else "")
+        )
+    own = dict(_own_tensors(model))
+    if entries and not any(name in own for name, _, _ in entries):
+        raise CheckpointError(
+            f"load_state_dict: the state dict holds nothing of this rank ({describe_ranks(ranks)}), only what other "
+            f"stages hold: {listed([name for name, _, _ in entries], 3)}"
+        )
+    return bool(whole)
+
+
+def _shard_as(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Shard ``value`` by rows as ``own`` is, if that is a DTensor (``zero.stage: 3``)."""
+    if not isinstance(own, DTensor) or isinstance(value, DTensor) or value.shape != own.shape:
+        return value
+    mesh = own.device_mesh
+    each = -(-value.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * each, value.shape[0])
+    rows = value.detach()[start : start + each].to(own.to_local().device)
+    return DTensor.from_local(rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())

@@ -1,0 +1,53 @@
+"""Swap the class of an object for one with a mixin before it, and back. The object stays the same one.
+
+A layer, a block or an output gets new behaviour without a wrapper around it: its name, its parameters, its identity and
+``isinstance`` checks stay. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+__all__ = ["mixed_class", "plain_class", "swap", "unswap"]
+
+
+@functools.cache
+def mixed_class(mixin: type, plain: type, name: str = "") -> Any:
+    """Return the class ``(mixin, plain)``, one for each pair.
+
+    Args:
+        name: its name; that of ``plain`` if empty: transformers finds what a model can record by the class as text.
+    """
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__} if not name else {}
+    return type(name or plain.__name__, (mixin, plain), {**names, "_autopar_plain": plain})
+
+
+def swap(target: Any, mixin: type, **attributes: Any) -> None:
+    """Put ``mixin`` before the class of ``target``, and set ``attributes`` on it; once only."""
+    kind: Any = type(target)
+    if not isinstance(target, mixin):
+        target.__class__ = mixed_class(mixin, kind)
+    for name, value in attributes.items():
+        setattr(target, name, value)
+
+
+def plain_class(target: Any, mixin: type) -> Any:
+    """Return the class that ``target`` had before ``mixin``, or has if it was not swapped."""
+    kinds: tuple[Any, ...] = type(target).__mro__
+    return next((kind._autopar_plain for kind in kinds if kind.__mro__[1:2] == (mixin,)), kinds[0])
+
+
+def unswap(target: Any, mixin: type, *attributes: str) -> None:
+    """Undo :func:`swap`: the plain class again, and without ``attributes``.
+
+    Raises:
+        TypeError: another class has been put before the mixin's since; undo that one first.
+    """
+    kind: Any = type(target)
+    if isinstance(target, mixin):
+        if mixin is not kind.__mro__[1]:
+            raise TypeError(f"{mixin.__name__} is not the last swap of a {kind.__name__}: undo the later first")
+        target.__class__ = kind._autopar_plain
+    for name in attributes:
+        vars(target).pop(name, None)

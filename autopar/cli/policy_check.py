@@ -1,0 +1,164 @@
+"""What a policy makes of a model: plan, shard sizes, dry run, stages. One process, no weights, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.api import _reads
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import AutoparError
+from autopar.layout import Layout
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.plan.stages import StagePlan, make_stages
+from autopar.policy.described_model import model_inside
+from autopar.policy.load import read_user_policy
+from autopar.policy.match import find_policy
+from autopar.policy.schema import Policy
+
+__all__ = ["check_policy", "rule_of"]
+
+
+def check_policy(
+    model: nn.Module,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    by_expert: bool = False,
+) -> dict[str, Any]:
+    """Do what ``initialize`` does before it changes anything, and report it as plain data.
+
+    Args:
+        model: on the meta device, or with weights; only read.
+        policy: as in :func:`autopar.initialize`; None finds the one that lists the model type.
+        tp, pp: tensor- and pipeline-parallel size.
+        by_expert: shard mixtures by expert (``expert_parallel_size`` above 1).
+
+    Returns:
+        ``policy``, ``attributes``, ``tensors`` (one a parameter: ``rule``, ``shape``, ``local_shapes`` over tp,
+        ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``dry_run`` and ``stages`` (each
+        ``ok`` or why not), ``errors`` (the library's texts) and ``holds``: whether there are none.
+    """
+    report: dict[str, Any] = {
+        "model": type(model).__name__,
+        "policy": None,
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attributes": [],
+        "tensors": [],
+        "ranks": [],
+        "dry_run": "not run",
+        "stages": None,
+        "errors": [],
+    }
+    try:
+        prefix, inner, found = _find(model, policy)
+        report["policy"] = {"name": found.name, "where": str(found.where), "model_types": list(found.model_types)}
+        plan = make_plan(model, found, tp, by_expert=by_expert)
+    except AutoparError as error:
+        report["errors"].append(str(error))
+        return {**report, "holds": False}
+    stages: list[StagePlan] = []
+
+    def dry_run() -> None:
+        done = check_plan(inner, prefix, plan)
+        report["dry_run"] = "ok" if done else _why_not_run(inner, tp)
+
+    def split() -> None:
+        reads = _reads(model, inner, found) if pp > 1 else None
+        stages.append(make_stages(model, found, pp, reads=reads))
+        report["stages"] = _stage_report(stages[0])
+
+    for step in (dry_run, split):
+        try:
+            step()
+        except AutoparError as error:
+            report["errors"].append(str(error))
+            report["dry_run" if step is dry_run else "stages"] = "fails"
+    report["attributes"] = [
+        {"name": f"{a.path}.{a.name}", "whole": a.whole, "local": list(a.values)} for a in plan.attributes
+    ]
+    report["tensors"] = list(_tensors(model, plan, stages[0] if stages else None))
+    report["ranks"] = list(_ranks(report["tensors"], tp, pp if stages else 1))
+    return {**report, "holds": not report["errors"]}
+
+
+def _find(model: nn.Module, policy: Any) -> tuple[str, nn.Module, Policy]:
+    given = None if policy is None else read_user_policy(policy)
+    prefix, inner = model_inside(model, given)
+    return prefix, inner, find_policy(inner, given)
+
+
+def _why_not_run(model: nn.Module, tp: int) -> str:
+    if tp == 1:
+        return "not run: one rank holds the whole model"
+    if not isinstance(model, PreTrainedModel):
+        return "not run: it needs the arguments of a forward; initialize does it in the first one"
+    return "not run: the plain model does not run without data; compare loss and gradients with the plain model's"
+
+
+def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": stage,
+            "rank": stages.rank_of[stage],
+            "modules": list(stages.elements[stages.bounds[stage] : stages.bounds[stage + 1]]),
+            "parameters": stages.costs[stage] if stages.costs else None,
+        }
+        for stage in range(stages.stages)
+    ]
+
+
+def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:
+    """The parameters, tied ones once."""
+    parameters = {plan.canonical(name) for name, _ in model.named_parameters()}
+    for name, tensor in plan.tensors.items():
+        if name in parameters:
+            yield {
+                "name": name,
+                "tied": list(tensor.aliases),
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "rule": rule_of(plan, tensor),
+                "local_shapes": [list(tensor.local_shape(rank)) for rank in range(plan.tp)],
+                "ranks": list(stages.holders(name)) if stages is not None else [0],
+            }
+
+
+def rule_of(plan: Plan, tensor: TensorPlan) -> str:
+    """Name the rule of a tensor and its units: ``column heads | kv_heads``; ``replicated`` if every rank holds all."""
+    for name in (tensor.name, *tensor.aliases):
+        path, _, own = name.rpartition(".")
+        module = plan.modules.get(path)
+        if module is not None and own in module.layouts:
+            return f"{module.rule or 'cut'} {_units(module.layouts[own])}"
+        if module is not None and own in module.once:
+            return "once"
+        if module is not None and own in module.summed:
+            return "replicated, gradient all-reduced"
+    return "replicated" if tensor.layout is None else f"cut {_units(tensor.layout)}"
+
+
+def _units(layout: Layout) -> str:
+    return " | ".join(block.unit for block in layout.blocks) + (" (replicated)" if layout.replicated else "")
+
+
+def _ranks(tensors: list[dict[str, Any]], tp: int, pp: int) -> Iterator[dict[str, int]]:
+    for stage in range(pp):
+        for rank in range(tp):
+            held = [tensor for tensor in tensors if stage in tensor["ranks"]]
+            sizes = [(torch.Size(tensor["local_shapes"][rank]).numel(), tensor["dtype"]) for tensor in held]
+            yield {
+                "tp": rank,
+                "pp": stage,
+                "parameters": sum(count for count, _ in sizes),
+                "bytes": sum(count * getattr(torch, dtype).itemsize for count, dtype in sizes),
+            }

@@ -1,0 +1,263 @@
+"""ParallelConfig: what the user asks for, from a dict, a JSON or a YAML file. All errors at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.config.pipeline import PipelineConfig
+from autopar.config.sections import (
+    FIELDS,
+    NUMBERS,
+    SECTIONS,
+    check_section,
+    check_value,
+    describe,
+    explain_section,
+    explain_unknown,
+)
+from autopar.errors import ConfigError
+from autopar.policy.yaml_reader import plain, read_text, yaml_tree
+
+__all__ = ["ParallelConfig"]
+
+_SHOWN = 8  # problems in one message
+_NO_PIPELINE = PipelineConfig()
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Resolved configuration.
+
+    Attributes:
+        tensor_parallel_size: ranks over which the layers of one model replica are sharded.
+        pipeline_parallel_size: stages into which the blocks of one model replica are split.
+        expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
+            travel to them, instead of a part of each expert.
+        activation_checkpointing: recompute the blocks' activations in the backward pass.
+        consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
+            weights of the replicas when an optimizer steps.
+        consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
+            ``every N`` forwards, ``always``, or ``auto``: always on the CPU, every 10 on GPUs. Shapes are compared
+            on every forward, but for ``first``.
+        cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
+        zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
+        zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
+        gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
+        precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
+        initial_scale, min_scale, max_scale: of the loss, with fp16.
+        growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
+        hysteresis: overflows after which it is multiplied by ``backoff_factor``.
+        pipeline: how ``execute_pipeline`` runs.
+
+    The form a user writes has sections; a section that is present is on unless it says ``enable: false``. A key or a
+    section that is ``null`` is as if it were not there::
+
+        model_parallelism:
+          enable: true
+          tensor_parallel_size: 2
+        activation_checkpointing:
+          enable: true
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    activation_checkpointing: bool = False
+    consistency_check: bool = True
+    consistency_inputs: str = "auto"
+    cpu_checkpointing: bool = False
+    zero_stage: int = 0
+    zero_cpu_offload: bool = False
+    gradient_clipping: float = 0.0
+    precision: str = "fp32"
+    initial_scale: float = 65536.0
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    growth_interval: int = 1000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 2
+    pipeline: PipelineConfig = _NO_PIPELINE
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None:
+                object.__setattr__(self, field.name, field.default)
+            problem = check_value(field.name, getattr(self, field.name), type(field.default))
+            problems += [problem] if problem else []
+        if not problems:
+            given = check_section("pipeline", self.pipeline.given(), SECTIONS["pipeline"], problems)
+            object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
+        _raise(problems or _contradictions(vars(self)))
+
+    @classmethod
+    def parse(
+        cls, source: Mapping[str, Any] | str | Path | ParallelConfig | None, world_size: int | None = None
+    ) -> ParallelConfig:
+        """Read a dict, the path of a ``.json`` / ``.yaml`` / ``.yml`` file, or a ready ``ParallelConfig``.
+
+        Args:
+            world_size: number of processes in which ``initialize`` runs; None leaves that check to later.
+
+        Raises:
+            ConfigError: lists every unknown key, wrong type and impossible size that was found.
+        """
+        if isinstance(source, ParallelConfig) or source is None:
+            config = source or cls()
+            _raise(_unfit(vars(config), world_size))
+            return config
+        loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
+        if not isinstance(loaded, Mapping):
+            raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {describe(loaded)}")
+        problems: list[str] = []
+        values: dict[str, dict[str, Any]] = {}
+        fields: dict[str, Any] = {}
+        for section, content in loaded.items():
+            known = SECTIONS.get(section) if isinstance(section, str) else None
+            if content is None and (known or section in NUMBERS):
+                continue
+            if section in NUMBERS:
+                problem = check_value(section, content, float)
+                problems += [problem] if problem else []
+                fields[section] = content
+            elif known is None:
+                problems.append(explain_unknown(section, content))
+            elif not isinstance(content, Mapping):
+                advice = explain_section(section, content)
+                problems.append(f"section '{section}' must hold keys, not {describe(content)}{advice}")
+            else:
+                values[section] = check_section(section, content, known, problems)
+        pipeline = values.pop("pipeline", {})
+        fields |= _fields(values)
+        every = {**_defaults(), **fields}
+        if not problems:
+            problems = _contradictions(every)
+        fields["pipeline"] = PipelineConfig.of(pipeline, every["pipeline_parallel_size"], problems)
+        _raise(problems + _unfit(every, world_size))
+        return cls(**fields)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return ``world_size / (tensor_parallel_size * pipeline_parallel_size)``.
+
+        Raises:
+            ConfigError: if that is not whole; says which world sizes and which tensor-parallel sizes would fit.
+        """
+        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
+        if world_size % (tp * pp):
+            raise ConfigError(_does_not_divide(tp, pp, world_size))
+        return world_size // (tp * pp)
+
+
+def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields that sections set. A section is on unless it says otherwise; one that is off sets nothing else."""
+    fields = {}
+    for section, given in values.items():
+        content = {"enable": True, **given}
+        for key, value in content.items() if content["enable"] else [("enable", False)]:
+            if key != "enable" or (section, key) in FIELDS:
+                fields[FIELDS.get((section, key), key)] = value
+    return fields
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
+
+
+def _contradictions(values: Mapping[str, Any]) -> list[str]:
+    """Values that are right one by one and do not go together."""
+    problems = []
+    low, first, high = values["min_scale"], values["initial_scale"], values["max_scale"]
+    if not low <= first <= high:
+        problems.append(f"precision.initial_scale={first:g} must lie between min_scale={low:g} and max_scale={high:g}")
+    if values["growth_factor"] <= 1:
+        problems.append(f"precision.growth_factor must be above 1, not {values['growth_factor']:g}")
+    if values["backoff_factor"] >= 1:
+        problems.append(f"precision.backoff_factor must be below 1, not {values['backoff_factor']:g}")
+    if values["zero_cpu_offload"] and values["zero_stage"] != 3:
+        problems.append(f"zero.cpu_offload needs zero.stage 3, not {values['zero_stage']}")
+    if values["zero_stage"] == 3 and values["pipeline_parallel_size"] > 1:
+        problems.append(
+            f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
+            "be collected for each micro-batch. Use zero.stage 1."
+        )
+    if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
+        problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
+    return problems
+
+
+def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
+    """What keeps ``initialize`` from these sizes in a world of that size; nothing if the world is not known."""
+    tp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
+    problems = []
+    if ep not in (1, tp):
+        problems.append(
+            f"expert_parallel_size={ep} must be 1 or tensor_parallel_size={tp}: whole experts are distributed over the "
+            "tensor-parallel ranks"
+        )
+    if world_size is not None and world_size % (tp * pp):
+        problems.append(_does_not_divide(tp, pp, world_size))
+    return problems
+
+
+def _does_not_divide(tp: int, pp: int, world_size: int) -> str:
+    fitting = [size for size in range(1, world_size + 1) if world_size % (size * pp) == 0]
+    return (
+        f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} = {tp * pp} does not divide "
+        f"the world of {world_size} processes.\n"
+        f"  {world_size} / {tp * pp} must be whole: it is the data-parallel size.\n"
+        + (
+            f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
+            if fitting
+            else f"  With {world_size} processes no tensor_parallel_size fits pipeline_parallel_size={pp}"
+        )
+        + f"; or start a multiple of {tp * pp} processes (torchrun --nproc-per-node {tp * pp})."
+    )
+
+
+def _read(path: Path) -> object:
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ConfigError(f"config file '{path}' must end in .json, .yaml or .yml")
+
+    def fail(problem: str, line: int | str | None) -> ConfigError:
+        return ConfigError(f"config file '{path}'{f', line {line}:' if line else ''} {problem}")
+
+    text = read_text(path, fail)
+    if path.suffix != ".json":
+        return plain(yaml_tree(text, str(path), fail))
+    try:
+        return json.loads(text, object_pairs_hook=_each_key_once)
+    except ValueError as error:
+        problem, line = getattr(error, "msg", error), getattr(error, "lineno", 1)
+        raise fail(f"cannot be parsed as JSON: {problem}", line) from error
+    except (KeyError, RecursionError) as error:
+        problem = (
+            f"has the key '{error.args[0]}' twice in one section"
+            if isinstance(error, KeyError)
+            else "is nested too deeply"
+        )
+        raise fail(problem, None) from error
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise KeyError(key)
+    return dict(pairs)
+
+
+def _raise(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        shown = problems[: _SHOWN + 1 if len(problems) == _SHOWN + 1 else _SHOWN]
+        lines = [f"  {i}. {problem}" for i, problem in enumerate(shown, 1)]
+        rest = problems[len(shown) :]
+        lines += [f"  ... and {len(rest)} more: the error's .problems lists all"] if rest else []
+        raise ConfigError("\n".join([f"the config has {len(problems)} problems:", *lines]), problems)

@@ -1,0 +1,146 @@
+"""The sections of the configuration and their keys, as data; and what is wrong with a value given for one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.config.foreign_keys import explain
+from autopar.errors import clip, nearest
+
+__all__ = [
+    "FIELDS",
+    "NUMBERS",
+    "SECTIONS",
+    "check_section",
+    "check_value",
+    "describe",
+    "explain_section",
+    "explain_unknown",
+]
+
+SECTIONS: dict[str, dict[str, type]] = {
+    "model_parallelism": {
+        "enable": bool,
+        "tensor_parallel_size": int,
+        "pipeline_parallel_size": int,
+        "expert_parallel_size": int,
+    },
+    "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
+    "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
+    "precision": {
+        "enable": bool,
+        "dtype": str,
+        "initial_scale": float,
+        "min_scale": float,
+        "max_scale": float,
+        "growth_interval": int,
+        "growth_factor": float,
+        "backoff_factor": float,
+        "hysteresis": int,
+    },
+    "consistency_check": {"enable": bool, "inputs": str},
+    "pipeline": {
+        "schedule": str,
+        "microbatch_size": int,
+        "num_microbatches": int,
+        "layers_per_stage": list,
+        "loss_reduction": str,
+        "timeout": int,
+        "chunks": int,
+    },
+}
+NUMBERS = ("gradient_clipping",)  # plain numbers at the top level
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero.stage": (0, 1, 3),
+    "zero_stage": (0, 1, 3),
+    "precision.dtype": ("fp32", "bf16", "fp16"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+
+
+_INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
+_STAGE_2 = ": 1 shards what the optimizer keeps, 3 weights and gradients too"
+# The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
+_CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
+# section, key -> field of ParallelConfig, where that is not the key's name.
+FIELDS = {
+    ("zero", "stage"): "zero_stage",
+    ("zero", "cpu_offload"): "zero_cpu_offload",
+    ("precision", "dtype"): "precision",
+    ("consistency_check", "inputs"): "consistency_inputs",
+    ("activation_checkpointing", "enable"): "activation_checkpointing",
+    ("consistency_check", "enable"): "consistency_check",
+}
+
+
+def check_section(
+    section: str, content: Mapping[Any, Any], known: Mapping[str, type], problems: list[str]
+) -> dict[str, Any]:
+    """Return the values of a section that are right; what is wrong with the others is added to ``problems``."""
+    checked: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in known:
+            problems.append(
+                explain(key, value)
+                or f"unknown key '{clip(str(key))}' in section '{section}'.{nearest(str(key), known)} "
+                f"Known: {', '.join(known)}"
+            )
+        elif value is None:
+            continue
+        elif problem := check_value(f"{section}.{key}", value, known[key]):
+            problems.append(problem)
+        else:
+            checked[key] = value
+    return checked
+
+
+def check_value(name: str, value: Any, kind: type) -> str | None:
+    """Return what is wrong with a value, or None."""
+    if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
+        return f"{name} must be {_name(kind)}, not {describe(value)}"
+    if name in _CHOICES:
+        *most, last = _CHOICES[name]
+        choices = f"{', '.join(map(str, most))} or {last}"
+        hint = _STAGE_2 if value == 2 else ""
+        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {clip(str(value))}{hint}"
+    if name in ("consistency_check.inputs", "consistency_inputs") and not _INPUTS.fullmatch(str(value)):
+        return f"{name} must be auto, first, always or 'every N' (every 10), not {clip(str(value))}"
+    number: Any = value
+    if kind is float and not (0 < number < math.inf or (name in NUMBERS and number == 0)):
+        return f"{name} must be above 0, not {value}"
+    return f"{name} must be at least 1, not {value}" if kind is int and number < 1 else None
+
+
+def explain_unknown(section: object, content: object) -> str:
+    """Return what to write instead of a section that is unknown."""
+    for name, keys in SECTIONS.items():
+        if section in keys and section != "enable":
+            return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
+    known = [*SECTIONS, *NUMBERS]
+    return (
+        explain(section, content)
+        or f"unknown section '{clip(str(section))}'.{nearest(str(section), known)} Known: {', '.join(known)}"
+    )
+
+
+def explain_section(section: str, content: object) -> str:
+    """Return what to write for a section that was given one value."""
+    if isinstance(content, bool) and "enable" in SECTIONS[section]:
+        return f": write {section}: {{enable: {str(content).lower()}}}"
+    home, _, key = _CHIEF.get(section, "").partition(".")
+    fits = key and check_value(f"{home}.{key}", content, SECTIONS[home][key]) is None
+    return f": write {home}: {{{key}: {content}}}" if fits else ""
+
+
+def _name(kind: type) -> str:
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}.get(
+        kind, kind.__name__
+    )
+
+
+def describe(value: object) -> str:
+    """Return a value and its type, for messages."""
+    return f"{clip(repr(value))} ({type(value).__name__})"

@@ -1,0 +1,110 @@
+"""Data parallelism of one model: checks of its wrappers and steps; ZeRO, precision and clipping around ``step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.config import ParallelConfig
+from autopar.data_parallel.fsdp import fully_shard
+from autopar.data_parallel.grad_norm import counted_here
+from autopar.data_parallel.grad_sync import held_alike
+from autopar.data_parallel.master_weights import DTYPES
+from autopar.data_parallel.optimizer import ParallelStep
+from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
+from autopar.data_parallel.replica_check import StepCheck
+from autopar.data_parallel.wrapper_check import WrapperCheck
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.plan.plan import Plan
+
+__all__ = ["DataParallel", "apply", "attach"]
+
+
+class DataParallel:
+    """What :func:`apply` has put on a model.
+
+    Attributes:
+        wrappers: checks what is wrapped around the model.
+        steps: checks the steps of its optimizers.
+        step: what happens around the step of the optimizer that :meth:`attach` got; None without one.
+    """
+
+    def __init__(
+        self, model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, failures: FailureLog
+    ) -> None:
+        self.model, self.inner, self.plan, self.mpu, self.config = model, inner, plan, mpu, config
+        self.failures = failures
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.wrappers = WrapperCheck(model, mpu)  # reports first what it finds in a step
+        compare = config.consistency_check and config.zero_stage != 3
+        self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare)
+        self.step: ParallelStep | None = None
+
+    def attach(self, optimizer: Any, blocks: Sequence[nn.Module] = ()) -> None:
+        """Set up ZeRO, precision and clipping. The last step of ``initialize``: parameters are the final ones.
+
+        Args:
+            optimizer: checked already; or None.
+            blocks: of the model.
+        """
+        self.step = attach(
+            *(self.model, self.inner, self.names, self.plan, self.mpu, self.config, optimizer, self.failures, blocks)
+        )
+
+    def undo(self) -> None:
+        """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
+        self.steps.remove()
+        self.wrappers.remove()
+        if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
+            self.step.give_back_weights()
+            self.step.remove()
+
+
+def apply(
+    model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, failures: FailureLog
+) -> DataParallel:
+    """Check wrappers of the model and steps of its optimizers from now on; every rank calls it.
+
+    To be called when weights are sharded over tp, and before pipeline stages release any.
+
+    Args:
+        inner: the Hugging Face model in ``model``, or a plain module.
+    """
+    return DataParallel(model, inner, plan, mpu, config, failures)
+
+
+def attach(
+    model: nn.Module,
+    inner: nn.Module,
+    names: Mapping[int, str],
+    plan: Plan,
+    mpu: MPU,
+    config: ParallelConfig,
+    optimizer: Any,
+    failures: FailureLog,
+    blocks: Sequence[nn.Module] = (),
+) -> ParallelStep | None:
+    """Set up ZeRO, precision and clipping of ``config`` for the model and the user's optimizer; every rank calls it.
+
+    Args:
+        inner: the Hugging Face model in ``model``, or a plain module.
+        names: ``id(parameter)`` -> name, from when the model was whole.
+        optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
+        blocks: of the model.
+    """
+    if optimizer is not None:
+        keep_stage(optimizer, model)
+        shard_state(optimizer, names, plan, mpu.tp.rank)
+    if config.zero_stage == 3:
+        blocks = [] if isinstance(inner, PreTrainedModel) else blocks
+        fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
+        if optimizer is not None:
+            rebind(optimizer, names, model)
+    if optimizer is None:
+        return None
+    counted = counted_here(dict(model.named_parameters()), plan, mpu)
+    return ParallelStep(optimizer, model, inner, plan, mpu, config, counted, failures)

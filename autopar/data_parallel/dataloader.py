@@ -1,0 +1,224 @@
+"""prepare_dataloader: the data sharded over data-parallel replicas, the same batches on all tp ranks of a replica."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError, ConsistencyError
+
+__all__ = ["ReplicaDataLoader", "gather_for_metrics", "prepare_dataloader"]
+
+_log = logging.getLogger(__name__)
+
+
+class ReplicaDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` with :meth:`set_epoch`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle differently in each epoch, alike on all ranks. Call it before iterating, with the epoch's number."""
+        targets: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
+        for target in targets:
+            if hasattr(target, "set_epoch"):
+                target.set_epoch(epoch)
+        if self._seed is not None and self.generator is not None:
+            self.generator.manual_seed(self._seed + epoch)
+
+    _seed: int | None = None
+
+
+class _EveryNth(IterableDataset[Any]):
+    """Samples ``rank, rank + size, ...`` of a stream.
+
+    A last round that is not full is dropped if ``even``, so that ranks agree; else the first ranks have one more.
+    """
+
+    def __init__(self, stream: IterableDataset[Any], rank: int, size: int, even: bool) -> None:
+        self.stream, self.rank, self.size, self.even = stream, rank, size, even
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        round_: list[Any] = []
+        for sample in self.stream:
+            round_.append(sample)
+            if len(round_) == self.size:
+                yield round_[self.rank]
+                round_.clear()
+        if not self.even and len(round_) > self.rank:
+            yield round_[self.rank]
+
+
+class _Unrepeated(Sampler[list[int]]):
+    """Batches of the samples ``rank, rank + size, ...``, each once; as many on every rank, the last ones smaller."""
+
+    def __init__(self, samples: int, batch_size: int, rank: int, size: int, seed: int | None) -> None:
+        self.samples, self.batch_size, self.rank, self.size, self.seed = samples, batch_size, rank, size, seed
+        self.batches = math.ceil(math.ceil(samples / size) / batch_size)
+        self.epoch = 0
+        if samples // size < self.batches:
+            raise ConfigError(
+                f"even_batches=False: {samples} samples do not give each of {size} replicas {self.batches} batches of "
+                f"at most {batch_size} without a repetition: take "
+                + (f"batch_size={batch_size + 1}" if samples >= size else f"at least {size} samples")
+                + ", or gather_for_metrics(..., samples=len(dataset)),\n  which leaves repeated samples out"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(self.samples))
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.samples, generator=generator).tolist()
+        own = order[self.rank :: self.size]
+        for left in range(self.batches - 1, -1, -1):
+            count = min(self.batch_size, len(own) - left)  # at least one remains for each batch that is left
+            yield own[:count]
+            own = own[count:]
+
+
+def prepare_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int = 1,
+    *,
+    mpu: MPU,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    even_batches: bool = True,
+    **kwargs: Any,
+) -> ReplicaDataLoader:
+    """Return a ``DataLoader`` that is right under tensor and data parallelism.
+
+    Replica ``d`` of ``dp`` sees every ``dp``-th sample of the (shuffled) dataset; the tensor-parallel ranks of one
+    replica see the same batches in the same order. The order follows from ``seed`` and the epoch alone: the global
+    random state is neither read nor changed. Workers seed their augmentations alike too.
+
+    Args:
+        dataset: map-style, or an ``IterableDataset`` (every ``dp``-th element; ``shuffle`` is then the stream's own).
+        batch_size: samples per replica and step; the global batch is ``batch_size * dp``.
+        mpu: ``model.mpu``.
+        drop_last: drop what does not fill a batch on every replica.
+        even_batches: repeat some samples so that replicas have equally many (of a stream, drop the last ones). False,
+            for evaluation: every sample exactly once, in as many batches on every replica, of which the last may be
+            smaller; of a stream, whose length nobody knows, replicas may differ by a batch, so not with
+            ``zero.stage: 3``. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.
+        kwargs: anything else that ``DataLoader`` takes.
+
+    Raises:
+        ConfigError: ``sampler`` or ``batch_sampler`` is given (this call makes the sampler), ``batch_size`` is no
+            positive integer, or ``even_batches=False`` with too few samples to give every replica as many batches.
+    """
+    _check_arguments(batch_size, drop_last, even_batches, kwargs)
+    dp = mpu.dp
+    own_generator = kwargs.setdefault("generator", None) is None
+    if own_generator:
+        kwargs["generator"] = torch.Generator().manual_seed(seed)
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, alike on all ranks")
+        source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
+        loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
+    elif not even_batches:
+        batches = _Unrepeated(len(dataset), batch_size, dp.rank, dp.size, seed if shuffle else None)  # type: ignore[arg-type]
+        loader = ReplicaDataLoader(dataset, batch_sampler=batches, **kwargs)
+    else:
+        repeated = 0 if drop_last or shuffle else -len(dataset) % dp.size  # type: ignore[arg-type]
+        if repeated and mpu.is_master:
+            _log.warning(
+                "prepare_dataloader repeats %d of %d samples, so that %d replicas have equally many. To evaluate, give "
+                "even_batches=False: every sample once.",
+                *(repeated, len(dataset), dp.size),  # type: ignore[arg-type]
+            )
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=dp.size, rank=dp.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        loader = ReplicaDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)
+    loader._seed = seed if own_generator else None
+    return loader
+
+
+def _check_arguments(batch_size: int, drop_last: bool, even_batches: bool, kwargs: Mapping[str, Any]) -> None:
+    for name in ("sampler", "batch_sampler"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"prepare_dataloader makes the sampler itself; with a {name} of your own use torch's DataLoader and\n"
+                "  DistributedSampler(dataset, num_replicas=mpu.get_data_parallel_world_size(), "
+                "rank=mpu.get_data_parallel_rank())."
+            )
+    if type(batch_size) is not int or batch_size < 1:
+        raise ConfigError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+    if drop_last and not even_batches:
+        raise ConfigError(
+            "even_batches=False gives every sample exactly once, and drop_last=True drops some: choose one"
+        )
+
+
+def gather_for_metrics(
+    values: torch.Tensor | Sequence[torch.Tensor], *, mpu: MPU, samples: int | None = None
+) -> torch.Tensor:
+    """All-gather every replica's values of samples, in the order of the dataset (as the loader shuffled it).
+
+    All ranks of a data-parallel group call it, once after a pass over the loader of :func:`prepare_dataloader`
+    (those of the last stage, if only they have values)::
+
+        losses = [loss_of_each_sample(model, batch) for batch in loader]
+        mean = autopar.gather_for_metrics(losses, mpu=model.mpu, samples=len(dataset)).mean()
+
+    Args:
+        values: ``[samples, ...]``, what this replica found for each of its samples; or one such tensor for each batch.
+        samples: how many the dataset has; what a loader with ``even_batches`` repeated is left out. None keeps all.
+
+    Raises:
+        ConsistencyError: on every rank of the group, if the replicas' values do not fit together: their shapes differ,
+            or some replica has not one for each of its samples.
+    """
+    batches = [values] if isinstance(values, torch.Tensor) else list(values)
+    dp, mine, forms = mpu.dp, _joined(batches, mpu.device), [_NOTHING] * mpu.dp.size
+    forms[dp.rank] = (len(mine), tuple(mine.shape[1:]), mine.dtype) if mine is not None else _NOTHING
+    if dp.size > 1:
+        dist.all_gather_object(forms, forms[dp.rank], group=dp.group)
+    counts = [form[0] for form in forms]
+    total = sum(counts)
+    kinds = {form[1:] for form in forms if form[0]}
+    if len(kinds) != 1 or counts != [len(range(place, total, dp.size)) for place in range(dp.size)]:
+        found = ", ".join(f"{count} of {list(shape)} {dtype}" for count, shape, dtype in forms)
+        raise ConsistencyError(
+            f"gather_for_metrics: replica by replica there are {found} values.\n  Each needs one for each of its "
+            "samples (of autopar.prepare_dataloader), [samples, ...], alike in shape and dtype."
+        )
+    if samples is not None and total < samples:
+        raise ConsistencyError(f"gather_for_metrics: {total} values for samples={samples}: some were left out")
+    ((shape, dtype),) = kinds
+    parts = [torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device) for _ in range(dp.size)]
+    own = parts[dp.rank]
+    if mine is not None:
+        own[: len(mine)] = mine
+    if dp.size > 1:
+        dist.all_gather(parts, own.clone(), group=dp.group)
+    return torch.stack(parts, dim=1).flatten(0, 1)[:total][:samples]  # sample by sample
+
+
+_NOTHING: tuple[int, tuple[int, ...], Any] = (0, (), None)
+
+
+def _joined(batches: list[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """One tensor of them; None if they are none, or hold no values of samples."""
+    alike = {(batch.shape[1:], batch.dtype) for batch in batches}
+    if len(alike) != 1 or any(batch.ndim == 0 for batch in batches):
+        return None
+    return torch.cat([batch.detach().to(device) for batch in batches])

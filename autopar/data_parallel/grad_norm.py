@@ -1,0 +1,121 @@
+"""The norm of all gradients of a parallelized model, every logical parameter counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+from autopar.plan.plan import Plan
+
+__all__ = ["counted_here", "gradient_norm", "local_part", "own_axis", "own_norm"]
+
+
+def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
+    """Return the parameters of this stage, by canonical name, that no earlier stage holds too.
+
+    Tied embeddings lie on the first and on the last stage. A collective over pp.
+    """
+    mine = frozenset(plan.canonical(name) for name in names)
+    if mpu.pp.size == 1:
+        return mine
+    held: list[frozenset[str]] = [mine] * mpu.pp.size
+    dist.all_gather_object(held, mine, group=mpu.pp.group)
+    return mine.difference(*held[: mpu.pp.rank])
+
+
+def gradient_norm(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, mpu: MPU, counted: frozenset[str], p: float = 2.0
+) -> torch.Tensor:
+    """Return the p-norm over one model replica, a scalar in fp32 (fp64 for fp64 gradients), the same on every rank.
+
+    A shard counts where it lies; what several ranks hold (replicated parameters, KV heads on more ranks than one,
+    tied weights on two stages) counts once. A collective over all ranks of the replica.
+
+    Args:
+        parameters: name -> parameter, those of this rank; one without gradient counts as zeros.
+        counted: what :func:`counted_here` says of them.
+    """
+    parts = []
+    for name, parameter in parameters.items():
+        canonical = plan.canonical(name)
+        if parameter.grad is not None and canonical in counted:
+            parts += _parts(parameter.grad, plan.tensors[canonical].layout, mpu)
+    held = list(parameters.values())
+    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp
+    return _combine(parts, p, (mpu.model, mpu.dp) if sharded else (mpu.model,), mpu.device, held)
+
+
+def own_axis(model: nn.Module) -> Axis | None:
+    """Return the axis of a model that was built of parallel layers by hand; None if there are none.
+
+    Raises:
+        ConfigError: they lie on several axes.
+    """
+    axes = {id(tp): tp for module in model.modules() if isinstance(tp := vars(module).get("tp"), Axis)}
+    if len({axis.ranks for axis in axes.values()}) > 1:
+        raise ConfigError(f"the parallel layers of {type(model).__name__} lie on {len(axes)} different groups")
+    return next(iter(axes.values()), None)
+
+
+def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
+    """Return the p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
+    held = list(model.parameters())
+    sharded = {
+        id(module._parameters.get(name))
+        for module in model.modules()
+        for name in vars(module).get("autopar_layouts", ())
+    }
+    counted = [each for each in held if each.grad is not None and (axis.rank == 0 or id(each) in sharded)]
+    if any(isinstance(parameter, DTensor) for parameter in held):
+        raise ConfigError("clip_grad_norm_: FSDP over a model of parallel layers built by hand is not supported")
+    return _combine([each.grad for each in counted if each.grad is not None], p, (axis,), device_of(axis), held)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard on this rank of a tensor that FSDP may have sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
+    """The parts of a local gradient that this rank counts."""
+    local = local_part(gradient)
+    if layout is None:
+        return [local] if mpu.tp.rank == 0 else []
+    if not layout.replicated:
+        return [local]
+    ranges = layout.owned_local(mpu.tp.rank)
+    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each dp rank a run of as many rows, rounded up
+        first = mpu.dp.rank * -(-gradient.shape[0] // mpu.dp.size)
+        rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]
+        ranges = tuple((start, stop) for start, stop in rows if start < stop)
+    return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]
+
+
+def _combine(
+    parts: list[torch.Tensor], p: float, over: Sequence[Axis], device: torch.device, held: Sequence[nn.Parameter]
+) -> torch.Tensor:
+    axes = [axis for axis in over if axis.size > 1]
+    dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in held) else torch.float32
+    parts = [part for part in parts if part.numel()]
+    if parts:
+        norms = torch.stack([torch.linalg.vector_norm(part, p, dtype=dtype).to(device) for part in parts])
+    else:
+        norms = torch.zeros(1, dtype=dtype, device=device)
+    if math.isinf(p):
+        pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
+        for axis in axes:
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
+        return pair[0] if pair[1] == 0 else pair[0] * math.nan
+    total = norms.pow(p).sum()
+    for axis in axes:
+        dist.all_reduce(total, group=axis.group)
+    return total.pow(1 / p)

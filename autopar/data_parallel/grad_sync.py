@@ -1,0 +1,165 @@
+"""All-reduce gradients: of weights on several stages, and of data-parallel replicas, with the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.distributed.digest import extremes
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConsistencyError
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan
+
+__all__ = [
+    "Alike",
+    "average_over_replicas",
+    "buckets",
+    "flattened",
+    "held_alike",
+    "runs_of",
+    "sum_gradients",
+]
+
+Alike = Mapping[int, tuple[int, ...]]
+"""``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it."""
+
+_BUCKET = 32 * 1024 * 1024  # bytes that travel at once
+
+
+def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
+    """Return ``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it, for all parameters."""
+    rank, size = mpu.tp.rank, mpu.tp.size
+    layouts = {name: tensor.layout for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
+    alike: dict[int, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        if size == 1 or name not in layouts:  # added after initialize: of this rank alone, as far as is known
+            alike[id(parameter)] = (rank,)
+            continue
+        layout = layouts[name]
+        alike[id(parameter)] = tuple(
+            other for other in range(size) if layout is None or layout.ranges(other) == layout.ranges(rank)
+        )
+    return alike
+
+
+def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Parameter]]:
+    """Group each list by the ranks that hold the same: such a run has the same content and order on all of these ranks.
+
+    An all-reduce over three ranks or more adds in an order that depends on the place in the buffer. Ranks that hold the
+    same would drift apart by rounding if it lay at another place there.
+    """
+    runs: dict[tuple[int, tuple[int, ...]], list[nn.Parameter]] = {}
+    for number, parameters in enumerate(lists):
+        for parameter in parameters:
+            runs.setdefault((number, alike[id(parameter)]), []).append(parameter)
+    return list(runs.values())
+
+
+def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
+    """All-reduce the mean of all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
+
+    A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. What several
+    ranks of a replica hold gets the same bits on all of them.
+    """
+    if mpu.dp.size == 1:
+        return
+    by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}  # in the stages' order on all holders
+    own = dict(model.named_parameters())
+    for name in [*stages.tensors, *(name for name in own if name not in stages.tensors)]:
+        if name in own and not isinstance(own[name], DTensor):
+            holders = stages.holders(name) if name in stages.tensors else ()
+            by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
+    runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
+    sum_gradients(runs, mpu.dp.group, 1 / mpu.dp.size, {id(parameter): name for name, parameter in own.items()})
+
+
+@torch.no_grad()
+def sum_gradients(
+    runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0, names: Mapping[int, str] | None = None
+) -> None:
+    """Scale gradients, then all-reduce them over a group. Every rank gives the same parameters in the same order.
+
+    A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all.
+
+    Args:
+        runs: what may travel together in one buffer.
+        scale: before the sum, which might be too large for fp16.
+        names: ``id(parameter)`` -> name, for the error.
+
+    Raises:
+        ConsistencyError: a parameter is frozen on some ranks and trained on others; on every rank.
+    """
+    parameters = [parameter for run in runs for parameter in run]
+    if not parameters:
+        return
+    device = parameters[0].device
+    trained = [int(parameter.requires_grad) for parameter in parameters]
+    found = [_kind_of_gradient(parameter) for parameter in parameters]
+    largest, smallest = extremes([*found, *trained], group, device)
+    kinds = {id(parameter): kind for parameter, kind in zip(parameters, largest, strict=False)}
+    count = len(parameters)
+    mixed = [p for p, high, low in zip(parameters, largest[count:], smallest[count:], strict=True) if high != low]
+    if mixed:
+        name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
+        raise ConsistencyError(
+            f"{name} is frozen (requires_grad=False) on some of the ranks {dist.get_process_group_ranks(group)} and "
+            f"trained on others ({len(mixed)} such parameters).\n"
+            "  Freeze and unfreeze weights on all data-parallel replicas alike."
+        )
+    for run in runs:
+        gradients: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in run:
+            if kinds[id(parameter)]:
+                gradient = _gradient_in(parameter, torch.float32 if kinds[id(parameter)] == 2 else parameter.dtype)
+                gradients.setdefault(gradient.dtype, []).append(gradient)
+        for flat in (flat for same in gradients.values() for flat in flattened(same)):
+            if scale != 1.0:
+                flat.mul_(scale)
+            dist.all_reduce(flat, group=group)
+
+
+def _kind_of_gradient(parameter: nn.Parameter) -> int:
+    """0: none; 1: in the parameter's dtype; 2: in fp32 instead."""
+    return 0 if parameter.grad is None or not parameter.requires_grad else 1 + (parameter.grad.dtype != parameter.dtype)
+
+
+def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """The parameter's gradient in this dtype; zeros if it has none."""
+    gradient = parameter.grad
+    if gradient is None or gradient.dtype != dtype:
+        gradient = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
+        parameter.grad = None
+        if parameter.grad_dtype not in (None, dtype):
+            parameter.grad_dtype = None
+        parameter.grad = gradient
+    return gradient
+
+
+def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[list[torch.Tensor]]:
+    """Yield runs of tensors of at most ``limit`` bytes together, or of one tensor: what travels in one flat buffer."""
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if bucket and filled + size > limit:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield buckets of tensors in one flat buffer each, and copy it back when the next one is asked for."""
+    for bucket in buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        yield flat
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,46 @@
+"""The hooks that torch keeps for a whole process, passed on to the listeners that are alive.
+
+torch goes through them while they run, and a hook that a garbage collection takes away in between ends that with an
+error. So there is one of each kind, registered once and never removed; listeners are held weakly.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["forget", "listen"]
+
+_listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen
+
+
+def listen(listener: object) -> None:
+    """Call methods of ``listener`` as long as it lives, those of these that it has.
+
+    ``before_step(optimizer, args, kwargs)``: before the step of any optimizer; ``args`` begin with it.
+    ``before_registration(module, name, submodule)``: before a module becomes part of another one.
+    """
+    _register()
+    forget(None)  # those that live no longer
+    _listeners.append(weakref.ref(listener))
+
+
+def forget(listener: object) -> None:
+    """Call ``listener`` no longer."""
+    _listeners[:] = [other for other in _listeners if other() not in (None, listener)]
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(functools.partial(_call, "before_step"))
+    register_module_module_registration_hook(functools.partial(_call, "before_registration"))
+
+
+def _call(method: str, *arguments: Any) -> None:
+    for listener in [other() for other in _listeners]:
+        if hasattr(listener, method):
+            getattr(listener, method)(*arguments)

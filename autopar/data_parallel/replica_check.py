@@ -1,0 +1,296 @@
+"""Check at ``optimizer.step()`` that replicas step alike: that gradients are averaged, none skips, weights are equal.
+
+A hook on every optimizer of the process looks at those that hold parameters of the model, whether they were given to
+``initialize`` or not. Ranks that hold the same (one place of every data-parallel replica) write digests of gradients
+and weights into torch.distributed's key-value store, and each reads those of others: no collective, in which a rank
+that skips its step would leave the others waiting. The first step waits for the other ranks' digests, later ones wait
+only some seconds, and what comes late is compared late.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from autopar.data_parallel.process_hooks import forget, listen
+from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
+from autopar.distributed.digest import of_text, of_values
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConsistencyError
+
+__all__ = ["StepCheck"]
+
+_log = logging.getLogger(__name__)
+
+_WHOLE = 3  # first steps, of which all gradients and weights are compared
+_DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often that was late
+_KEPT = 64  # steps that are remembered to be compared with what comes late
+_GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
+_BUSY = 16  # ranks from which on the store is asked less often
+
+
+@dataclass
+class _Progress:
+    """One optimizer: what it steps, and which of its steps were compared.
+
+    Attributes:
+        number: among the optimizers of this model, in the order of their first steps.
+        held: name and parameter of those of the model that it steps.
+        sharded: those of which each tensor-parallel rank has another part.
+        published: comparison -> digests that this rank has published, as JSON, while some of the others' are missing.
+        read: comparisons that all others' digests were read for.
+        late: steps in a row in which another rank's digests did not come in time.
+    """
+
+    number: int
+    held: list[tuple[str, nn.Parameter]]
+    sharded: list[tuple[str, nn.Parameter]]
+    parameters: int  # of the optimizer, when ``held`` was looked up
+    steps: int = 0
+    compared: int = 0
+    read: int = 0
+    published: dict[int, str] = field(default_factory=dict)
+    late: int = 0
+
+
+class StepCheck:
+    """Watches the optimizers of one parallelized model. Every rank makes it.
+
+    Args:
+        inner: the Hugging Face model in ``model``.
+        alike: ``id(parameter)`` -> the tensor-parallel ranks that hold the same shard.
+        compare: compare over the data-parallel replicas; False only counts steps.
+
+    Attributes:
+        made: optimizer steps so far with parameters of the model.
+        settings: of the optimizer in the last step (learning rates and the like), as text.
+        last_shard: name of a sharded weight, and digests of part of its gradient and of its state in the last step;
+            of another one each time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        mpu: MPU,
+        failures: FailureLog,
+        alike: Mapping[int, tuple[int, ...]],
+        *,
+        compare: bool,
+    ) -> None:
+        self.mpu, self.failures, self.made = mpu, failures, 0
+        self.settings = ""
+        self.last_shard: tuple[str, int, int] | None = None
+        self._input: int | None = None  # digest of what the last training forward was given, in the first steps
+        self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
+        self._model = weakref.ref(model)
+        self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
+        self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._compare = compare and mpu.dp.size > 1
+        if self._compare:
+            self._input_hook = inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+            self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
+            self._before = mpu.dp.ranks[mpu.dp.rank - 1]
+            self._others = [rank for rank in mpu.dp.ranks if rank != mpu.rank]
+        self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
+        listen(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
+        return self
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        forget(self)
+        if self._compare:
+            self._input_hook.remove()
+
+    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and self.made < _WHOLE:
+            self._input = of_values([args, kwargs])
+
+    # -- at a step -------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a step of ``optimizer``, and compare it with that of the other replicas.
+
+        With a closure gradients are computed inside of the step, and only weights can be compared.
+
+        Raises:
+            ConsistencyError: gradients or weights differ between the replicas, or were left unaveraged by ``no_sync``.
+            PipelineError: in the first step, if the other rank does not step within ``pipeline.timeout``.
+        """
+        closure = kwargs.get("closure") is not None or len(args) > 1
+        model = self._model()
+        progress = None if model is None else self._progress_of(model, optimizer)
+        if model is None or progress is None or _inside_another_step():
+            return
+        if getattr(vars(model).get("_autopar_pipeline"), "unaveraged", False):
+            raise ConsistencyError(
+                f"the gradients of the {self.mpu.dp.size} data-parallel replicas were not averaged: the last "
+                "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
+            )
+        if self._compare:
+            self._compare_step(optimizer, progress, closure)
+        progress.steps += 1
+        self.made += 1
+        if self.mpu.tp.size > 1:
+            self.settings = repr([_settings(group) for group in optimizer.param_groups])
+            apart = -1 - self.mpu.tp.rank
+            self.last_shard = None if closure else digest_shard(progress.sharded, self.made, optimizer, apart)
+
+    def watch(self, apart: set[int]) -> None:
+        """Digest gradients of these parameters (``id``) only: their shards differ."""
+        self._sharded &= apart
+
+    def _progress_of(self, model: nn.Module, optimizer: Optimizer) -> _Progress | None:
+        """Return the progress of ``optimizer``; None if it steps nothing of the model."""
+        progress = self._progress.get(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if progress is None or progress.parameters != count:
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = [(name, p) for name, p in model.named_parameters() if id(p) in stepped]
+            sharded = [(name, p) for name, p in held if id(p) in self._sharded]
+            if progress is None:
+                progress = self._progress[optimizer] = _Progress(-1, held, sharded, count)
+            progress.held, progress.sharded, progress.parameters = held, sharded, count
+        if not progress.held:
+            return None
+        if progress.number < 0 and not _inside_another_step():
+            progress.number, self._count = self._count, self._count + 1
+        return progress
+
+    def _compare_step(self, optimizer: Optimizer, progress: _Progress, closure: bool) -> None:
+        step = progress.steps
+        if step >= _WHOLE and step % self._interval:
+            return
+        held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
+        turn, progress.compared = progress.compared, progress.compared + 1
+        scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
+        digests = digest_step(held, None if step < _WHOLE else turn, closure, scaled)
+        mine = json.dumps([[of_text(repr([name for name, _ in held])), step, digests], self._input])
+        self._store.set(self._key(progress, turn, self.mpu.rank), mine)
+        progress.published[turn] = mine
+        self._compare_with_others(type(optimizer).__name__, progress, turn)
+        old = turn - _KEPT
+        progress.published.pop(old, None)
+        if old >= 0:
+            self._store.delete_key(self._key(progress, old, self.mpu.rank))
+
+    def _key(self, progress: _Progress, turn: int, rank: int) -> str:
+        return f"{progress.number}/{turn}/{rank}"
+
+    def _compare_with_others(self, optimizer: str, progress: _Progress, turn: int) -> None:
+        """Compare with all replicas in the first steps, so that all raise alike; later with the one before."""
+        for earlier in range(max(progress.read, turn - _KEPT + 1), turn + 1):
+            others = self._others if earlier < _WHOLE else [self._before]
+            keys = {rank: self._key(progress, earlier, rank) for rank in others}
+            seconds = self.failures.timeout if earlier == 0 else _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
+            for rank, key in keys.items():
+                if not self._wait_for(rank, key, seconds):
+                    if earlier == 0:
+                        self._missing(optimizer, rank)
+                    progress.late += 1
+                    return
+            progress.read = earlier + 1
+            own, own_input = json.loads(progress.published[earlier])
+            inputs = {own_input}
+            for rank, key in keys.items():
+                theirs, their_input = json.loads(self._store.get(key))
+                inputs.add(their_input)
+                if theirs != own:
+                    self._refuse(optimizer, own, theirs, rank)
+            if earlier < _WHOLE and len(inputs) == 1:
+                self._same_inputs(inputs.pop())
+        progress.late = 0
+
+    def _same_inputs(self, inputs: int | None) -> None:
+        """Warn once, if the replicas were given the same batches in all of the first steps, others in each."""
+        self._same.append(inputs)
+        if len(self._same) == _WHOLE == len({*self._same} - {None}) and self.mpu.rank == 0:
+            _log.warning(
+                "all %d data-parallel replicas were given the same batches in the first %d steps: the data is not "
+                "sharded. Use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu), or "
+                "DistributedSampler(dataset, mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()).",
+                self.mpu.dp.size,
+                _WHOLE,
+            )
+
+    def _wait_for(self, rank: int, key: str, seconds: float) -> bool:
+        deadline, pause = time.monotonic() + seconds, 0.0002
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            if pause > 0.05 and self.failures.has_ended(rank):
+                return bool(self._store.check([key]))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return True
+
+    def _missing(self, optimizer: str, rank: int) -> None:
+        raise self.failures.failure(
+            f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
+            f"replica {self.mpu.dp.ranks.index(rank)} and has not stepped.",
+            [rank],
+            TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
+        )
+
+    def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
+        (names, step, ours), (other_names, _, others) = mine, theirs
+        if names != other_names:
+            return  # each steps parameters of its own, as in ZeRO
+        weights = [name for name in ours if name in others and ours[name][1] != others[name][1]]
+        gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
+        different = weights or [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
+        if not different:
+            return
+        size, pair = self.mpu.dp.size, sorted([self.mpu.rank, rank])
+        listed = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
+        text = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}: {listed}.\n"
+        if weights:
+            text = (
+                f"the weights of the {size} data-parallel replicas differ: they have drifted apart.\n{text}"
+                "  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
+                "checkpoint.\n"
+            )
+        else:
+            text = (
+                f"the gradients of the {size} data-parallel replicas differ: nothing has averaged them, and the "
+                f"replicas would drift apart.\n{text}"
+                "  Call the model through DistributedDataParallel(model, process_group="
+                "model.mpu.get_data_parallel_group()), or average before step():\n"
+                "  autopar.average_gradients(model). (Or one of them has skipped a step.)\n"
+            )
+        text += "  consistency_check: {enable: false} turns this check off."
+        self.failures.publish(text)
+        raise ConsistencyError(text)
+
+
+_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _inside_another_step() -> bool:
+    """Whether an optimizer's step is called by that of another one (ZeroRedundancyOptimizer's, a wrapper's)."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None and found < 2:
+        found += frame.f_code is _WRAPPER
+        frame = frame.f_back  # type: ignore[assignment]
+    return found > 1
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is plain data in a param group."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

@@ -1,0 +1,116 @@
+"""Refuse wrappers that average over the wrong ranks when they are made: DistributedDataParallel over all, say.
+
+Tensor-parallel ranks and stages hold different shards under the same names. What copies or averages parameters over
+them makes one shard of all, silently where the shards are equally large. torch calls its global hooks when a
+module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything) and
+before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
+axis partition the world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank
+raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.data_parallel.process_hooks import forget, listen
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+
+__all__ = ["WrapperCheck"]
+
+_GROUP = "process_group=model.mpu.get_data_parallel_group()"
+_MESH = 'mesh=model.mpu.mesh["dp"]'
+
+
+class WrapperCheck:
+    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards."""
+
+    def __init__(self, model: nn.Module, mpu: MPU) -> None:
+        self.mpu = mpu
+        self._model = weakref.ref(model)
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._handle: Any = None
+        if mpu.model.size > 1:
+            listen(self)
+            self._handle = model.register_forward_pre_hook(self._on_forward)
+        self._kind = type(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
+        return self
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        forget(self)
+        if self._handle is not None:
+            self._handle.remove()
+
+    def before_registration(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            if submodule is not None and self._is_ours(submodule.modules()):
+                _check_group(type(module).__name__, module.process_group, self.mpu)
+        elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
+            _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = self._model()
+        if model is None or optimizer in self._checked:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        parameters = [p for row in optimizer.param_groups for p in row["params"] if id(p) in own]
+        group = getattr(optimizer, "process_group", None)  # ZeroRedundancyOptimizer's
+        if parameters and isinstance(group, dist.ProcessGroup):
+            _check_group(type(optimizer).__name__, group, self.mpu)
+        _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
+        self._checked.add(optimizer)
+
+    def _on_forward(self, model: nn.Module, *_: Any) -> None:
+        if type(model) is self._kind:
+            return
+        found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+        for module in model.modules():  # weights of the outermost are whole by now
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            found |= {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+        _check_meshes(found, self.mpu)
+        self._kind = type(model)  # fully_shard has changed it
+
+    def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether the model, a part of it, or a copy of it is among ``modules``."""
+        model = self._model()
+        own = {id(module) for module in model.modules()} if model is not None else set()
+        return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)
+
+
+def _check_group(what: str, group: Any, mpu: MPU) -> None:
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    if not set(ranks) <= set(mpu.dp.ranks):
+        raise ConfigError(_explain(what, ranks, mpu, _GROUP))
+
+
+def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
+    for mesh in meshes:
+        ranks = mesh.mesh.flatten().tolist()
+        if not set(ranks) <= set(mpu.dp.ranks):
+            raise ConfigError(_explain("fully_shard", ranks, mpu, _MESH))
+
+
+def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
+    tp, pp, _ = mpu.sizes
+    return (
+        f"{what} over ranks {_listed(ranks)} would take their different shards of the model for one: with "
+        f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
+        f"{_listed(mpu.dp.ranks)}. Give it {remedy}."
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:8]))
+    return f"[{first}{', ...' if len(ranks) > 8 else ''}]"

@@ -1,0 +1,301 @@
+"""Build a model without memory for its weights: ``with autopar.lazy_init(): model = GPT2LMHeadModel(config)``.
+
+Inside the ``with``, parameters are made on the meta device; each module records the sources of their values: bytes in
+files of a checkpoint (``from_pretrained``), a value that the constructor computed (``torch.ones(hidden)``), or its own
+random initialization. ``autopar.initialize`` then plans and shards shapes, and only this rank's shards ever get
+memory. Buffers are made as always.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from transformers import PreTrainedModel
+from transformers import initialization as hf_init
+
+from autopar.deferred_init.files import load_lazily
+from autopar.deferred_init.sources import Init, by_parameter, replace_storage, set_source, versions_of
+from autopar.errors import ConfigError
+from autopar.storage.lazy_tensor import InMemory
+from autopar.tensor_tracking import storage_key, tensors_in
+
+__all__ = ["in_lazy_init", "lazy_init"]
+
+_WRITE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
+_NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
+
+
+@contextmanager
+def lazy_init() -> Iterator[None]:
+    """Build models, or load them with transformers' ``from_pretrained``, without memory for their weights.
+
+    The models are for :func:`autopar.initialize`, which gives each rank its shards: read from the checkpoint's files,
+    or drawn as the constructor would have drawn them. Full weights are the same for any tensor-parallel size, given
+    ``torch.manual_seed`` before ``initialize``; they are not those that the constructor would have drawn.
+
+    A module around the Hugging Face model that has parameters of its own fills them with ``torch.nn.init``, has a
+    ``reset_parameters``, or computes them (``nn.Parameter(torch.zeros(3))``).
+
+    The weights have no values before ``initialize``: a write into them after the model was built is refused, here or by
+    ``initialize``. Only a write through ``weight.data`` after the ``with`` is not noticed, and lost.
+    Buffers are on the CPU, whatever torch's default device is.
+
+    Raises:
+        ConfigError: for a write into the weights of a model that was built or loaded inside, and for buffers on the
+            meta device (``torch.device("meta")`` inside).
+        ConfigError: from a ``from_pretrained`` inside, for what cannot be loaded lazily: quantized checkpoints,
+            ``device_map``.
+        CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
+    """
+    patches, models = _Patches(), _Models()
+    made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are temporary
+    empty = _EmptyOnMeta(models)
+    _patch_torch(patches, made, empty)
+    _patch_transformers(patches, models, empty)
+    try:
+        with torch.device("cpu"), empty:
+            yield
+    finally:
+        patches.undo()
+    _move_to_meta(list(made.values()), empty)
+
+
+def _patch_torch(patches: _Patches, made: MutableMapping[int, nn.Module], empty: _EmptyOnMeta) -> None:
+    def registering(name: str) -> Callable[..., None]:
+        def register(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            patches.original(nn.Module, name)(self, *args, **kwargs)
+            if patches.mine:
+                made[id(self)] = self
+
+        return register
+
+    def register_parametrization(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+        if patches.mine and (parameter := module._parameters.get(tensor_name)) is not None:
+            empty.materialize(parameter)  # the new parameters are computed from it
+        return patches.original(parametrize, "register_parametrization")(module, tensor_name, *args, **kwargs)
+
+    for name in ("register_parameter", "register_buffer"):
+        patches.set(nn.Module, name, registering(name))
+    patches.set(parametrize, "register_parametrization", register_parametrization)
+    for module_name in hf_init.TORCH_MODULES_TO_PATCH:
+        for name in hf_init.TORCH_INIT_FUNCTIONS:
+            if hasattr(module := sys.modules.get(module_name), name):
+                patches.set(module, name, empty.recording(getattr(module, name)))
+
+
+def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta) -> None:
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        if patches.mine:
+            models.begin(self)
+        patches.original(PreTrainedModel, "__init__")(self, *args, **kwargs)
+
+    def init_weights(self: Any) -> None:
+        if patches.mine:
+            self.tie_weights(recompute_mapping=False)  # what transformers does on the meta device
+            models.end(self)
+        else:
+            patches.original(PreTrainedModel, "init_weights")(self)
+
+    def load(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
+        original = patches.original(PreTrainedModel, "_load_pretrained_model")
+        models.loaded.add(model)
+        if not patches.mine or state_dict is not None:
+            return original(model, state_dict, files, config, *rest, **kwargs)
+        with empty.off():
+            return load_lazily(original, model, files, config, *rest, **kwargs)
+
+    def finalize(*args: Any, **kwargs: Any) -> Any:
+        with empty.off() if patches.mine else nullcontext():  # what is missing in the files is initialized for real
+            return patches.original(PreTrainedModel, "_finalize_model_loading")(*args, **kwargs)
+
+    patches.set(PreTrainedModel, "__init__", functools.wraps(PreTrainedModel.__init__)(begin))
+    patches.set(PreTrainedModel, "init_weights", init_weights)
+    patches.set(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+    patches.set(PreTrainedModel, "_finalize_model_loading", staticmethod(finalize))
+
+
+def in_lazy_init() -> bool:
+    """Whether this thread is inside :func:`lazy_init`."""
+    return any(isinstance(mode, _EmptyOnMeta) for mode in _get_current_function_mode_stack())
+
+
+class _Models:
+    """The Hugging Face models that are built inside, from the first line of their constructor to ``post_init``.
+
+    Attributes:
+        loaded: those with values from files; their materialized weights are final.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, nn.Module] = {}
+        self._built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def begin(self, model: nn.Module) -> None:
+        """Record that a model's constructor starts."""
+        self._begun[id(model)] = model
+
+    def end(self, model: nn.Module) -> None:
+        """Record that a constructor is done; a model inside another is built when the outer one is."""
+        self._begun.pop(id(model), None)
+        if not self._begun:
+            self._built.add(model)
+
+    def refuse(self, values: Any) -> None:
+        """Raise ConfigError if a weight of a model that is built is among an operation's arguments.
+
+        A constructor may write anything: random initialization, or the files, overwrite it.
+        """
+        if self._begun or not self._built:
+            return
+        storages = {storage_key(tensor) for tensor in tensors_in(values)}
+        for model in self._built:
+            for name, parameter in model.named_parameters():
+                pending = parameter.is_meta or model not in self.loaded  # initialize gives it its value
+                if pending and storage_key(parameter) in storages:
+                    raise ConfigError(
+                        f"{name} of {type(model).__name__} has no value yet inside lazy_init: nothing can be written "
+                        "into it, or computed from it\n"
+                        "  Do that after autopar.initialize, or build the model without lazy_init."
+                    )
+
+
+class _Patches:
+    """Attributes of classes and modules that are replaced inside the ``with``, for this thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._replaced.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    def original(self, owner: Any, name: str) -> Callable[..., Any]:
+        value = next(value for known, key, value in self._replaced if (known, key) == (owner, name))
+        return value.__func__ if isinstance(value, staticmethod) else value
+
+    @property
+    def mine(self) -> bool:
+        """Whether this is the thread that is building lazily."""
+        return threading.get_ident() == self._thread
+
+    def undo(self) -> None:
+        for owner, name, value in reversed(self._replaced):
+            setattr(owner, name, value)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Make uninitialized memory on the meta device.
+
+    ``torch.empty`` gives a tensor on the meta device. Calls of ``torch.nn.init`` on it are recorded; any other write
+    materializes it.
+    """
+
+    def __init__(self, models: _Models) -> None:
+        super().__init__()
+        self._models = models
+        self._on = True
+        self._made: dict[int, torch.Tensor] = {}  # by storage; kept alive, so that the number stays its own
+        self._inits: dict[int, list[Init]] = {}
+        self._alive: list[Any] = []  # the storages with inits
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Allocate all memory inside."""
+        was, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = was
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._on:
+            return func(*args, **kwargs)
+        if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            self._made[made.untyped_storage()._cdata] = made
+            return made
+        if args and isinstance(args[0], torch.Tensor) and _writes(func):
+            self._models.refuse((args, kwargs))
+            if args[0].is_meta:
+                self.materialize(args[0])
+        return func(*args, **kwargs)
+
+    def is_empty(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the meta device because of this mode."""
+        return tensor.untyped_storage()._cdata in self._made
+
+    def inits(self, tensor: torch.Tensor) -> list[Init]:
+        """Return the recorded ``torch.nn.init`` calls of a tensor on the meta device."""
+        return self._inits.get(tensor.untyped_storage()._cdata, [])
+
+    def materialize(self, tensor: torch.Tensor) -> None:
+        """Give a full tensor that this mode left empty its memory, and run the recorded calls."""
+        if not self.is_empty(tensor) or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+            return
+        recorded = self.inits(tensor)
+        real = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            replace_storage(tensor, real)
+        else:
+            torch.utils.swap_tensors(tensor, real)
+        for init in recorded:
+            init.function(tensor, *init.args, **init.kwargs)
+
+    def recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of ``torch.nn.init``: recorded instead of run where there is no memory."""
+        thread = threading.get_ident()
+
+        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and self._on:
+                self._models.refuse(tensor)
+            if threading.get_ident() != thread or not tensor.is_meta:
+                return function(tensor, *args, **kwargs)
+            storage = tensor.untyped_storage()
+            self._alive.append(storage)
+            self._inits.setdefault(storage._cdata, []).append(Init(function, args, kwargs))
+            return tensor
+
+        return record
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITE or (name.endswith("_") and not name.endswith("__") and name not in _NO_WRITE)
+
+
+def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
+    """Move the values that constructors computed for parameters of ``modules`` to their sources."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and not empty.is_empty(buffer):
+                raise ConfigError(
+                    f"the buffer {name} of a {type(module).__name__} was made on the meta device, where it has no "
+                    "values\n  lazy_init leaves out the memory of weights by itself: leave out torch.device('meta')."
+                )
+    values = {key: source for key, (source, _) in by_parameter(modules).items()}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if not parameter.is_meta:
+                values[id(parameter)] = InMemory(parameter.data)
+                replace_storage(parameter, torch.empty_like(parameter, device="meta"))
+            elif versions_of(module).get(name, (None, 0))[0] is parameter:
+                continue  # it comes from files
+            set_source(module, name, values.get(id(parameter)), empty.inits(parameter))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:  # torch.empty, filled by its user
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")

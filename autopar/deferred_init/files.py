@@ -1,0 +1,216 @@
+"""Sources of a lazy model in files: of a Hugging Face checkpoint, or in the shards of one of ours.
+
+The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
+data. In shards every tensor has the model's own name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+from transformers.utils import logging
+
+from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.state import listed
+from autopar.deferred_init.sources import replace_storage, set_source, sources_of
+from autopar.errors import AutoparError, CheckpointError, ConfigError
+from autopar.storage.hugging_face import damage, open_files, same_values
+from autopar.storage.lazy_conversion import Sketch
+from autopar.storage.safetensors_io import dtype_name
+
+__all__ = ["differs", "explained", "load_lazily", "point_to"]
+
+_log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, together with transformers' own reports
+
+
+def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
+    if config.hf_quantizer is not None:
+        raise ConfigError(
+            "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained"
+        )
+    if config.device_map is not None:
+        raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
+    tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
+    sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
+    info, index = original(model, sketches, None, config, *rest, **kwargs)
+    if info.conversion_errors:
+        name, reason = next(iter(info.conversion_errors.items()))
+        raise CheckpointError(
+            f"{config.pretrained_model_name_or_path}: {len(info.conversion_errors)} tensors cannot be converted to "
+            f"what {type(model).__name__} holds, the first is {name}:\n{reason}"
+        )
+    if info.mismatched_keys and not config.ignore_mismatched_sizes:
+        lines = [
+            f"  {name}: {list(found)} in the files, {list(due)} in the model"
+            for name, found, due in sorted(info.mismatched_keys)
+        ]
+        raise CheckpointError(
+            f"{config.pretrained_model_name_or_path}: {len(lines)} tensors do not have the shapes of "
+            f"{type(model).__name__}\n" + "\n".join(lines) + "\n  ignore_mismatched_sizes=True initializes them anew."
+        )
+    _keep_sources(model)
+    _check_ties(model, info)
+    return info, index
+
+
+def _keep_sources(model: nn.Module) -> None:
+    """Replace sketches by meta parameters, and by real buffers."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, Sketch):
+                plain = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
+                    requires_grad=parameter.requires_grad,
+                )
+                vars(plain).update(_is_hf_initialized=True)
+                module._parameters[name] = plain
+                set_source(module, name, parameter.lazy)
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Sketch):
+                module._buffers[name] = buffer.lazy.read()
+                vars(module._buffers[name]).update(_is_hf_initialized=True)
+
+
+def _check_ties(model: Any, info: Any) -> None:
+    """Tied weights that are both in the files: one tensor if they are equal, else two; transformers looks at values."""
+    for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
+        pair = []
+        for name in (source, target):
+            path, _, own = name.rpartition(".")
+            pair.append(sources_of(model.get_submodule(path)).get(own))
+        if pair[0] is None or pair[1] is None or {source, target} & info.missing_keys:
+            continue
+        if same_values(pair[0], pair[1]):
+            info.missing_keys.add(target)
+        else:
+            _untied(model, target, source)
+
+
+def _untied(model: Any, target: str, source: str) -> None:
+    _log.warning(
+        "%s ties %s to %s, but the checkpoint has different values for the two: they stay untied. "
+        "Write tie_word_embeddings=False into the config.",
+        *(type(model).__name__, target, source),
+    )
+    model.all_tied_weights_keys.pop(target)
+
+
+def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -> None:
+    """Set every parameter's source to its shards, and read the buffers.
+
+    Args:
+        dtype: "auto" for that of each tensor in the shards; else the model's, except for what
+            transformers keeps in float32.
+
+    Raises:
+        CheckpointError: the shards do not hold exactly the model's tensors.
+    """
+    manifest, start = shards.manifest, shards.manifest.hf_prefix
+    saved = {
+        name.removeprefix(start): tensor.name
+        for tensor in manifest.tensors.values()
+        for name in (tensor.name, *tensor.aliases)
+        if name.startswith(start)
+    }
+    expected = model.state_dict(keep_vars=True)
+    _check_fit(model, shards, expected, saved)
+    _untie(model, shards, saved)
+    kept = _kept_in_float32(model, dtype)
+    cast: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            full = f"{path}.{name}" if path else name
+            if tensor is None or full not in expected:
+                continue
+            lazy = shards.lazy(saved[full])
+            wanted = lazy.dtype if dtype == "auto" else torch.float32 if kept(full) else tensor.dtype
+            if wanted != lazy.dtype:
+                cast[saved[full]] = f"{full} from {dtype_name(lazy.dtype)} to {dtype_name(wanted)}"
+            if not isinstance(tensor, nn.Parameter):
+                module._buffers[name] = tensor.to(wanted).copy_(lazy.read())
+                continue
+            if wanted != tensor.dtype:
+                replace_storage(tensor, torch.empty_like(tensor, dtype=wanted))
+            set_source(module, name, lazy)
+    if cast:
+        first = next(iter(cast.values()))
+        warnings.warn(
+            f"{len(cast)} tensors were converted on loading, {first} ({MANIFEST} says what was saved)",
+            stacklevel=6,
+        )
+
+
+def _check_fit(model: PreTrainedModel, shards: Shards, expected: Mapping[str, Any], saved: Mapping[str, str]) -> None:
+    info = {"missing_keys": set(expected) - set(saved), "unexpected_keys": set(saved) - set(expected)}
+    if info["missing_keys"] or info["unexpected_keys"]:
+        raise CheckpointError(
+            f"{differs(str(shards.folder), model, info)}\n"
+            "  For a model with another head run `autopar merge SRC DST` and load DST."
+        )
+    tensors = shards.manifest.tensors
+    wrong = [
+        f"  {name}: {list(tensors[saved[name]].shape)} in the files, {list(tensor.shape)} in the model"
+        for name, tensor in expected.items()
+        if tensors[saved[name]].shape != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{shards.folder}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}\n"
+            + "\n".join(wrong)
+        )
+
+
+def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
+    """Give weights that the model ties, but that have different values in the shards, a parameter each."""
+    groups: dict[int, dict[str, nn.Parameter]] = {}  # of each parameter: tensor in the shards -> what holds it
+    for full, parameter in list(model.named_parameters(remove_duplicate=False)):
+        holders = groups.setdefault(id(parameter), {saved[full]: parameter})
+        if saved[full] not in holders:
+            lazy = shards.lazy(saved[full])
+            equal = [holder for name, holder in holders.items() if same_values(shards.lazy(name), lazy)]
+            fresh = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+            holders[saved[full]] = equal[0] if equal else fresh
+        path, _, name = full.rpartition(".")
+        model.get_submodule(path)._parameters[name] = holders[saved[full]]
+    for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
+        if saved[target] != saved[source] and model.get_parameter(target) is not model.get_parameter(source):
+            _untied(model, target, source)
+
+
+def _kept_in_float32(model: Any, dtype: str | torch.dtype) -> Callable[[str], bool]:
+    """Return whether transformers keeps a tensor in float32 when a model is loaded in ``dtype``."""
+    plan = {} if isinstance(dtype, str) else model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name: False
+    pattern = build_glob_alternation(list(plan))[0]
+    return lambda name: pattern.search(name) is not None
+
+
+def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
+    """Describe the tensors that a checkpoint lacks for a model, and those that it has beyond it."""
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    return (
+        f"{path} does not hold the tensors of {type(model).__name__}: "
+        f"{len(missing)} missing, {len(unexpected)} unexpected"
+        + (f"\n  Missing: {listed(missing, 20)}." if missing else "")
+        + (f"\n  Unexpected: {listed(unexpected, 20)}." if unexpected else "")
+    )
+
+
+def explained(error: Exception, folder: Path, arguments: Mapping[str, Any]) -> AutoparError:
+    """Return the error to raise for one of transformers: about a file, or about one of the user's arguments."""
+    text = " ".join(str(error).split())
+    reason = text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
+    wrong = [name for name in arguments if f"'{name}'" in text]
+    if wrong and not isinstance(error, OSError):
+        return ConfigError(f"{folder} cannot be loaded with {wrong[0]}={arguments[wrong[0]]!r}: {reason}")
+    return CheckpointError(f"{folder} cannot be loaded: {damage(folder) or reason}")

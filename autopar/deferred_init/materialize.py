@@ -1,0 +1,170 @@
+"""Materialize the parameters of a lazily built model: this rank's shards, directly in final storage.
+
+Values come from the files of a checkpoint (each rank reads its own byte ranges), from the constructor, or from the
+model's own random initialization. That one works on full modules, and draws the same numbers on every rank; a parameter
+is full from the first step that touches it to the last one (:class:`~autopar.deferred_init.random_init.InitSteps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from autopar.checkpoint.state import listed
+from autopar.deferred_init.random_init import DeferredParameter, InitSteps
+from autopar.deferred_init.sources import by_parameter, clear_sources, replace_storage, sources_of, version
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import same_draws
+from autopar.errors import ConfigError
+from autopar.plan.plan import Plan
+from autopar.storage.lazy_tensor import InMemory, read_shard
+from autopar.tensor_parallel.parallelize import sync_parameters
+
+__all__ = ["Materializer", "deferred_fingerprint"]
+
+
+def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
+    """Return the kind of source of each parameter; must be the same on every rank."""
+    return [
+        [path, name, "draw" if source is None else "value" if isinstance(source, InMemory) else "file"]
+        for path, module in model.named_modules()
+        for name, source in sources_of(module).items()
+    ]
+
+
+class Materializer:
+    """The deferred parameters of a model and their sources. Made before the model is sharded.
+
+    Args:
+        model: the root model; full shapes, partly or all on the meta device.
+        inner: the Hugging Face model in it, or a plain module.
+        plan: of the model.
+
+    Raises:
+        ConfigError: nothing gives a parameter its values, or it was written into while it had no memory.
+    """
+
+    def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan) -> None:
+        self._model = model
+        self._pending = _pending(model, plan)
+        self._steps = InitSteps(model, inner, {key: p for key, p in self._pending.items() if p.drawn})
+        touched = self._steps.touched()
+        lacking = [p.name for key, p in self._pending.items() if p.source is None and key not in touched]
+        if lacking:
+            raise ConfigError(_uninitialised(model, lacking))
+
+    def sync_parameters(self, mpu: MPU) -> None:
+        """Broadcast the values that rank 0's constructors computed."""
+        holder = nn.Module()
+        for number, pending in enumerate(self._pending.values()):
+            if isinstance(pending.source, InMemory):
+                holder.register_buffer(str(number), pending.source.tensor)
+        sync_parameters(holder, mpu)
+
+    def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
+        """Run the random initialization; every rank draws rank 0's numbers and keeps its shards.
+
+        Args:
+            held_here: whether this rank's stage holds the parameter of a name.
+
+        Raises:
+            ConfigError: a parameter was touched, but not filled; the model is left without memory.
+        """
+        if not self._steps.last:
+            return
+        unfilled: list[str] = []
+
+        def materialize(key: int) -> None:
+            pending = self._pending[key]
+            full = torch.full(pending.shape, float("nan"), dtype=pending.parameter.dtype, device="cpu")
+            if pending.source is not None:
+                pending.source.read_into(full, tuple((0, size) for size in pending.shape))
+            replace_storage(pending.parameter, full)
+
+        def shard(key: int) -> None:
+            pending = self._pending[key]
+            full = pending.parameter.data
+            if full.is_floating_point() and full.isnan().any():
+                unfilled.append(pending.name)
+            if held_here(pending.name):
+                kept = full if pending.layout is None else pending.layout.shard(full, mpu.tp.rank)
+                pending.shard = kept.to(mpu.device)
+            replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
+
+        with same_draws(mpu.device):
+            self._steps.run(materialize, shard)
+        if unfilled:
+            raise ConfigError(_uninitialised(self._model, unfilled))
+
+    def fill(self, mpu: MPU) -> None:
+        """Give every parameter of the model, which is sharded already, its final storage.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        left = {id(parameter) for parameter in self._model.parameters()}  # on this stage
+        for pending in self._pending.values():
+            parameter = pending.parameter
+            if id(parameter) not in left:
+                continue
+            shard = pending.shard
+            if shard is None:
+                assert pending.source is not None
+                shard = torch.empty(parameter.shape, dtype=parameter.dtype, device=mpu.device)
+                with torch.device("cpu"):  # for temporary tensors
+                    read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
+            vars(parameter).pop("_is_hf_initialized", None)
+            replace_storage(parameter, shard)
+            pending.shard = pending.source = None
+        for module in self._model.modules():
+            clear_sources(module)
+
+
+def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
+    recorded = by_parameter(model.modules())
+    found: dict[int, DeferredParameter] = {}
+    written: list[str] = []
+    foreign: list[str] = []
+    for path, module in model.named_modules():
+        sources = sources_of(module)
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta or id(parameter) in found or not recorded:
+                continue
+            full = f"{path}.{name}" if path else name
+            if id(parameter) not in recorded and name not in sources:
+                foreign.append(full)
+                continue
+            # of the parameter, also if it was moved to another module since
+            source, then = recorded.get(id(parameter), (sources.get(name), version(parameter)))
+            if version(parameter) != then:
+                written.append(full)
+            shape = tuple(parameter.shape)
+            if source is not None and source.shape != shape:
+                raise ConfigError(
+                    f"{full} has shape {list(shape)}, what was loaded for it has {list(source.shape)}: do not replace "
+                    "or resize parameters between lazy_init and initialize"
+                )
+            layout = plan.tensors[plan.canonical(full)].layout
+            found[id(parameter)] = DeferredParameter(full, parameter, source, shape, layout)
+    if written:
+        raise ConfigError(
+            f"{len(written)} weights of {type(model).__name__} were written into before initialize: {listed(written)}\n"
+            "  A model that was built in lazy_init has no memory for them yet, so that was lost. Write into them after "
+            "initialize,\n  load such values with from_pretrained, or build the model without lazy_init."
+        )
+    if foreign:
+        raise ConfigError(
+            f"{len(foreign)} parameters of {type(model).__name__} have no memory, and were not there in lazy_init: "
+            f"{listed(foreign)}\n  Add or resize parameters inside lazy_init, or build the model without it."
+        )
+    return found
+
+
+def _uninitialised(model: nn.Module, names: list[str]) -> str:
+    return (
+        f"nothing gives {len(names)} parameters of {type(model).__name__} their values: {listed(names)}\n"
+        "  Initialize them with torch.nn.init in the constructor, write a reset_parameters (in a Hugging Face model an "
+        "_init_weights), compute them\n  (nn.Parameter(torch.zeros(3))), or build the model without lazy_init."
+    )

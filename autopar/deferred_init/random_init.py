@@ -1,0 +1,239 @@
+"""Random initialization of a lazily built model in steps, one per module, so that few parameters are full at a time.
+
+All steps run on the meta device first, where they cost nothing, to find the parameters that each of them touches. So a
+parameter is full only from the first step that touches it to the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as hf_init
+
+from autopar.deferred_init.sources import inits_of, sources_of
+from autopar.distributed.rng import kept
+from autopar.layout import Layout
+from autopar.storage.lazy_tensor import InMemory, LazyTensor
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
+
+__all__ = ["DeferredParameter", "InitSteps"]
+
+
+@dataclass
+class DeferredParameter:
+    """One parameter without memory; tied ones are one."""
+
+    name: str
+    parameter: nn.Parameter
+    source: LazyTensor | None
+    shape: tuple[int, ...]
+    layout: Layout | None
+    shard: torch.Tensor | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether random initialization may fill it; values from a file are final."""
+        return self.source is None or isinstance(self.source, InMemory)
+
+
+class InitSteps:
+    """The random initialization of a model, one step per module, in transformers' order: children first.
+
+    Args:
+        drawn: ``id(parameter)`` -> those that it may fill.
+    """
+
+    def __init__(self, model: nn.Module, inner: nn.Module, drawn: Mapping[int, DeferredParameter]) -> None:
+        self._model, self._inner, self._drawn = model, inner, drawn
+        self.first: list[set[int]] = []
+        self.last: list[set[int]] = []
+        self._calls: list[tuple[nn.Module, Callable[[], Any]]] = []
+        if not any(pending.source is None for pending in drawn.values()):
+            return  # transformers has initialized what it missed in the files
+        self._calls = list(_own_inits(model, inner, None))
+        try:
+            touches = self._touches(self._calls)
+            self._add_resets(touches)
+        except Exception:  # a step that reads values: then everything is full until the end
+            touches = [set(drawn) for _ in self._calls]
+        seen: set[int] = set()
+        for touched in touches:
+            self.first.append(touched - seen)
+            seen |= touched
+        later: set[int] = set()
+        for touched in reversed(touches):
+            self.last.insert(0, touched - later)
+            later |= touched
+
+    def touched(self) -> set[int]:
+        """Return the parameters that some step touches."""
+        return set().union(*self.first)
+
+    def _add_resets(self, touches: list[set[int]]) -> None:
+        """Add steps for parameters that no _init_weights touches: they keep the initialization of their constructor."""
+        lacking = {key for key, p in self._drawn.items() if p.source is None} - set().union(*touches)
+        for module in self._model.modules():
+            names = [name for name, p in module._parameters.items() if id(p) in lacking]
+            if not names:
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if not callable(reset):
+                reset = partial(_repeat, module, names)
+            place = next((n for n, (other, _) in enumerate(self._calls) if other is module), len(self._calls))
+            touches.insert(place, self._touches([(module, reset)])[0])
+            self._calls.insert(place, (module, reset))
+
+    def _touches(self, calls: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
+        by_storage = {storage_key(p.parameter): key for key, p in self._drawn.items()}
+        result = []
+        try:
+            with kept(), self._context():
+                for module, call in calls:
+                    with _Touched(by_storage) as touched, touched.init_functions():
+                        call()
+                    result.append(touched.keys)
+                    module._is_hf_initialized = True  # type: ignore[assignment]  # some check this of their children
+        finally:
+            for module, _ in calls:
+                vars(module).pop("_is_hf_initialized", None)
+        return result
+
+    def run(self, materialize: Callable[[int], None], shard: Callable[[int], None]) -> None:
+        """Run all steps; ``materialize`` a parameter before the first that touches it, ``shard`` it after the last."""
+        with self._context():
+            for (module, call), first, last in zip(self._calls, self.first, self.last, strict=True):
+                for key in sorted(first, key=lambda key: self._drawn[key].name):
+                    materialize(key)
+                call()
+                module._is_hf_initialized = True  # type: ignore[assignment]
+                for key in sorted(last, key=lambda key: self._drawn[key].name):
+                    shard(key)
+        for module in self._inner.modules():
+            module._is_hf_initialized = True  # type: ignore[assignment]
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.device("cpu"))  # whatever the default device is
+            stack.enter_context(hf_init.guard_torch_init_functions())
+            stack.enter_context(_untied(self._inner))
+            yield
+
+
+def _own_inits(
+    module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None
+) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+    """The modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters."""
+    if isinstance(module, PreTrainedModel):
+        owner = module
+    for child in module.children():
+        yield from _own_inits(child, inner, owner)
+    if getattr(module, "_is_hf_initialized", False):
+        return
+    if owner is not None:
+        yield module, partial(owner._init_weights, module)
+        return
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(getattr(module, name, None)) and any(p.is_meta for p in module.parameters(recurse=False)):
+            yield module, partial(_as_built, module, getattr(module, name))
+            return
+
+
+def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
+    """Run ``reset_parameters``, then the initialization by the constructor of an outer module, which came later."""
+    reset()
+    sources, inits = sources_of(module), inits_of(module)
+    for name, parameter in module._parameters.items():
+        source = sources.get(name)
+        if parameter is not None and isinstance(source, InMemory):
+            parameter.copy_(source.tensor)
+        elif parameter is not None and len(inits.get(name, ())) > 1:  # the first is that of reset_parameters
+            _repeat(module, [name])
+
+
+def _repeat(module: nn.Module, names: list[str]) -> None:
+    """Repeat the constructor's calls of ``torch.nn.init``."""
+    for name in names:
+        parameter = module._parameters[name]
+        for init in inits_of(module).get(name, ()):
+            # by name: transformers' functions, which skip what is initialized
+            getattr(hf_init, init.function.__name__, init.function)(parameter, *init.args, **init.kwargs)
+
+
+@contextmanager
+def _untied(model: nn.Module) -> Iterator[None]:
+    """Replace the second use of a tied weight by a placeholder that is marked as initialized."""
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+            there = _parameter(model, target)
+            if there is None or there[2] is not (_parameter(model, source) or (None,) * 3)[2]:
+                continue
+            module, name, parameter = there
+            placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+            replaced.append(there)
+            module._parameters[name] = placeholder
+        yield
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
+
+
+def _parameter(model: nn.Module, full: str) -> tuple[nn.Module, str, nn.Parameter] | None:
+    path, _, name = full.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    parameter = module._parameters.get(name)
+    return None if parameter is None else (module, name, parameter)
+
+
+class _Touched(TensorTracking):
+    """A dispatch mode that finds which of some meta tensors are arguments of operations.
+
+    Args:
+        by_storage: storage of each tensor -> its key.
+
+    Attributes:
+        keys: of the tensors found.
+    """
+
+    def __init__(self, by_storage: Mapping[int | None, int]) -> None:
+        super().__init__()
+        self._by_storage = by_storage
+        self.keys: set[int] = set()
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self._note((args, kwargs))
+
+    def _note(self, value: Any) -> None:
+        storages = {storage_key(tensor) for tensor in tensors_in(value) if tensor.is_meta}
+        self.keys |= {self._by_storage[storage] for storage in storages & self._by_storage.keys()}
+
+    @contextmanager
+    def init_functions(self) -> Iterator[None]:
+        """Note the arguments of ``torch.nn.init``, some of whose functions do nothing at all on the meta device."""
+        real: dict[str, Any] = dict(hf_init.TORCH_INIT_FUNCTIONS)
+
+        def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+            def init(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                self._note(tensor)
+                return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
+
+            return init
+
+        try:
+            hf_init.TORCH_INIT_FUNCTIONS.update({name: noting(function) for name, function in real.items()})
+            yield
+        finally:
+            hf_init.TORCH_INIT_FUNCTIONS.update(real)

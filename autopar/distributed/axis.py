@@ -1,0 +1,92 @@
+"""Axis: one dimension of the mesh as a rank sees it; and what functions accept as ``group``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import ConfigError
+
+__all__ = ["Axis", "Group", "HasTensorAxis", "axis_of", "check_divides", "device_of"]
+
+
+class Axis:
+    """One axis of the mesh as this rank sees it: the process group, this rank's place in it, and its size.
+
+    Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
+    """
+
+    __slots__ = ("explain", "group", "name", "rank", "ranks", "size")
+
+    explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
+    """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
+        self.name = name
+        self.group = group
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self.explain = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:
+        """Make the axis of a bare process group."""
+        return cls(name, group, dist.get_process_group_ranks(group), dist.get_rank(group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, rank {self.rank} of {self.size}, global ranks {list(self.ranks)})"
+
+
+class HasTensorAxis(Protocol):
+    """An :class:`~autopar.distributed.mesh.MPU`, as far as this low row has to know it."""
+
+    tp: Any  # an Axis
+
+
+Group = dist.ProcessGroup | HasTensorAxis | Axis
+"""A process group, an MPU (its tensor-parallel axis is meant), or an axis of an MPU."""
+
+
+def axis_of(group: Group | None) -> Axis:
+    """Return the axis that ``group`` means.
+
+    Raises:
+        ConfigError: if it is none of the three, or a process group that this rank is not in. There is no default: the
+            world is a tensor-parallel group only by accident.
+    """
+    if isinstance(group, Axis):
+        return group
+    if isinstance(group, dist.ProcessGroup):
+        return Axis.of(group)
+    axis = getattr(group, "tp", None)
+    if isinstance(axis, Axis):
+        return axis
+    outsider: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outsider:
+        raise ConfigError(f"group: global rank {dist.get_rank()} is not a member of this process group")
+    raise ConfigError(f"group must be a torch ProcessGroup or an MPU, not {type(group).__name__}")
+
+
+def check_divides(size: int, axis: Axis, what: str) -> int:
+    """Return ``size / axis.size``.
+
+    Raises:
+        ConfigError: if that is not whole; with both numbers. ``size`` is the same on every rank, so all of them raise.
+    """
+    if size % axis.size:
+        raise ConfigError(f"{what} of size {size} does not divide over {axis.size} ranks ({axis.name} axis)")
+    return size // axis.size
+
+
+def device_of(axis: Axis) -> torch.device:
+    """Return where the tensors of this axis live: this process's GPU under nccl, else the CPU."""
+    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(axis.group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,91 @@
+"""A barrier of all ranks that ends: in an error on those that came, if some never do.
+
+It goes through the key-value store of the default process group, in which no rank can get stuck: a call on some of the
+ranks only raises within the time-out and leaves nothing behind, so a later call works again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from autopar.distributed.mesh import MPU
+from autopar.errors import CheckpointError
+
+__all__ = ["barrier", "name_ranks"]
+
+_PREFIX = "autopar/barrier"
+
+
+def barrier(mpu: MPU, caller: str, timeout: float) -> None:
+    """Wait until every rank of the world has called this.
+
+    Raises:
+        CheckpointError: after ``timeout`` seconds, the same on all ranks that did call; a later call works again.
+    """
+    if not dist.is_initialized():
+        raise CheckpointError(f"{caller} needs the process group, which has been destroyed")
+    try:
+        arrived = _arrive(mpu.rank, mpu.world_size, timeout)
+    except RuntimeError as error:
+        raise CheckpointError(f"{caller} cannot reach the store of torch.distributed: {error}") from error
+    if arrived is not None:
+        missing = [rank for rank in range(mpu.world_size) if rank not in arrived]
+        raise CheckpointError(
+            f"{caller} was called on {name_ranks(arrived)} but not on {name_ranks(missing)} of {mpu.world_size} "
+            f"within {timeout:g} s\n"
+            "  Every rank must call it, also those of other data-parallel replicas; nothing was read or written.\n"
+            "  If ranks may arrive later than that, pass a larger timeout=."
+        )
+
+
+def _arrive(rank: int, world_size: int, timeout: float) -> list[int] | None:
+    """None once everybody is here, else the ranks that were.
+
+    Meetings are numbered. Each ends with one atomic decision, ``go`` by the last rank to arrive or the list of those
+    present by the first one to lose patience; all follow it, so nobody leaves while somebody else goes ahead.
+    """
+    store = PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+    deadline = time.monotonic() + timeout
+    while True:
+        number = store.add("number", 0)
+        decision = f"{number}/decision"
+        store.set(f"{number}/{rank}", "here")
+        if store.add(f"{number}/count", 1) == world_size:
+            store.compare_set(decision, "", "go")
+        pause = 0.001
+        while not store.check([decision]):
+            if time.monotonic() > deadline:
+                present = [other for other in range(world_size) if store.check([f"{number}/{other}"])]
+                store.compare_set(decision, "", json.dumps(present))
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        verdict = store.get(decision).decode()
+        store.compare_set("number", str(number), str(number + 1))  # whoever sees the next number has left this one
+        if verdict == "go":
+            if rank == 0:
+                _forget(store, number - 1, world_size)  # all came here from there: nobody reads it any more
+            return None
+        arrived: list[int] = json.loads(verdict)
+        if rank in arrived:
+            return arrived
+        # came after the others had given up: they may be calling again
+
+
+def _forget(store: Any, number: int, world_size: int) -> None:
+    for key in ("count", "decision", *map(str, range(world_size))):
+        try:
+            store.delete_key(f"{number}/{key}")
+        except (RuntimeError, NotImplementedError):
+            return
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2"; of very many the first sixteen."""
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,144 @@
+"""broadcast_data: the first rank of a tensor-parallel group reads the batch, the others get it from there.
+
+After Megatron-LM ``megatron/core/tensor_parallel/data.py`` (same name, same purpose). Three things differ: the data of
+the first rank is checked *before* the first collective and the result is sent ahead of the tensors, so bad data is one
+error on all ranks where Megatron's peers wait for ever; tensors may have any number of dims; each key may have a dtype
+of its own. Two broadcasts carry everything: the result of the check, and the bytes of all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autopar.distributed.axis import Group, axis_of, device_of
+from autopar.errors import ConfigError, nearest
+
+__all__ = ["broadcast_data"]
+
+Dtypes = torch.dtype | Mapping[Any, torch.dtype]
+
+
+class _Spec(NamedTuple):
+    """Metadata of one tensor to receive."""
+
+    key: int | str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+def broadcast_data(
+    keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes, group: Group
+) -> dict[int | str, torch.Tensor]:
+    """Broadcast the tensors of the first rank of ``group`` to all of its ranks.
+
+    Args:
+        keys: which entries of ``data``; int or str. Those of the first rank are used.
+        data: the batch on the first rank, on any device. What the others pass, None or anything else, is ignored.
+        dtype: of every tensor, or for each key its own.
+        group: a process group or an MPU (its tensor-parallel group).
+
+    Returns:
+        ``{key: tensor}`` in the order of the keys, Replicate over the group, of the first rank's shapes (any number of
+        dims, zero-size dims too), on the group's device (nccl: this rank's GPU). Copies, the first rank's as well;
+        detached from autograd.
+
+    Raises:
+        ConfigError: the same on every rank of the group, if on the first rank ``data`` is not a mapping, a key is
+            missing, or a value is not a dense tensor of the dtype asked for. Lists everything that is wrong.
+    """
+    axis = axis_of(group)
+    device = device_of(axis)
+    specs: list[_Spec] = []
+    problems: list[str] = []
+    payload = torch.empty(0, dtype=torch.uint8)
+    if axis.rank == 0:
+        try:
+            specs, problems = _inspect(keys, data, dtype)
+            if not problems:
+                assert data is not None
+                payload = _pack(specs, data, device)
+        except Exception as error:  # whatever it is, the others must not wait
+            problems = [f"{type(error).__name__}: {error}"]
+    if axis.size > 1:
+        checked: list[Any] = [(specs, problems)]
+        dist.broadcast_object_list(checked, group_src=0, group=axis.group)
+        specs, problems = checked[0]
+    if problems:
+        origin = f"\n(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
+        raise ConfigError("broadcast_data: " + "\n".join(problems) + origin, problems)
+    size = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    if axis.rank != 0:
+        payload = torch.empty(size, dtype=torch.uint8, device=device)
+    if axis.size > 1 and size:
+        dist.broadcast(payload, group_src=0, group=axis.group)
+    return _unpack(specs, payload)
+
+
+def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
+    """Metadata of the tensors to send, and everything that is wrong with them."""
+    if isinstance(keys, (str, int)) or not isinstance(keys, Iterable):
+        return [], [f"keys must be a list of keys, not {keys!r}"]
+    if not isinstance(data, Mapping):
+        return [], [f"data must be a mapping of keys to tensors, not {_article(data)}"]
+    specs: list[_Spec] = []
+    problems: list[str] = []
+    for key in dict.fromkeys(keys):
+        wanted = dtype
+        if not isinstance(key, (int, str)):
+            problems.append(f"a key must be an int or a str, not {key!r}")
+            continue
+        if isinstance(dtype, Mapping):
+            wanted = dtype.get(key)
+            if wanted is None:
+                problems.append(f"dtype has no entry for key {key!r}, only for {_list(dtype)}")
+                continue
+        if not isinstance(wanted, torch.dtype):
+            problems.append(f"the dtype of key {key!r} must be a torch.dtype, not {wanted!r}")
+            continue
+        if key not in data:
+            problems.append(f"key {key!r} is missing; the data has {_list(data)}.{nearest(str(key), map(str, data))}")
+            continue
+        value = data[key]
+        if not isinstance(value, torch.Tensor):
+            problems.append(f"data[{key!r}] must be a tensor, not {_article(value)}")
+        elif value.layout != torch.strided or value.is_meta or value.is_quantized:
+            problems.append(f"data[{key!r}] must be a dense tensor with storage, not {value.layout} on {value.device}")
+        elif value.dtype != wanted:
+            problems.append(f"data[{key!r}] is {value.dtype}, the call says {wanted}")
+        else:
+            specs.append(_Spec(key, value.dtype, tuple(value.shape)))
+    return specs, problems
+
+
+def _article(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _list(keys: Iterable[Hashable]) -> str:
+    return ", ".join(map(repr, keys)) or "no key at all"
+
+
+def _pack(specs: list[_Spec], data: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Concatenate all tensors as bytes: gloo has no float8, and every dtype is bytes."""
+    parts = [
+        data[spec.key].detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for spec in specs
+    ]
+    return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _unpack(specs: list[_Spec], payload: torch.Tensor) -> dict[int | str, torch.Tensor]:
+    tensors: dict[int | str, torch.Tensor] = {}
+    start = 0
+    for spec in specs:
+        stop = start + spec.numel * spec.dtype.itemsize
+        tensors[spec.key] = payload[start:stop].clone().view(spec.dtype).view(spec.shape)  # a copy is aligned
+        start = stop
+    return tensors

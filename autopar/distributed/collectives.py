@@ -1,0 +1,300 @@
+"""Autograd collectives over one axis of the mesh: what the activations of a tensor-parallel layer go through.
+
+| function             | forward                    | backward                    | Megatron-LM (mappings.py)         |
+|----------------------|----------------------------|-----------------------------|-----------------------------------|
+| ``copy``             | identity                   | all-reduce                  | f, _CopyToModelParallelRegion     |
+| ``reduce``           | all-reduce                 | identity                    | g, _ReduceFromModelParallelRegion |
+| ``gather``           | all-gather along a dim     | keep own part               | _GatherFromModelParallelRegion    |
+| ``scatter``          | keep own part              | all-gather along the dim    | _ScatterToModelParallelRegion     |
+| ``gather_sum``       | all-gather along a dim     | reduce-scatter              | _GatherFromSequenceParallelRegion |
+| ``reduce_scatter``   | reduce-scatter along a dim | all-gather                  | _ReduceScatterToSequenceParallel  |
+| ``all_to_all``       | all-to-all along dim 0     | all-to-all, splits swapped  | _AllToAll                         |
+| ``sum_replicas``     | identity on a weight       | sum over the ranks that hold the same units | -                 |
+
+The convention is that of Shoeybi et al., "Megatron-LM" (2019), section 3: after ``reduce`` or ``gather`` every rank
+computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
+(that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
+
+On the meta device the collectives compute shapes and communicate nothing: a dry run needs no process group.
+
+None of these mutates its input except ``reduce_``, which is for a matmul output that nothing else has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from autopar.distributed.axis import Axis
+from autopar.layout import Block, Layout, even_shards
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "copy",
+    "even_layout",
+    "gather",
+    "gather_sum",
+    "reduce",
+    "reduce_",
+    "reduce_scatter",
+    "scatter",
+    "sum_replicas",
+]
+
+# torch 2.13 renamed the two and warns about the old names.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
+    """Call a collective of torch's; if a rank of the axis failed, the error names it and its reason."""
+    try:
+        collective(*args, group=axis.group)
+    except RuntimeError as error:
+        failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
+    """Return the layout of ``size`` single elements sharded evenly over ``parts`` ranks along ``dim``."""
+    return Layout.of(dim, [Block("element", size, 1, even_shards(size, parts))])
+
+
+# -- plain collectives, no autograd -------------------------------------------------------------------------------
+
+
+def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    if not x.is_meta:
+        _run(dist.all_reduce, axis, x)
+    return x
+
+
+def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = None) -> torch.Tensor:
+    """All-gather shards along ``dim`` (the layout's), no autograd. Padded if uneven: gloo has no uneven all-gather."""
+    dim = layout.dim if dim is None else dim
+    sizes = [layout.local_size(rank) for rank in range(axis.size)]
+    if x.is_meta:
+        return x.new_empty(_resized(x, dim, layout.size))
+    missing = max(sizes) - x.shape[dim]
+    if missing > 0:
+        x = torch.cat([x, x.new_zeros(_resized(x, dim, missing))], dim)
+    x = x.contiguous()
+    out = x.new_empty(axis.size * x.numel())
+    _run(_all_gather_flat, axis, out, x.view(-1))
+    shards = out.view(axis.size, *x.shape).unbind(0)
+    return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
+
+
+def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
+    full = shard.new_zeros(_resized(shard, dim, layout.size))
+    layout.write(full, shard, axis.rank, dim)
+    _run(dist.all_reduce, axis, full)
+    return full
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
+
+
+def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Sum over the axis and keep this rank's even part of ``dim``."""
+    parts = torch.stack(x.chunk(axis.size, dim))  # [axis.size, ...]
+    out = torch.empty_like(parts[0])
+    _run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
+    return out
+
+
+# -- autograd -----------------------------------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return _all_reduce(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _ReduceInPlace(_Reduce):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        if not x.is_meta:
+            _run(dist.all_reduce, axis, x)
+        return x
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
+        return all_gather(x, axis, layout, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        layout: Layout = ctx.layout
+        part = layout.shard(grad, ctx.axis.rank, ctx.dim)
+        if layout.replicated:  # of the ranks that hold the same units one gets the gradient: they are summed later
+            owned = torch.zeros_like(part)
+            for start, stop in layout.owned_local(ctx.axis.rank):
+                owned.narrow(ctx.dim, start, stop - start).copy_(part.narrow(ctx.dim, start, stop - start))
+            part = owned
+        return part, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
+        return layout.shard(x, axis.rank, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        layout: Layout = ctx.layout
+        if not layout.replicated:
+            return all_gather(grad, ctx.axis, layout, ctx.dim), None, None, None
+        return _sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, even_layout(x.shape[dim] * axis.size, axis.size), dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        size = grad.shape[ctx.dim] * ctx.axis.size
+        return all_gather(grad, ctx.axis, even_layout(size, ctx.axis.size), ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, output_splits: list[int] | None, input_splits: list[int] | None
+    ) -> torch.Tensor:
+        ctx.axis, ctx.splits = axis, (input_splits, output_splits)
+        rows = x.shape[0] if output_splits is None else sum(output_splits)
+        out = x.new_empty(rows, *x.shape[1:])
+        _run(dist.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _AllToAll.apply(grad, ctx.axis, *ctx.splits), None, None, None
+
+
+class _SumReplicas(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        layout: Layout = ctx.layout
+        return layout.shard(_sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
+
+
+def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
+    result: torch.Tensor = x if axis.size == 1 else function.apply(x, axis, *args)
+    return result
+
+
+def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Enter a sharded region: identity forward, gradients of all ranks summed backward. Any shape."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return _apply(_Copy, x, axis)
+
+
+def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Leave a sharded region: sum over the axis forward, identity backward. Any shape; ``x`` is kept as it was."""
+    return _apply(_Reduce, x, axis)
+
+
+def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """:func:`reduce` in place, for a contiguous matmul output that no backward formula has saved."""
+    return _apply(_ReduceInPlace, x, axis)
+
+
+def gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
+    """``[..., n/axis] -> [..., n]`` along ``dim`` by ``layout``; backward keeps this rank's part."""
+    return _apply(_Gather, x, axis, layout, dim)
+
+
+def scatter(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
+    """``[..., n] -> [..., n/axis]`` along ``dim`` by ``layout``; backward gathers the parts."""
+    return _apply(_Scatter, x, axis, layout, dim)
+
+
+def gather_sum(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """``[..., n/axis] -> [..., n]`` into a sharded region: backward sums over the ranks and keeps this rank's part."""
+    return _apply(_GatherSum, x, axis, dim)
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
+    """``[..., n] -> [..., n/axis]``: sum over the ranks and keep this rank's part; ``n`` divides evenly."""
+    return _apply(_ReduceScatter, x, axis, dim)
+
+
+def all_to_all(
+    x: torch.Tensor, axis: Axis, output_splits: list[int] | None = None, input_splits: list[int] | None = None
+) -> torch.Tensor:
+    """Exchange rows: ``input_splits[r]`` rows of dim 0 go to rank ``r``, ``output_splits[r]`` come from it."""
+    return _apply(_AllToAll, x, axis, output_splits, input_splits)
+
+
+def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+    """Use a weight whose units are replicated: its *incoming* gradient is summed over the ranks that hold the same.
+
+    Summing the incoming and not the accumulated gradient keeps gradient accumulation right: a sum after the second
+    micro-batch would count the first one again.
+    """
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return weight
+    return _apply(_SumReplicas, weight, axis, layout)

@@ -1,0 +1,99 @@
+"""Digests of tensors, text and bytes: small numbers that ranks compare instead of the data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+__all__ = ["checksum", "extremes", "hexdigest", "of_tensor", "of_text", "of_values", "sum_of_bits"]
+
+_SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
+_BITS = 62  # an int64, with room for its negative
+
+
+def of_text(text: str | bytes) -> int:
+    """Hash text or bytes to a number of 62 bits, the same in every process."""
+    data = text.encode() if isinstance(text, str) else text
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> (64 - _BITS)
+
+
+def of_tensor(tensor: torch.Tensor) -> int:
+    """Digest a tensor's bits in their order to a number of 62 bits. Shape and dtype do not count."""
+    if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _SMALL:
+        return of_text(_bytes(tensor))
+    plain, placed = checksum(tensor).tolist()
+    return (plain * 1_000_003 + placed) & ((1 << _BITS) - 1)
+
+
+def of_values(value: Any) -> int:
+    """Digest the bits of all tensors in nested mappings, lists and tuples, in their order; nothing else counts."""
+    found: list[int] = []
+
+    def note(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta:
+                found.append(of_tensor(value.to_local() if isinstance(value, DTensor) else value))
+        elif isinstance(value, Mapping):
+            for entry in value.values():
+                note(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                note(entry)
+
+    note(value)
+    return of_text(repr(found))
+
+
+def hexdigest(tensor: torch.Tensor) -> str:
+    """Hash a tensor's bits to 12 characters, for messages."""
+    return hashlib.blake2b(_bytes(tensor), digest_size=6).hexdigest()
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor's bits as integers, once plainly and once by their place. ``[2]`` on the CPU."""
+    bits = _bits(tensor)
+    rows = bits[: bits.numel() // 257 * 257].view(-1, 257).sum(0, dtype=torch.int64)  # 257 interleaved sums
+    weights = torch.arange(1, 258, device=rows.device)
+    rest = bits[bits.numel() // 257 * 257 :].to(torch.int64)
+    plain = rows.sum() + rest.sum()
+    placed = (rows * weights).sum() + (rest * weights[: rest.numel()]).sum()
+    return torch.stack([plain, placed]).cpu()
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor's bits as integers, on its device: ``[]`` int64, the same for every order of adding up.
+
+    Equal tensors have equal sums on any device, others practically never.
+    """
+    return _bits(tensor).sum(dtype=torch.int64)
+
+
+def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
+    pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = pair.tolist()
+    return largest, [-number for number in smallest]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers, flat; 64-bit ones where that is possible, of which sums are fastest."""
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().reshape(-1).contiguous()
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    size = flat.element_size()
+    if flat.numel() * size % 8 == 0:
+        aligned = flat if flat.storage_offset() * size % 8 == 0 else flat.clone()
+        return aligned.view(torch.int64)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    # A copy: a storage that numpy has seen can no longer be resized, which FSDP does to its parameters.
+    data = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format).view(-1)
+    return data.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,285 @@
+"""The failure log: what a rank publishes when it fails, and what the ranks read that waited for it in vain.
+
+A collective that fails says "connection closed by peer" or that time ran out: neither who, nor why. So every rank tells
+the others at the start in which process it runs, and a rank that fails publishes the reason in torch.distributed's
+key-value store, which under torchrun lives in the launcher and outlives every rank. A rank that waited in vain looks
+for processes that have ended (on its own machine that is certain) and reads the reports of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from autopar.distributed.mesh import MPU
+from autopar.errors import PipelineError
+
+__all__ = ["GRACE", "FailureLog", "Process", "Report", "first_line"]
+
+GRACE = 3.0  # seconds that a rank is given to publish why it failed
+_GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
+_LONGEST = 4000  # characters of a report
+# In torch's words for a lost peer.
+_LOST = re.compile(
+    r"gloo/|NCCL error|ncclUnhandled|ncclRemote|pair closure|Timed out waiting|Broken pipe|"
+    r"Connection (closed|reset) by peer|Connection refused"
+)
+
+
+class Process(NamedTuple):
+    """Identity of a process, from which another process can tell whether it is still alive.
+
+    Attributes:
+        place: the machine, since it was started, and the namespace in which ``pid`` counts.
+        started: start time in the kernel's ticks; empty where the kernel does not tell.
+    """
+
+    place: str
+    pid: int
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        """Return the identity of this process."""
+        return cls(_place(), os.getpid(), _status(os.getpid())[1])
+
+    def is_alive(self) -> bool | None:
+        """Check whether the process runs; None if that cannot be told, because it runs on another machine."""
+        if self.place != _place():
+            return None
+        if not self.started:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+            except OSError:
+                return None
+            return True
+        state, started = _status(self.pid)
+        return None if state == "?" else state not in "ZX" and started == self.started
+
+
+class Report(NamedTuple):
+    """Last report of a rank.
+
+    Attributes:
+        text: empty if it published nothing.
+        pending: whether the rank still waits for the reports of others, so that more may come.
+        age: seconds since then.
+    """
+
+    text: str
+    pending: bool
+    age: int
+
+
+def _place() -> str:
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _status(pid: int) -> tuple[str, str]:
+    """State and start time of a process (proc(5), /proc/pid/stat); X if there is none, ? if that cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", ""
+    except OSError:
+        return "?", ""
+    return fields[0], fields[19]
+
+
+class FailureLog:
+    """Failure reports of all ranks of one model. Collective: one object exchange over the world.
+
+    Args:
+        timeout: seconds that a collective inside of :meth:`deadline` waits.
+
+    Attributes:
+        name: prefix of the model's keys in the store, the same on all ranks.
+    """
+
+    def __init__(self, mpu: MPU, timeout: float) -> None:
+        self.mpu, self.timeout = mpu, timeout
+        mine = (Process.current(), uuid.uuid4().hex)
+        everyone: list[tuple[Process, str]] = [mine] * mpu.world_size
+        if mpu.world_size > 1:
+            dist.all_gather_object(everyone, mine, group=mpu.control)
+        self._processes = [process for process, _ in everyone]
+        self.name = everyone[0][1]  # of this log, the same on all ranks and in no other one
+        self._store = PrefixStore(f"autopar failures {self.name}", _get_default_store())
+        self._published = False
+        self._in_deadline = False
+        self._store_lost = False  # it no longer answers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FailureLog:
+        return self
+
+    # -- reports ---------------------------------------------------------------------------------------------------
+
+    def publish(self, text: str, *, pending: bool = False) -> None:
+        """Publish why this rank fails; ``pending``: as far as it knows, it still reads the reports of others."""
+        self._published = True
+        report = f"{'?' if pending else '!'}{time.time():.0f} {text[:_LONGEST]}"
+        self._ask(lambda: self._store.set(str(self.mpu.rank), report))
+
+    def publish_error(self, error: BaseException) -> None:
+        """Publish this error, if nothing was published since :meth:`clear`."""
+        if not self._published and self.mpu.world_size > 1:
+            self.publish(str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}")
+
+    def clear(self) -> None:
+        """Delete the report of this rank: training goes on."""
+        if self._published:
+            self._ask(lambda: self._store.set(str(self.mpu.rank), ""))
+            self._published = False
+
+    def read(self, rank: int) -> Report:
+        """Read the last report of a rank."""
+        key = str(rank)
+        found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
+        if not found:
+            return Report("", False, 0)
+        when, _, text = found[1:].partition(" ")
+        return Report(text, found[0] == "?", max(0, round(time.time() - float(when))))
+
+    def has_ended(self, rank: int) -> bool:
+        """Check whether the process of a rank has certainly ended."""
+        return self._processes[rank].is_alive() is False
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """The store's answer; None if its process has ended, or does not answer: then it is not asked again."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        if not self._store_lost:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(_GRACE_AFTER_DEATH)
+            self._store_lost = thread.is_alive()
+        return answers[0] if answers else None
+
+    def describe(self, ranks: Iterable[int]) -> str:
+        """Describe the ranks for which this one waited in vain, and all whose process has ended: indented lines.
+
+        Gives those that have published nothing :data:`GRACE` seconds to do so, and those whose report is pending a
+        little more.
+        """
+        asked = [rank for rank in ranks if rank != self.mpu.rank]
+        start = time.monotonic()
+        while True:
+            ended = [rank for rank in range(len(self._processes)) if self.has_ended(rank)]
+            reports = {rank: self.read(rank) for rank in sorted({*asked, *ended})}
+            silent = [rank for rank in asked if rank not in ended and not reports[rank].text]
+            pending = [rank for rank in asked if rank not in ended and reports[rank].pending]
+            waited = time.monotonic() - start
+            limit = _GRACE_AFTER_DEATH if ended else GRACE
+            if (not silent or waited > limit) and (not pending or waited > limit + _GRACE_AFTER_DEATH):
+                break
+            time.sleep(0.05)
+        lines = []
+        for rank, (text, unfinished, age) in reports.items():
+            if rank in ended:
+                lines.append(f"rank {rank} has ended: its process {self._processes[rank].pid} is gone.")
+            if text and not (unfinished and (ended or silent)):  # they know no more than this one
+                ago = f" {age} s ago" if age > 1 else ""
+                lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
+        if silent and not ended:
+            names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+            lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")
+        return "\n".join(f"  {line}" for line in lines) or "  Its own log tells why."
+
+    # -- errors of collectives -------------------------------------------------------------------------------------
+
+    def failure(self, text: str, ranks: Iterable[int], error: Exception) -> PipelineError:
+        """Return the error of this rank, which waited for ``ranks`` in vain; publishes it."""
+        self.publish(text, pending=True)
+        text = f"{text}\n{self.describe(ranks)}\n  torch says: {first_line(error)}"
+        self.publish(text)
+        return PipelineError(text)
+
+    def failure_of(self, error: RuntimeError, collective: str, ranks: Sequence[int]) -> PipelineError | None:
+        """Return :meth:`failure` if ``error`` of a collective means that a rank of it is lost; else None."""
+        if set(ranks) <= {self.mpu.rank} or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            return None
+        return self.failure(
+            f"{collective} failed: one of the ranks {list(ranks)} ended, failed or hangs.", ranks, error
+        )
+
+    def failure_of_layer(self, error: RuntimeError, axis: str, ranks: Sequence[int]) -> PipelineError | None:
+        """Return :meth:`failure_of` a layer's collective, unless a call around it will say more."""
+        names = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline-parallel"}
+        return None if self._in_deadline else self.failure_of(error, f"a {names.get(axis, axis)} collective", ranks)
+
+    @contextlib.contextmanager
+    def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Raise a PipelineError that names the collective, and the rank that failed, where one of ``ranks`` fails."""
+        try:
+            yield
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            failure = self.failure_of(error, collective, ranks)
+            if failure is None:
+                raise
+            raise failure from error
+
+    @contextlib.contextmanager
+    def deadline(self) -> Iterator[None]:
+        """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.
+
+        ``StopIteration`` is none. Of one thread at a time: the timeouts are those of the process groups.
+        """
+        if self._in_deadline or self.mpu.world_size == 1:
+            yield
+            return
+        before = [(backend, backend.options._timeout) for backend in self._backends()]
+        self.clear()
+        self._in_deadline = True
+        try:
+            for backend, _ in before:
+                backend._set_default_timeout(timedelta(seconds=self.timeout))
+            yield
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.publish_error(error)
+            raise
+        finally:
+            self._in_deadline = False
+            for backend, timeout in before:
+                backend._set_default_timeout(timeout)
+
+    def _backends(self) -> list[Any]:
+        """Backends of the mesh's groups, of those made for stages that share weights, and of the world's."""
+        found: dict[int, Any] = {}
+        for group in (dist.distributed_c10d._get_default_group(), *self.mpu._owned):
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+                if hasattr(backend, "_set_default_timeout") and hasattr(backend, "options"):
+                    found[id(backend)] = backend
+        return list(found.values())
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

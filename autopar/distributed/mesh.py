@@ -1,0 +1,205 @@
+"""MPU, the model-parallel unit: sizes, ranks and process groups of the (pp, dp, tp) mesh.
+
+Ranks count tp fastest, then dp, then pp, as in Megatron-LM. With 16 ranks, tp 2 and pp 4::
+
+    tp: [0, 1] [2, 3] [4, 5] ...      ranks that hold different shards of the same layers
+    dp: [0, 2] [1, 3] [4, 6] ...      ranks that hold the same shard of different replicas
+    pp: [0, 4, 8, 12] [1, 5, 9, 13]   ranks that hold consecutive stages of one replica
+
+An MPU has no module-level state: two of them, with two shapes, may exist in one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.config import ParallelConfig
+from autopar.distributed import collectives
+from autopar.distributed.accessors import MeshAccessors
+from autopar.distributed.axis import Axis, check_divides
+from autopar.distributed.broadcast_data import Dtypes, broadcast_data
+from autopar.distributed.collectives import even_layout
+from autopar.distributed.rng_tracker import RandomStateTracker
+from autopar.errors import ConfigError
+
+__all__ = ["MPU", "MeshSizes", "rank_groups", "start_process_group"]
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+class MeshSizes(NamedTuple):
+    """Sizes of the axes."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+
+def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
+    """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
+
+    ``model`` groups one whole model replica (tp x pp); ``embedding`` the first and last stage, which both hold tied
+    embeddings.
+    """
+    tp, pp, dp = sizes
+
+    def rank(p: int, d: int, t: int) -> int:
+        return (p * dp + d) * tp + t
+
+    groups = {
+        "tp": [[rank(p, d, t) for t in range(tp)] for p in range(pp) for d in range(dp)],
+        "dp": [[rank(p, d, t) for d in range(dp)] for p in range(pp) for t in range(tp)],
+        "pp": [[rank(p, d, t) for p in range(pp)] for d in range(dp) for t in range(tp)],
+        "model": [[rank(p, d, t) for p in range(pp) for t in range(tp)] for d in range(dp)],
+    }
+    groups["embedding"] = [[stages[0], stages[-1]] if pp > 1 else stages for stages in groups["pp"]]
+    return groups
+
+
+def start_process_group() -> None:
+    """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
+
+    gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs. On GPUs the current device becomes
+    ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
+    """
+    if dist.is_initialized():
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            raise ConfigError(
+                f"{here} processes were started on a machine with {gpus} GPUs: nccl needs one for each.\n"
+                f"  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
+                "compute on the CPU with gloo."
+            )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+
+
+class MPU(MeshAccessors):
+    """This process's place in the (pp, dp, tp) mesh, and the process groups around it.
+
+    Every process of the world makes it, at the same point of the program, with the same sizes.
+
+    Args:
+        tensor_parallel_size: ranks over which layers are sharded.
+        pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * pp).
+
+    Attributes:
+        tp, dp, pp, model: the axes (:class:`~autopar.distributed.Axis`) through this rank.
+        sizes: ``MeshSizes(tp, pp, dp)``.
+        device: where this rank computes: its GPU under nccl, else the CPU.
+        random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
+            with this MPU.
+
+    Raises:
+        ConfigError: if the sizes do not divide the world; says which would fit.
+    """
+
+    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+        config = ParallelConfig(tensor_parallel_size, pipeline_parallel_size)
+        start_process_group()
+        world = dist.get_world_size()
+        self.sizes = MeshSizes(tensor_parallel_size, pipeline_parallel_size, config.data_parallel_size(world))
+        self.rank = dist.get_rank()
+        self.world_size = world
+        cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.random_tracker: RandomStateTracker | None = None
+        self._owned: list[dist.ProcessGroup] = []
+        self._mesh: DeviceMesh | None = None
+        self._alive = True
+        made: dict[tuple[int, ...], Any] = {}
+        axes = {name: self._make_axis(name, groups, made) for name, groups in rank_groups(self.sizes).items()}
+        self.tp, self.dp, self.pp, self.model = axes["tp"], axes["dp"], axes["pp"], axes["model"]
+        self._embedding = axes["embedding"]
+        # Objects and errors travel over gloo, whatever the tensors use.
+        if cuda:
+            self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            self._owned.append(self.control)
+        else:
+            self.control = dist.group.WORLD
+
+    def _make_axis(self, name: str, groups: list[list[int]], made: dict[tuple[int, ...], Any]) -> Any:
+        mine: Axis | None = None
+        for ranks in groups:  # every rank takes part in the making of every group, in the same order
+            key = tuple(ranks)
+            if key not in made:  # one group for all axes through the same ranks
+                world = len(ranks) == self.world_size
+                made[key] = dist.group.WORLD if world else dist.new_group(ranks, group_desc=name)
+                if self.rank in ranks and not world:
+                    self._owned.append(made[key])
+            if self.rank in ranks:
+                mine = Axis(name, made[key], ranks, ranks.index(self.rank))
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MPU:
+        return self
+
+    def __repr__(self) -> str:
+        tp, pp, dp = self.sizes
+        ranks = f"tp {self.tp.rank}/{tp}, pp {self.pp.rank}/{pp}, dp {self.dp.rank}/{dp}"
+        return f"MPU(rank {self.rank} of {self.world_size}: {ranks})"
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0 of the world, for printing and logging; it neither reads data nor saves alone."""
+        return self.rank == 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh as torch's ``DeviceMesh`` with axes ``("pp", "dp", "tp")``, over the same process groups."""
+        if self._mesh is None:
+            tp, pp, dp = self.sizes
+            groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
+            ranks = torch.arange(self.world_size, dtype=torch.int).view(pp, dp, tp)
+            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
+        return self._mesh
+
+    def destroy(self) -> None:
+        """Destroy the process groups that this MPU made; the default group is left alone. Every rank calls it."""
+        if self._alive:
+            for group in self._owned:
+                dist.destroy_process_group(group)
+            self._owned.clear()
+            self._mesh = None
+            self._alive = False
+
+    # -- the tensor-parallel axis, under OSLO's names; more is in autopar.tensor_parallel.megatron.mappings ------------
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Enter a sharded region (Megatron's f): identity forward, all-reduce backward. As in OSLO nothing is sent
+        forward: ``x`` is Replicate already. To send values there is :meth:`broadcast_data`."""
+        return collectives.copy(x, self.tp)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Leave a sharded region (Megatron's g): all-reduce forward (Partial -> Replicate), identity backward."""
+        return collectives.reduce(x, self.tp)
+
+    def scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """``[..., n] -> [..., n/tp]``: keep own part forward, all-gather backward. ConfigError if it does not divide"""
+        check_divides(x.shape[dim], self.tp, f"dim {dim}")
+        return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
+
+    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """``[..., n/tp] -> [..., n]``: all-gather of equal widths forward, keep own part backward."""
+        return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
+
+    def broadcast_data(
+        self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
+    ) -> dict[int | str, torch.Tensor]:
+        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.distributed.broadcast_data`."""
+        return broadcast_data(keys, data, dtype, self)

@@ -1,0 +1,192 @@
+"""The default random generators of a process: torch's on the CPU and on its GPU, Python's, numpy's.
+
+A model draws from any of them: dropout from torch's, SpecAugment from numpy's, some layer drops from Python's. So all
+of them are saved, broadcast and compared together. The only code that sets their states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autopar.distributed.axis import Axis
+
+__all__ = [
+    "Generators",
+    "TorchGenerators",
+    "base_seed",
+    "kept",
+    "same_draws",
+    "seed_torch",
+    "seeded",
+    "share",
+    "stream",
+]
+
+
+class TorchGenerators(NamedTuple):
+    """States of torch's default generators.
+
+    Attributes:
+        cpu: of the CPU.
+        cuda: of the current GPU; None where CUDA was not used so far.
+    """
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def now(cls, cuda: bool | None = None) -> TorchGenerators:
+        """Read the states of this process; the GPU's where ``cuda`` says so, by default where CUDA was used."""
+        cuda = _cuda_in_use() if cuda is None else cuda
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+
+    @classmethod
+    def of_seed(cls, seed: int, cuda: bool) -> TorchGenerators:
+        """Return the states right after seeding; the generators of this process are left alone."""
+        cpu = torch.Generator().manual_seed(seed).get_state()
+        return cls(cpu, torch.Generator("cuda").manual_seed(seed).get_state() if cuda else None)
+
+    def restore(self) -> None:
+        """Go on from these states; a GPU's is left alone if there is none."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+
+
+class Generators(NamedTuple):
+    """States of all default generators.
+
+    Attributes:
+        torch: of torch, on the CPU and the current GPU.
+        python: of :mod:`random`.
+        numpy: of ``numpy.random``, the global one.
+    """
+
+    torch: TorchGenerators
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Read the states of this process."""
+        return cls(TorchGenerators.now(), random.getstate(), np.random.get_state(legacy=False))
+
+    def restore(self) -> None:
+        """Go on from these states."""
+        self.torch.restore()
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def digests(self) -> dict[str, str]:
+        """Hash each state: name for messages -> 12 characters."""
+        digests = {
+            "random state of torch": self.torch.cpu.numpy().tobytes(),
+            "random state of torch (CUDA)": b"" if self.torch.cuda is None else self.torch.cuda.numpy().tobytes(),
+            "random state of Python's random": repr(self.python).encode(),
+            "random state of numpy": repr(_plain(self.numpy)).encode(),
+        }
+        return {name: hashlib.blake2b(data, digest_size=6).hexdigest() for name, data in digests.items() if data}
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return [(key, _plain(value)) for key, value in sorted(state.items())]
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
+@contextmanager
+def kept() -> Iterator[Generators]:
+    """Restore all default generators after whatever is drawn inside; gives their states."""
+    before = Generators.now()
+    try:
+        yield before
+    finally:
+        before.restore()
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's default generators, on the CPU and on the current GPU where CUDA was used."""
+    torch.default_generator.manual_seed(seed)
+    if _cuda_in_use():
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from torch's default generators as seeded with ``seed``; afterwards they go on where they were."""
+    before = TorchGenerators.now()
+    seed_torch(seed)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def base_seed(needed: bool = True) -> Iterator[int | None]:
+    """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
+
+    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws in a :func:`stream`.
+    """
+    before = TorchGenerators.now(cuda=False)
+    try:
+        yield int(torch.randint(2**62, (), device="cpu").item()) if needed else None
+    except BaseException:
+        if needed:
+            before.restore()
+        raise
+
+
+def stream(seed: int | None, number: int) -> AbstractContextManager[None]:
+    """Draw inside from stream ``number`` of a :func:`base_seed`, or as outside if there is none."""
+    return nullcontext() if seed is None else seeded(seed + number)
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+@contextmanager
+def same_draws(device: torch.device) -> Iterator[None]:
+    """Draw rank 0's numbers from torch's CPU generator on every rank; one that had another state goes back to it.
+
+    A collective of the world.
+
+    Args:
+        device: where the world communicates.
+    """
+    if dist.get_world_size() == 1:
+        yield
+        return
+    own = TorchGenerators.now(cuda=False)
+    staged = own.cpu.to(device, copy=True)
+    dist.broadcast(staged, src=0)
+    first = TorchGenerators(staged.cpu(), None)
+    first.restore()
+    try:
+        yield
+    finally:
+        if not torch.equal(own.cpu, first.cpu):
+            own.restore()
+
+
+def share(axis: Axis, device: torch.device) -> None:
+    """Broadcast the first rank's default generators over ``axis``. A collective of the axis.
+
+    Args:
+        device: where the axis communicates.
+    """
+    if axis.size == 1:
+        return
+    mine: list[Any] = [Generators.now() if axis.rank == 0 else None]
+    dist.broadcast_object_list(mine, src=axis.ranks[0], group=axis.group, device=device)
+    if axis.rank != 0:
+        mine[0].restore()

@@ -1,0 +1,265 @@
+"""Random state in a tensor-parallel group: a replicated stream, and one of each rank's own.
+
+Dropout on replicated activations must drop the same elements on every rank of the group, dropout on sharded activations
+must not. So there are two streams: the default generator, seeded alike everywhere, and a named one, seeded per rank,
+that replaces the default generator's inside :meth:`RandomStateTracker.fork`. (``torch.nn.functional.dropout``
+takes no generator, so there is no other way.) The idea and the seeds are Megatron-LM's
+(``megatron/core/tensor_parallel/random.py``). A tracker is an object: there is no module-level state.
+
+    tracker = manual_seed(1234, mpu)         # also mpu.random_tracker
+    x = dropout(x)                           # Replicate: equal on all ranks
+    with tracker.fork():
+        scores = dropout(scores)             # Shard: different on each rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypedDict, cast
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from autopar.distributed.axis import Axis, Group, axis_of
+from autopar.distributed.rng import TorchGenerators
+from autopar.errors import ConfigError, nearest
+
+__all__ = [
+    "MODEL_PARALLEL_STREAM",
+    "RandomStateTracker",
+    "StreamState",
+    "checkpoint",
+    "get_cuda_rng_tracker",
+    "manual_seed",
+    "model_parallel_cuda_manual_seed",
+]
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+"""Name of the stream that differs between the ranks of a tensor-parallel group."""
+
+_MODEL_PARALLEL_OFFSET = 2718  # Megatron-LM's: runs of the two can be compared
+
+
+class StreamState(TypedDict):
+    """One named stream, as plain data that ``torch.save`` can write. ``cuda`` is None on a machine without a GPU."""
+
+    seed: int
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+
+class _Snapshot(NamedTuple):
+    """Everything that random numbers drawn from now on depend on."""
+
+    live: TorchGenerators
+    streams: dict[str, StreamState]
+    forks: tuple[str, ...]
+    outside: TorchGenerators | None
+
+
+class RandomStateTracker:
+    """Named random streams beside the default one, for the CPU and for the current GPU.
+
+    Args:
+        cuda: whether to track the GPU's generator too; by default if there is a GPU.
+    """
+
+    def __init__(self, cuda: bool | None = None) -> None:
+        self._cuda = torch.cuda.is_available() if cuda is None else cuda
+        self._streams: dict[str, StreamState] = {}
+        self._forks: list[str] = []  # the forks around this point of the program, innermost last
+        self._outside: TorchGenerators | None = None  # the default stream, inside a fork
+
+    def add(self, name: str, seed: int) -> None:
+        """Start a stream; the default generators are left as they are.
+
+        Raises:
+            ConfigError: if there is a stream of this name, or of this seed (the two would draw the same numbers).
+        """
+        if name in self._streams:
+            raise ConfigError(f"random stream {name!r} exists already (seed {self._streams[name]['seed']})")
+        for other, stream in self._streams.items():
+            if stream["seed"] == seed:
+                raise ConfigError(f"random stream {name!r}: seed {seed} is that of stream {other!r} already")
+        cpu, cuda = TorchGenerators.of_seed(seed, self._cuda)
+        self._streams[name] = StreamState(seed=seed, cpu=cpu, cuda=cuda)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from stream ``name`` inside the ``with``; afterwards, also after an exception, from the stream before.
+
+        Forks nest. A fork of a stream that an outer fork draws from goes on where that one is, it repeats nothing.
+
+        Raises:
+            ConfigError: if there is no such stream.
+        """
+        if name not in self._streams:
+            known = ", ".join(map(repr, self._streams)) or "none: call manual_seed first"
+            raise ConfigError(f"no random stream {name!r}; there is {known}.{nearest(name, self._streams)}")
+        self._store()
+        self._forks.append(name)
+        self._load()
+        try:
+            yield
+        finally:
+            self._store()
+            self._forks.pop()
+            self._load()
+
+    def get_states(self) -> dict[str, StreamState]:
+        """Copy every named stream; the default generator is not among them."""
+        if self._forks:
+            self._store()
+        return _copy(self._streams)
+
+    def set_states(self, states: Mapping[str, StreamState]) -> None:
+        """Replace all named streams by what :meth:`get_states` returned. A missing GPU state starts at the seed.
+
+        Raises:
+            ConfigError: inside a fork of a stream that ``states`` lacks.
+        """
+        missing = [name for name in self._forks if name not in states]
+        if missing:
+            raise ConfigError(
+                f"set_states inside a fork of {missing[0]!r}, which is not among the states {list(states)}"
+            )
+        self._streams = _copy(states)
+        for stream in self._streams.values():
+            if self._cuda and stream["cuda"] is None:
+                stream["cuda"] = TorchGenerators.of_seed(stream["seed"], cuda=True).cuda
+        if self._forks:
+            self._load()
+
+    def reset(self) -> None:
+        """Remove all named streams.
+
+        Raises:
+            ConfigError: inside a fork.
+        """
+        if self._forks:
+            raise ConfigError(f"reset inside a fork of {self._forks[-1]!r}")
+        self._streams = {}
+
+    # -- the state as a whole, for recomputation -------------------------------------------------------------------
+
+    def snapshot(self) -> _Snapshot:
+        """Return the default generators, all streams, and the active forks."""
+        return _Snapshot(TorchGenerators.now(self._cuda), _copy(self._streams), tuple(self._forks), self._outside)
+
+    def restore(self, snapshot: _Snapshot) -> None:
+        """Go back to a :meth:`snapshot`, into the middle of the forks it was taken in."""
+        self._streams = _copy(snapshot.streams)
+        self._forks = list(snapshot.forks)
+        self._outside = snapshot.outside
+        self._set_live(snapshot.live)
+
+    # -- which stream the default generators hold ------------------------------------------------------------------
+
+    def _set_live(self, state: TorchGenerators) -> None:
+        (state if self._cuda else state._replace(cuda=None)).restore()
+
+    def _store(self) -> None:
+        """Read the default generators into the innermost fork's stream, or into the default one."""
+        live = TorchGenerators.now(self._cuda)
+        if self._forks:
+            stream = self._streams[self._forks[-1]]
+            stream["cpu"], stream["cuda"] = live
+        else:
+            self._outside = live
+
+    def _load(self) -> None:
+        """Set the default generators from the innermost fork's stream, or from the default one."""
+        if self._forks:
+            stream = self._streams[self._forks[-1]]
+            self._set_live(TorchGenerators(stream["cpu"], stream["cuda"]))
+        elif self._outside is not None:
+            self._set_live(self._outside)
+            self._outside = None
+
+
+def _copy(states: Mapping[str, StreamState]) -> dict[str, StreamState]:
+    return {
+        name: StreamState(
+            seed=state["seed"],
+            cpu=state["cpu"].clone(),
+            cuda=None if state["cuda"] is None else state["cuda"].clone(),
+        )
+        for name, state in states.items()
+    }
+
+
+def manual_seed(seed: int, group: Group) -> RandomStateTracker:
+    """Seed both streams: the replicated one with ``seed``, the tensor-parallel one with ``seed + 2718 + tp rank``.
+
+    The replicated stream is torch's default generator (CPU and all GPUs). The tracker that is returned holds the other
+    as ``"model-parallel-rng"``; an MPU keeps it as ``mpu.random_tracker`` as well.
+
+    Raises:
+        ConfigError: if ``group`` is neither a process group nor an MPU.
+    """
+    axis = axis_of(group)
+    torch.manual_seed(seed)
+    tracker = RandomStateTracker()
+    tracker.add(MODEL_PARALLEL_STREAM, seed + _MODEL_PARALLEL_OFFSET + axis.rank)
+    if not isinstance(group, (Axis, torch.distributed.ProcessGroup)):
+        cast(Any, group).random_tracker = tracker
+    return tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int, group: Group) -> RandomStateTracker:
+    """Seed as :func:`manual_seed` does, under Megatron-LM's name; seeds the CPU as well."""
+    return manual_seed(seed, group)
+
+
+def get_cuda_rng_tracker(group: Group) -> RandomStateTracker:
+    """Return the tracker that :func:`manual_seed` left on this MPU.
+
+    Raises:
+        ConfigError: if there is none, or ``group`` is a bare process group, which cannot keep one.
+    """
+    tracker = getattr(group, "random_tracker", None)
+    if not isinstance(tracker, RandomStateTracker):
+        raise ConfigError(f"{type(group).__name__} has no random state tracker: call manual_seed(seed, mpu) first")
+    return tracker
+
+
+class _Rewind:
+    """Context of a recomputation: random state as it was at the forward pass, afterwards as it is now.
+
+    May be entered again (``backward(retain_graph=True)`` recomputes twice).
+    """
+
+    def __init__(self, tracker: RandomStateTracker) -> None:
+        self._tracker = tracker
+        self._then = tracker.snapshot()
+        self._now: list[_Snapshot] = []
+
+    def __enter__(self) -> None:
+        self._now.append(self._tracker.snapshot())
+        self._tracker.restore(self._then)
+
+    def __exit__(self, *exc: object) -> None:
+        self._tracker.restore(self._now.pop())
+
+
+def checkpoint(function: Callable[..., Any], tracker: RandomStateTracker | None, *args: Any) -> Any:
+    """Run ``function(*args)`` without keeping its activations: backward recomputes them, with the same random numbers.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). torch's non-reentrant checkpoint does the work
+    (nested tensors in ``args``, autocast and checkpoints inside checkpoints are all right); it knows only the default
+    generators, so both streams and the forks around this call are restored here. Backward leaves the random state,
+    the default's and the tracker's, as it found it.
+
+    Args:
+        function: what to run; called once now and once in backward.
+        tracker: of the streams that ``function`` forks to; None if it draws from the default generator only.
+    """
+    rewind = _Rewind(RandomStateTracker() if tracker is None else tracker)
+    return torch_checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # rewind does that
+        context_fn=lambda: (nullcontext(), rewind),
+    )

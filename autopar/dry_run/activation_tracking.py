@@ -1,0 +1,212 @@
+"""Activation tracking: which tensors of a forward are replicated, sharded or partial, and which carry a gradient.
+
+Every tensor is of one kind:
+
+* *constant*: made from nothing, or from other constants,
+* *input*: made from the model's inputs alone (masks, positions, pixels): no gradient flows back through it,
+* *parameter*: made from replicated parameters and inputs, with the names of those parameters,
+* *replicated*: an activation, the same on all ranks, with a full gradient,
+* *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient.
+
+What is computed with a sharded tensor is sharded. A replicated parameter in it has a partial gradient, which must be
+summed; a replicated activation in it has one too, and that is never summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.dry_run.meta_results import on_meta
+from autopar.errors import PolicyError
+from autopar.plan.plan import ModulePlan, Plan
+from autopar.tensor_tracking import TensorTracking, tensors_in
+
+__all__ = ["ActivationTracking", "tracking_hooks"]
+
+
+class _Kind(NamedTuple):
+    name: str  # input, parameter, replicated, sharded
+    parameters: frozenset[str] = frozenset()  # "+name" for one whose gradient is summed
+
+
+_INPUT, _REPLICATED, _SHARDED = _Kind("input"), _Kind("replicated"), _Kind("sharded")
+
+
+class ActivationTracking(TensorTracking):
+    """A dispatch mode that gives each tensor its kind.
+
+    Args:
+        mixed: called when a replicated activation that carries a gradient meets a sharded one.
+
+    Attributes:
+        partial: replicated parameters whose gradients are partial and not summed.
+        summed_inside, summed_outside: parameters whose gradients are summed, by what they were computed with.
+    """
+
+    def __init__(self, mixed: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._kinds = WeakTensorKeyDictionary()
+        self._names: dict[int, str] = {}
+        self._mixed = mixed
+        self.partial: set[str] = set()
+        self.summed_inside: set[str] = set()
+        self.summed_outside: set[str] = set()
+
+    def mark_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        """Mark a replicated parameter."""
+        self._kinds[parameter] = _Kind("parameter", frozenset([name]))
+        self._names[id(parameter)] = name
+
+    def mark_inputs(self, values: Any) -> None:
+        """Mark the model's inputs."""
+        for tensor in tensors_in(values):
+            self._kinds[tensor] = _INPUT
+
+    def mark_sharded(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` as sharded; returns ``value``."""
+        for tensor in tensors_in(value):
+            self._kinds[tensor] = _SHARDED
+        return value
+
+    def mark_replicated(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` as replicated; returns ``value``."""
+        for tensor in tensors_in(value):
+            self._kinds[tensor] = _REPLICATED
+        return value
+
+    def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter as another tensor, marked as one whose gradient is summed."""
+        used = torch.empty_like(x)
+        name = self._names.get(id(parameter))
+        if name is not None:
+            self._kinds[used] = _Kind("parameter", frozenset(["+" + name]))
+        return used
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` as another tensor, marked as sharded."""
+        used: torch.Tensor = self.mark_sharded(torch.empty_like(x))
+        return used
+
+    def is_sharded(self, value: Any) -> bool:
+        """Whether some tensor in ``value`` is sharded."""
+        return any(self._kinds.get(tensor) == _SHARDED for tensor in tensors_in(value))
+
+    def is_replicated(self, value: Any) -> bool:
+        """Whether some tensor in ``value`` is replicated and carries a gradient."""
+        kinds = (self._kinds.get(tensor) for tensor in tensors_in(value))
+        return any(kind is not None and kind.name in ("replicated", "parameter") for kind in kinds)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": take some branch
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
+            return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
+        if func is torch.ops.aten.index.Tensor and args[0].is_meta:
+            args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return on_meta(func, args, kwargs)
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        kinds = [kind for tensor in tensors_in((args, kwargs)) if (kind := self._kinds.get(tensor)) is not None]
+        if kinds and func not in _SHAPE_ONLY:
+            kind = self._combine(kinds)
+            for tensor in tensors_in(result):
+                self._set(tensor, kind)
+
+    def _combine(self, kinds: list[_Kind]) -> _Kind:
+        parameters = frozenset().union(*(kind.parameters for kind in kinds))
+        names = {kind.name for kind in kinds}
+        summed = {name[1:] for name in parameters if name.startswith("+")}
+        if "sharded" in names:
+            self.partial |= {name for name in parameters if not name.startswith("+")}
+            self.summed_inside |= summed
+            if "replicated" in names:
+                self._mixed()
+            return _SHARDED
+        if "replicated" in names:
+            self.summed_outside |= summed
+            return _REPLICATED
+        return _Kind("parameter", parameters) if "parameter" in names else _INPUT
+
+    def _set(self, tensor: torch.Tensor, kind: _Kind) -> None:
+        if kind.name in ("replicated", "parameter") and not tensor.is_floating_point():
+            kind = _INPUT
+        self._kinds[tensor] = kind
+        base = tensor._base
+        if base is not None and kind == _SHARDED and self._kinds.get(base) is None:
+            self._kinds[base] = kind  # a slice of a fresh tensor was written to
+
+
+def _places(index: Any) -> list[Any]:
+    """An index as positions: a mask selects one element."""
+    if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+        return [index.new_empty(1, dtype=torch.long) for _ in range(index.ndim)]
+    return [index]
+
+
+_SHAPE_ONLY = {  # the result has nothing of the argument's values
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.new_ones.default,
+    torch.ops.aten.new_full.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default,
+}
+
+
+def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, stack: list[str]) -> Iterator[Any]:
+    """Register hooks that keep the stack of running modules, check the inputs of layers and mark their outputs.
+
+    Raises:
+        PolicyError: in the forward, where a layer reads a sharded activation and needs a replicated one, or vice versa.
+    """
+    for path, module in shard.named_modules():
+
+        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            stack.append(path)
+            rule = plan.modules.get(path)
+            if rule is not None:
+                _check_input(rule, (args, kwargs), tracking)
+
+        def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
+            stack.pop()
+            rule = plan.modules.get(path)
+            if rule is None:
+                return
+            if rule.rule in ("cut", "norm_over"):
+                tracking.mark_sharded(out)
+            elif rule.rule in ("column", "row", "embedding", "experts"):
+                sharded = rule.enter_output or (rule.rule == "column" and not rule.gather_output)
+                (tracking.mark_sharded if sharded and rule.rule != "experts" else tracking.mark_replicated)(out)
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after)
+
+
+def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking) -> None:
+    sharded = tracking.is_sharded(values)
+    path, kind = rule.path, rule.rule
+    if kind == "row" and not rule.split_input and not sharded:
+        raise PolicyError(f"{path} is a row, but its input is replicated: no column feeds it", rule.where)
+    if rule.closes:
+        if not sharded:
+            raise PolicyError(f"{path} closes a region, but its input is replicated", rule.where)
+    elif kind == "column" and rule.inside:
+        if not sharded:
+            raise PolicyError(f"{path} is a column inside a region, but its input is replicated", rule.where)
+    elif sharded and (kind in ("column", "embedding", "region", "experts") or rule.split_input):
+        raise PolicyError(f"{path} is a {kind}, but its input is sharded already", rule.where)
+    if kind in ("norm_over", "gathered") and not sharded:
+        raise PolicyError(f"{path} is {kind}, but its input is replicated", rule.where)
+    if kind == "cut" and not sharded and tracking.is_replicated(values):
+        raise PolicyError(
+            f"{path} is cut, but its input is replicated and needs a gradient: make it a column, or feed it by one",
+            rule.where,
+        )

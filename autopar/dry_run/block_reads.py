@@ -1,0 +1,184 @@
+"""What the blocks of a model read: one forward on the meta device, with the graph detached behind every block.
+
+Stages hold what they read, so it must be known which blocks read tensors that lie outside of them (relative positions
+that one embedding makes for all layers, an image encoder that every layer looks at), and that a block reads nothing of
+earlier blocks but the output of the one before it. The policy names modules, but not who reads them; the model's own
+forward tells. Costs some 50 ms and no memory on the meta device; a model that does not run there is run once with its
+weights, on five tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.pipeline_parallel import evaluating, rehearse_stages
+from autopar.pipeline_parallel.p2p import map_tensors
+from autopar.plan.stages import Reads, elements_of
+from autopar.policy.described_model import model_inside
+from autopar.policy.schema import Policy
+
+__all__ = ["find_reads", "trace_reads"]
+
+
+def find_reads(model: nn.Module, policy: Policy) -> Reads | None:
+    """Trace what the blocks of a model read, or where its head looks at values, those of its base model.
+
+    None for a plain module, and for a model that does not run on made-up inputs.
+    """
+    prefix, inner = model_inside(model, policy)
+    if not isinstance(inner, PreTrainedModel):
+        return None
+    base = inner.base_model
+    for traced, below in ((inner, ""), (base, "" if base is inner else inner.base_model_prefix)):
+        if isinstance(traced, PreTrainedModel):
+            try:
+                inputs = sample_inputs(traced)
+            except ValueError:
+                continue
+            path = ".".join(filter(None, (prefix, below)))
+            reads = trace_reads(traced, path, *elements_of(model, policy), inputs)
+            if reads is not None:
+                return reads
+    return None
+
+
+def trace_reads(
+    model: PreTrainedModel, prefix: str, elements: tuple[str, ...], encoder: int | None, inputs: Mapping[str, Any]
+) -> Reads | None:
+    """Run ``model`` once, on the meta device, or where that fails with its weights; None if it does not run at all.
+
+    Args:
+        model: whole, only read. Its path in the names of elements is ``prefix``.
+        elements: module paths in forward order, ``encoder`` the place of the encoder among them.
+        inputs: small inputs on the meta device.
+    """
+    for copied in (meta_copy(model, gradients=True), model):
+        device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
+        if copied is model and device.type == "meta":
+            return None
+        real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
+        for variant in (real, _with_mask(copied, real), _with_images(copied, real)):
+            start = f"{prefix}." if prefix else ""
+            try:
+                reads = _trace(copied, start, elements, encoder, variant)
+            except Exception:  # it does not run so, which says nothing about the model
+                continue
+            reads.within = start
+            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=_without_cache(copied, variant))
+            return reads
+    return None
+
+
+def _trace(
+    model: PreTrainedModel, start: str, elements: tuple[str, ...], encoder: int | None, inputs: dict[str, Any]
+) -> Reads:
+    reading = _Reading({id(p): start + name for name, p in model.named_parameters()}, encoder)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooks = []
+    try:
+        for place, path in enumerate(elements):
+            hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
+        with evaluating(model), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reading.note(len(elements), model(**_without_cache(model, inputs)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return reading.reads
+
+
+def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inputs, **({"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {})}
+
+
+def _with_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """With the mask of ``input_ids``: without one some models look for padding among their values."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.ndim != 2 or "attention_mask" not in inspect.signature(model.forward).parameters:
+        return dict(inputs)
+    return {"attention_mask": torch.ones_like(ids), **inputs}
+
+
+def _with_images(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """With images of the size that the config names, for models that do not run on text alone."""
+    vision = getattr(model.config, "vision_config", None)
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
+    batch, device = next(iter(inputs.values())).shape[0], next(iter(inputs.values())).device
+    if type(size) is not int:
+        return dict(inputs)
+    pixels = torch.zeros(batch, channels, size, size, dtype=model.dtype, device=device)
+    names = [name for name in inspect.signature(model.forward).parameters if name.endswith("pixel_values")]
+    return {**dict.fromkeys(names, pixels), **inputs}
+
+
+class _Reading:
+    def __init__(self, names: dict[int, str], encoder: int | None) -> None:
+        self.names, self.encoder = names, encoder
+        self.reads = Reads()
+        self.outputs: dict[int, int] = {}  # id of a detached output -> place
+        self.alive: list[torch.Tensor] = []
+
+    def behind(self, place: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self.reads.order.append(place)
+            self.reads.own_backward |= not torch.is_grad_enabled()
+            self.note(place, output)
+            return map_tensors(output, lambda tensor: self.detach(place, tensor))
+
+        return hook
+
+    def detach(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        self.outputs[id(leaf)] = place
+        self.alive.append(leaf)
+        # A view that is no leaf: models may work in place on it.
+        return leaf.clone()
+
+    def note(self, place: int, output: Any) -> None:
+        for leaf in _leaves_below(output):
+            if id(leaf) in self.outputs:
+                origin = self.outputs[id(leaf)]
+                if origin < place - 1 and origin != self.encoder:
+                    self.reads.earlier.setdefault(place, set()).add(origin)
+            elif id(leaf) in self.names:
+                self.reads.parameters.setdefault(self.names[id(leaf)], set()).add(place)
+
+
+def _leaves_below(value: Any) -> list[torch.Tensor]:
+    """The leaves of the graph that made the tensors in ``value``."""
+    found: list[torch.Tensor] = []
+    tensors = [tensor for tensor in tree_leaves(_plain(value)) if isinstance(tensor, torch.Tensor)]
+    found += [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Nested values as lists, which every tree function enters."""
+    if isinstance(value, Mapping):
+        return [_plain(entry) for entry in value.values()]
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

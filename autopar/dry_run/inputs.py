@@ -1,0 +1,119 @@
+"""The start of a dry run: a copy of the model without data, and small inputs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["meta_copy", "sample_inputs"]
+
+_BATCH, _SEQ, _FRAMES = 2, 5, 8
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
+    """Make inputs on the meta device: two sequences of five tokens, two images or two pieces of sound.
+
+    Raises:
+        ValueError: the model's main input is of another kind.
+    """
+    taken = inspect.signature(model.forward).parameters
+    main, config = model.main_input_name, model.config
+    if main == "input_ids" or "input_ids" in taken:
+        inputs = _text(model)
+        if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
+            inputs["pixel_values"] = _pixels(config)
+    elif main in ("pixel_values", "pixel_values_videos"):
+        inputs = {main: _pixels(config)}
+    elif main in ("input_features", "input_values"):
+        inputs = {main: _sound(main, config)}
+    elif main == "inputs_embeds" or "inputs_embeds" in taken:
+        inputs = {"inputs_embeds": _empty(_BATCH, _SEQ, config.hidden_size)}
+    else:
+        raise ValueError(f"no sample for the input '{main}'")
+    if "bbox" in taken and "input_ids" in inputs:
+        inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
+    if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = _ids(_BATCH, _SEQ)
+    return {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def _text(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config
+    shape = (_BATCH, 3, _SEQ) if "MultipleChoice" in type(model).__name__ else (_BATCH, _SEQ)
+    inputs: dict[str, Any] = {"input_ids": _ids(*shape)}
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = _ids(*shape)
+    elif getattr(config, "add_cross_attention", False):
+        inputs["encoder_hidden_states"] = _empty(_BATCH, _SEQ, config.hidden_size)
+    vision = getattr(config, "vision_config", None)
+    if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
+        inputs["pixel_values"] = _pixels(vision)  # a pair of towers needs both
+    return inputs
+
+
+def _pixels(config: Any) -> torch.Tensor:
+    config = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
+    size = getattr(config, "image_size", 32)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    frames = getattr(config, "num_frames", None)
+    return _empty(_BATCH, *([frames] if frames else []), channels, height, width)
+
+
+def _sound(main: str, config: Any) -> torch.Tensor:
+    if main == "input_values" and hasattr(config, "conv_stride"):
+        samples = 1
+        for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
+            samples = (samples - 1) * stride + kernel
+        return _empty(_BATCH, samples + 7 * torch.Size(config.conv_stride).numel())
+    if main == "input_values" and not hasattr(config, "num_mel_bins"):
+        return _empty(_BATCH, 2000)
+    if hasattr(config, "input_feat_per_channel"):
+        return _empty(_BATCH, 4 * _FRAMES, config.input_feat_per_channel * config.input_channels)
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
+        return _empty(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)
+    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        return _empty(_BATCH, config.max_length, config.num_mel_bins)
+    inner = getattr(config, "encoder_config", config)
+    width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(inner, "num_mel_bins", 80)
+    return _empty(_BATCH, 4 * _FRAMES, width)
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.long, device="meta")
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def meta_copy(model: Model, *, gradients: bool = False) -> Model:
+    """Copy a model to the meta device, in evaluation mode, without memory for its weights.
+
+    Args:
+        gradients: whether its floating parameters require them.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=gradients and empty.is_floating_point())
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    for tensor in (*model.buffers(), *(value for value in attributes if isinstance(value, torch.Tensor))):
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+    copied = copy.deepcopy(model, memo).eval()
+    for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "eager"  # every model has it; it runs without data and reads every size
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"  # the one that does not look at data
+    for module in copied.modules():  # without the user's hooks
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    return copied

@@ -1,0 +1,67 @@
+"""Results of operators on meta tensors, computed once per operator and shapes.
+
+Most meta kernels are Python and take up to a millisecond; the layers of a model ask for the same ones again and again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+__all__ = ["on_meta"]
+
+_LIMIT = 20_000  # entries; a model needs some hundreds
+
+_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
+_results: dict[Any, tuple[type | None, list[_Spec]]] = {}
+
+
+def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func``; with meta tensors once for each form of the arguments, then make tensors of the same form."""
+    key = _key(func, args, kwargs) if _is_functional(func) else None
+    if key is None:
+        return func(*args, **kwargs)
+    known = _results.get(key)
+    if known is not None:
+        kind, specs = known
+        made = [torch.empty_strided(*form, dtype=dtype, device="meta") for *form, dtype in specs]
+        return made[0] if kind is None else kind(made)
+    out = func(*args, **kwargs)
+    listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
+    if listed and all(type(value) is torch.Tensor and value.is_meta for value in listed):
+        if len(_results) >= _LIMIT:
+            _results.clear()
+        specs = [(tuple(value.shape), value.stride(), value.dtype) for value in listed]
+        _results[key] = (None if isinstance(out, torch.Tensor) else type(out), specs)
+    return out
+
+
+@functools.cache
+def _is_functional(func: Any) -> bool:
+    """Whether an operator neither writes to its arguments nor returns views of them."""
+    schema = func._schema
+    return not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The key of the result's form; None if it could depend on something else."""
+    leaves, structure = tree_flatten((args, kwargs))
+    parts: list[Any] = [func, structure, torch.get_default_dtype()]
+    some = False
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if not leaf.is_meta:
+                return None
+            some = True
+            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+        elif leaf is None or isinstance(
+            leaf, bool | int | float | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+        ):
+            parts.append((type(leaf), leaf))  # 1, 1.0 and True make other dtypes
+        else:
+            return None
+    return tuple(parts) if some else None

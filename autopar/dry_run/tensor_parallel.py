@@ -1,0 +1,276 @@
+"""The dry run of a plan: the forward of one rank's shard, on the meta device, before the real model is touched.
+
+A policy can be complete and still wrong: a query projection left replicated beside sharded keys, a head count that
+``forward`` reads and nobody scaled, a norm between column and row whose gradient nobody sums. None of that shows in
+names and shapes of parameters, and some of it not even in logits. So the plan is applied to a copy of the model that
+has shapes but no data, and the copy's own ``forward`` is run while every tensor is tracked: *sharded* from a
+column-parallel layer on, *replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the
+plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result.
+
+A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
+has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward
+(:class:`FirstForward`), since its arguments are not known before.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.rng import kept
+from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.errors import PolicyError
+from autopar.plan.plan import Plan
+from autopar.tensor_parallel.hooks import Hook
+from autopar.tensor_parallel.parallelize import apply
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["FirstForward", "check_plan", "check_plan_with"]
+
+_log = logging.getLogger(__name__)
+
+
+def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
+    """Run the shards of the first and the last tp rank on the meta device; False if the model does not run there.
+
+    A task model that reads values (the end of each sequence) is run without its head. Models inside the model are run
+    by themselves too: text alone does not reach an image encoder.
+
+    Args:
+        model: the Hugging Face model, not yet sharded; only read.
+        prefix: its path in the plan's names.
+
+    Raises:
+        PolicyError: the shard fails where the full model does not, or mixes replicated and sharded activations.
+    """
+    if plan.tp == 1 or not isinstance(model, PreTrainedModel):
+        return False
+    with kept():  # some models draw from numpy
+        done = _check_model(model, prefix, plan)
+        base = model.base_model
+        if not done and base is not model and isinstance(base, PreTrainedModel):
+            done = _check_model(base, ".".join(filter(None, (prefix, model.base_model_prefix))), plan)
+        for path, inside in model.named_modules():
+            if isinstance(inside, PreTrainedModel) and inside.config is not model.config and path:
+                _check_model(inside, f"{prefix}.{path}" if prefix else path, plan)
+    return done
+
+
+def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
+    plan = _below(plan, prefix)
+    try:
+        inputs = sample_inputs(model)
+    except ValueError:
+        return False
+    return check_plan_with(model, plan, (), inputs)
+
+
+def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run the shards of the first and the last tp rank with these arguments, on the meta device.
+
+    Returns:
+        whether the full model runs there.
+
+    Raises:
+        PolicyError: as :func:`check_plan`.
+    """
+    try:
+        with ActivationTracking():
+            expected = _shapes(_run(meta_copy(model), args, kwargs))
+    except Exception:  # the plain model does not run on the meta device, whatever the policy
+        return False
+    for rank in sorted({0, plan.tp - 1}):
+        shard = meta_copy(model)
+        axis = Axis("tp", None, range(plan.tp), rank)
+        region = Region(axis)
+        apply(shard, plan, axis, region)
+        _run_shard(shard, plan, region, args, kwargs, expected)
+    return True
+
+
+def _run_shard(
+    shard: nn.Module,
+    plan: Plan,
+    region: Region,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    expected: list[tuple[int, ...]],
+) -> None:
+    stack: list[str] = []
+
+    def mixed() -> None:
+        raise PolicyError(
+            f"in {stack[-1] or 'the model'} a replicated activation meets sharded ones: its gradient would be "
+            "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it",
+            _where(plan, stack[-1]),
+        )
+
+    tracking = ActivationTracking(mixed)
+    for name, parameter in shard.named_parameters():
+        if plan.tensors[plan.canonical(name)].layout is None:
+            tracking.mark_parameter(name, parameter)
+        else:
+            tracking.mark_sharded(parameter)
+    tracking.mark_inputs((args, kwargs))
+    region.tracking = tracking
+    hooks = list(tracking_hooks(shard, plan, tracking, stack))
+    try:
+        with tracking:
+            out = _run(shard, args, kwargs)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does not: "
+            f"{str(error).splitlines()[0]}\n  A layer beside it may lack its rule, or an attribute that forward() "
+            "reads may not be scaled (attributes).",
+            _where(plan, stack[-1]),
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _check_sums(plan, tracking)
+    last = _where(plan, "")
+    for output, value in _entries(out):
+        if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
+            raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
+    if _shapes(out) != expected:
+        raise PolicyError(f"outputs have shapes {_shapes(out)}, those of the full model {expected}", last)
+
+
+def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
+    """Raise unless the replicated parameters inside the region have their gradients summed, and only those."""
+    for name in sorted(tracking.partial):
+        path, _, own = name.rpartition(".")
+        rule = plan.modules.get(path)
+        if rule is None or own not in rule.summed:
+            raise PolicyError(
+                f"{name} works on sharded activations, but its rule leaves its gradient partial: "
+                "write {replicated: UNIT} to have it summed, or cut it",
+                _where(plan, path),
+            )
+        raise PolicyError(
+            f"{name} works on sharded activations outside the forward of {path or 'the model'}, where its gradient "
+            "is not summed",
+            rule.where,
+        )
+    for name in sorted(tracking.summed_outside - tracking.summed_inside):
+        path = name.rpartition(".")[0]
+        raise PolicyError(
+            f"{name} works on replicated activations: its gradient must not be summed, write 'replicated'",
+            _where(plan, path),
+        )
+
+
+def _where(plan: Plan, path: str) -> str:
+    """file:line of the rule nearest to a module: its own, one inside it, one beside it."""
+    while True:
+        for other, rule in plan.modules.items():
+            if other == path or not path or other.startswith(path + "."):
+                return rule.where
+        if not path:
+            return plan.policy  # nothing is sharded
+        path = path.rpartition(".")[0]
+
+
+def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if isinstance(model, PreTrainedModel):
+            model.config.use_cache = False
+            return model(*args, **kwargs)
+        with torch.device("meta"):  # tensors that its forward makes without a device
+            return model(*args, **kwargs)
+
+
+def _entries(out: Any) -> list[tuple[Any, Any]]:
+    """The outputs of a model, by name or by number."""
+    if is_dataclass(out) and not isinstance(out, Mapping | type):
+        return [(field.name, getattr(out, field.name)) for field in fields(out)]
+    return list(out.items()) if isinstance(out, Mapping) else list(enumerate(tree_leaves(out)))
+
+
+def _shapes(out: Any) -> list[tuple[int, ...]]:
+    """Output shapes, except attentions (a forward hook gathers those on the real model)."""
+    others = [value for name, value in _entries(out) if "attentions" not in str(name)]
+    return [tuple(leaf.shape) for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
+
+
+def _below(plan: Plan, prefix: str) -> Plan:
+    """The part of a plan for the model at ``prefix``, with names from there."""
+    if not prefix:
+        return plan
+    start = prefix + "."
+
+    def inside(path: str) -> bool:
+        return path.startswith(start) or path == prefix
+
+    def relative(path: str) -> str:
+        return path[len(start) :]
+
+    tensors = {
+        relative(name): replace(tensor, name=relative(name), aliases=())
+        for tensor in plan.tensors.values()
+        for name in (tensor.name, *tensor.aliases)
+        if name.startswith(start)
+    }
+    modules = {
+        relative(path): replace(rule, path=relative(path)) for path, rule in plan.modules.items() if inside(path)
+    }
+    attributes = tuple(replace(a, path=relative(a.path)) for a in plan.attributes if inside(a.path))
+    return replace(plan, tensors=tensors, modules=modules, attributes=attributes)
+
+
+class FirstForward(Hook):
+    """Forward pre-hook of a plain module: the dry run of its first forward, before anything is computed.
+
+    Args:
+        model: the plain module, not yet sharded; only read.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self.plain: nn.Module | None = None
+        if plan.tp > 1:
+            try:
+                self.plain = meta_copy(model)
+            except Exception:  # it holds something that cannot be copied
+                warn_no_dry_run(model)
+        self._handle: Any = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hook on ``model``, which the plan has been applied to."""
+        if self.plain is not None:
+            self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        plain = self.plain
+        if plain is None:
+            return
+        with kept():
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
+            done = check_plan_with(plain, self.plan, args, kwargs)
+        if not done:
+            warn_no_dry_run(model)
+        self.plain = None
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def warn_no_dry_run(model: nn.Module) -> None:
+    """Warn that a policy could not be checked by a dry run."""
+    _log.warning(
+        "%s does not run without data, so your policy got no dry run: compare its loss and gradients with the "
+        "plain model's once.",
+        type(model).__name__,
+    )

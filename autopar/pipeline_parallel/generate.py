@@ -1,0 +1,96 @@
+"""Plain calls of a model in stages, and ``generate``: through all stages, with the result on every rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from autopar.distributed.rng import base_seed, stream
+from autopar.pipeline_parallel.kv_cache import find_cache, record_lengths
+from autopar.pipeline_parallel.outputs import complete, incomplete, unavailable
+from autopar.pipeline_parallel.p2p import P2P, Message
+from autopar.pipeline_parallel.stage import run_stage
+from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput
+from autopar.plan.stages import StagePlan
+
+__all__ = ["call_through_stages"]
+
+_RESULT = Message("the model's result", 1_000_001)
+
+
+@torch.no_grad()
+def call_through_stages(
+    module: nn.Module,
+    span: tuple[int, int],
+    context: StageContext,
+    plan: StagePlan,
+    p2p: P2P,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return what ``module(*args, **kwargs)`` of the whole model returns, on every rank; without gradients.
+
+    Every rank calls it with the same arguments. A KV cache holds this rank's layers only.
+
+    Args:
+        module: the model, or a model inside it (an encoder by itself).
+        span: which elements it runs: from, up to.
+    """
+    start, stop = span
+    if context.encoder is not None and kwargs.get("encoder_outputs") is not None and stop > context.encoder + 1:
+        start = max(start, context.encoder + 1)
+    stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
+    plain = functools.partial(type(module).forward, module)  # the hooks around it have run
+    rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
+    with p2p.one_pass():
+        blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp.ranks)
+        with base_seed(plan.stages > 1 and module.training) as seed, blame:
+            result, used = _run_stages(plain, stages, context, plan, p2p, args, kwargs, seed)
+        cache = find_cache(args, kwargs) or used
+        if owner == rank:
+            p2p.send_to_others((complete(result), unavailable(result)), _RESULT)
+        else:
+            result = incomplete(*p2p.receive(owner, _RESULT, cache=cache))
+        p2p.wait_sent()
+    if cache is not None and all(plan.rank_of[stage] != rank for stage in stages):
+        record_lengths(cache, kwargs)
+    return result
+
+
+def _run_stages(
+    plain: Any,
+    stages: list[int],
+    context: StageContext,
+    plan: StagePlan,
+    p2p: P2P,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    seed: int | None,
+) -> tuple[Any, Cache | None]:
+    """The output of this rank's stages, the last one's result if it is here, and the cache that they used."""
+    output: StageOutput | None = None
+    result: Any = None
+    cache: Cache | None = None
+    for stage, before, after in zip(stages, [None, *stages], [*stages[1:], None], strict=False):
+        if plan.rank_of[stage] != p2p.axis.rank:
+            continue
+        if before is not None and plan.rank_of[before] != p2p.axis.rank:
+            output = p2p.receive(plan.rank_of[before], _output(before, stage))
+        received = None if before is None else output
+        forward = StageForward(plan.bounds[stage], plan.bounds[stage + 1], after is None, received)
+        with stream(seed, stage):
+            result = run_stage(plain, context, forward, args, dict(kwargs))
+        cache = cache or forward.cache
+        if after is not None:
+            output = result
+            if plan.rank_of[after] != p2p.axis.rank:
+                p2p.send(output, plan.rank_of[after], _output(stage, after))
+    return result, cache
+
+
+def _output(origin: int, stage: int) -> Message:
+    return Message(f"stage {origin}'s output (for stage {stage})", 1_000_002 + stage)

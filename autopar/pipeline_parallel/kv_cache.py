@@ -1,0 +1,71 @@
+"""KV caches of a model in stages: each rank keeps the keys and values of its own layers, and sends no cache.
+
+A model makes positions and masks from the length of the sequence so far, for which it asks one layer of its cache,
+often the first. So layers that run on other ranks are told the length: they get keys and values of width 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+__all__ = ["copy_caches", "find_cache", "kind_of_cache", "record_length", "record_lengths"]
+
+
+def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
+    """Return the cache among the arguments of a call; None without one."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
+def copy_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Copy the caches among the arguments of a call that may have to run twice; the rest stays the same object."""
+    copied = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
+    return copied[: len(args)], dict(zip(kwargs, copied[len(args) :], strict=True))
+
+
+def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
+    """Return what of a cache decides which code of a model runs: whether it holds anything, if it tells."""
+    with contextlib.suppress(Exception):
+        return "cache", int(cache.get_seq_length()) > 0
+    return "cache", None
+
+
+def record_length(block: nn.Module, cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Extend the layer of a block that runs on another rank by the length of this call's hidden states."""
+    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    index = _layer_index(block)
+    if index is not None and hidden is not None and hidden.ndim == 3:
+        _extend(cache, index, hidden)
+
+
+def record_lengths(cache: Any, kwargs: Mapping[str, Any]) -> None:
+    """Extend all layers by the length of this call's tokens, on a rank that ran nothing of it."""
+    tokens = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
+    if isinstance(tokens, torch.Tensor):
+        for index in range(len(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))):
+            _extend(cache, index, tokens)
+
+
+def _extend(cache: Any, index: int, like: torch.Tensor) -> None:
+    """Extend layer ``index`` by keys and values ``[batch, 1, seq, 1]``; ``like`` is ``[batch, seq, ...]``."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None or (index < len(layers) and not hasattr(layers[index], "get_mask_sizes")):
+        return
+    narrow = torch.zeros(like.shape[0], 1, like.shape[1], 1, device=like.device)
+    cache.update(narrow, narrow, index)
+
+
+def _layer_index(block: nn.Module) -> int | None:
+    for module in block.modules():
+        for name in ("layer_idx", "layer_index"):
+            value = vars(module).get(name)
+            if type(value) is int:
+                return value
+    return None

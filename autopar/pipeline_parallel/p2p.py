@@ -1,0 +1,342 @@
+"""Point-to-point communication between the ranks of a pipeline: nested values with tensors in them.
+
+A value travels as a header (its pass, its tag, and what it is made of, pickled) and then its tensors one by one, so
+shapes may change from one message to the next. Sends do not wait; a receive waits no longer than the timeout. All
+headers of a sender come in order; those that are not waited for yet are kept. So a rank that fails tells every other
+one with a single header, whatever that one waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.failures import GRACE, FailureLog, first_line
+from autopar.distributed.mesh import MPU, rank_groups
+from autopar.errors import PipelineError
+
+__all__ = ["P2P", "Failure", "Message", "TensorMeta", "group_of_stages", "map_tensors"]
+
+_LENGTH = 8  # bytes of a header's length
+_HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
+_OF_HEADERS = 0  # gloo's tag of all headers; tensors have the message's tag and 1
+_WAYS = ("forward", "backward")
+_ANY = -1  # tag of a header for whoever waits for anything
+
+
+class Message(NamedTuple):
+    """Kind of a message.
+
+    Attributes:
+        name: for messages about failures.
+        tag: the same for messages that are received in the order in which they are sent.
+        backward: whether it is a gradient.
+    """
+
+    name: str
+    tag: int
+    backward: bool = False
+
+
+class Failure(NamedTuple):
+    """Comes instead of a value, from a rank that failed."""
+
+    text: str
+
+
+class TensorMeta(NamedTuple):
+    """Shape, dtype and requires_grad of a tensor, in its place in a pickled value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Apply ``function`` to each tensor in ``value``, also in tuples, lists, dicts, dataclasses, ``ModelOutput``."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: map_tensors(entry, function) for name, entry in value.items()})
+    if isinstance(value, dict):
+        return {name: map_tensors(entry, function) for name, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(entry, function) for entry in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(entry, function) for entry in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: map_tensors(entry, function) for name, entry in _fields(value).items()})
+    return value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that its constructor takes."""
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but tensors, which it collects, and KV caches, of which every rank has its own."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return TensorMeta(tuple(value.shape), value.dtype, value.requires_grad)
+        return "cache" if isinstance(value, Cache) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Undoes :class:`_Pickler`, with tensors from ``tensor_of`` in the same order, and ``cache`` where one was."""
+
+    def __init__(self, packed: bytes, tensor_of: Callable[[TensorMeta], torch.Tensor], cache: Any) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._tensor_of, self._cache = tensor_of, cache
+
+    def persistent_load(self, meta: Any) -> Any:
+        return self._cache if meta == "cache" else self._tensor_of(meta)
+
+
+def group_of_stages(mpu: MPU, name: str, places: Sequence[int] | None = None, backend: str | None = None) -> Any:
+    """Make a group of these places (or all) of the pipeline axis; None elsewhere. Collective over the world."""
+    mine = None
+    for column in rank_groups(mpu.sizes)["pp"] if mpu.pp.size > 1 else ():
+        ranks = column if places is None else [column[place] for place in places]
+        group = dist.new_group(ranks, backend=backend, group_desc=name)
+        if mpu.rank in ranks:
+            mine = group
+            mpu._owned.append(group)  # destroyed with the mesh
+    return mine
+
+
+class P2P:
+    """Sends and receives over the pipeline axis, in groups of its own.
+
+    A step that failed leaves messages behind that nothing later may meet: those of an earlier pass are dropped. On gloo
+    tags keep messages apart. nccl has none, and what is sent there waits for what was sent before; so what goes one way
+    (outputs or gradients, up or down: in a V outputs go both) has a group of its own.
+
+    Args:
+        failures: log of all ranks. A receive that gives up closes all connections of its group, so the reason of a
+            failure is published there.
+
+    Attributes:
+        others: places of the other ranks on the axis.
+    """
+
+    def __init__(self, mpu: MPU, failures: FailureLog) -> None:
+        self.axis: Axis = mpu.pp
+        self.device, self.failures, self.timeout = mpu.device, failures, failures.timeout
+        self.others = [place for place in range(self.axis.size) if place != self.axis.rank]
+        self._control = group_of_stages(mpu, "pp control", backend="gloo")
+        self._groups: Mapping[tuple[bool, bool], Any] = {
+            (backward, up): self._control
+            if mpu.device.type == "cpu"
+            else group_of_stages(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend="nccl")
+            for backward, up in itertools.product((False, True), repeat=2)
+        }
+        self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
+        self._early: dict[int, list[tuple[int, int, Any]]] = {}  # headers by sender: pass, tag, pickled value
+        self._pass = 0
+        self._farewell: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> P2P:
+        return self
+
+    # -- passes and failures ---------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Begin a pass, on every rank: messages that a failed one left behind are dropped from now on."""
+        self._pass += 1
+        self.failures.clear()
+
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Begin a pass, and tell the other ranks of an error inside."""
+        self.begin_pass()
+        try:
+            yield
+        except Exception as error:
+            self.send_failure(error)
+            raise
+
+    @contextlib.contextmanager
+    def reports_failure(self) -> Iterator[None]:
+        """Tell the other ranks of an error inside that comes before this rank's pass: they learn it in theirs.
+
+        Collectives inside wait no longer than ``pipeline.timeout``, and every error is published.
+        """
+        before = self._pass
+        try:
+            with self.failures.deadline():
+                yield
+        except Exception as error:
+            if self._pass == before:
+                self.begin_pass()
+                self.send_failure(error)
+            raise
+
+    def send_failure(self, error: Exception, tag: int = _ANY) -> None:
+        """Let all others fail at once with this error instead of after the timeout; as far as they can be reached.
+
+        Args:
+            tag: who waits for this tag gets a :class:`Failure` from :meth:`receive`; then there is no pause, in which
+                others may take the error before this process ends.
+        """
+        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        self.failures.publish(text)
+        for place in self.others:
+            with contextlib.suppress(RuntimeError):  # its connection may be closed
+                self._send_header(Failure(text), self.axis.ranks[place], Message("a failure", tag), None)
+        # Buffers live as long as this process may still be asked: the receiver drops them in a later pass.
+        self._farewell += self._sent
+        self._sent = []
+        if tag == _ANY and self.others:
+            time.sleep(min(self.timeout, GRACE) / 2)
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def send(self, value: Any, to: int, message: Message, label: Any = None) -> None:
+        """Send ``value`` to place ``to`` of the axis; returns at once.
+
+        Args:
+            label: by which :meth:`release` knows it.
+        """
+        packed, peer = io.BytesIO(), self.axis.ranks[to]
+        pickler = _Pickler(packed)
+        pickler.dump(value)
+        try:
+            self._send_header(packed.getvalue(), peer, message, label)
+            group = self._groups[message.backward, to > self.axis.rank]
+            for tensor in pickler.tensors:
+                if tensor.numel():
+                    self._start(tensor.detach().contiguous(), peer, group, message.tag + 1, message.name, label)
+        except RuntimeError as error:
+            raise self._failure(message.name, peer, error, sending=True) from error
+
+    def send_to_others(self, value: Any, message: Message) -> None:
+        """Send ``value`` to all others."""
+        for place in self.others:
+            self.send(value, place, message)
+
+    def _send_header(self, packed: bytes | Failure, peer: int, message: Message, label: Any) -> None:
+        header = torch.frombuffer(bytearray(pickle.dumps((self._pass, message.tag, packed))), dtype=torch.uint8)
+        first = torch.zeros(_HEADER, dtype=torch.uint8)
+        first[:_LENGTH] = torch.tensor([header.numel()]).view(torch.uint8)
+        if header.numel() <= _HEADER - _LENGTH:
+            first[_LENGTH : _LENGTH + header.numel()] = header
+        self._start(first, peer, self._control, _OF_HEADERS, message.name, label)
+        if header.numel() > _HEADER - _LENGTH:
+            self._start(header, peer, self._control, _OF_HEADERS, message.name, label)
+
+    def _start(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str, label: Any) -> None:
+        self._sent.append((dist.isend(tensor, peer, group=group, tag=tag), tensor, name, label))
+
+    def release(self, arrived: Callable[[Any], bool]) -> None:
+        """Free the buffers of messages that have arrived, to judge by their label. gloo does not tell by itself."""
+        kept = []
+        for entry in self._sent:
+            if entry[3] is not None and arrived(entry[3]):
+                entry[0].wait()
+            else:
+                kept.append(entry)
+        self._sent = kept
+
+    def wait_sent(self) -> None:
+        """Wait until everything that was sent has left."""
+        deadline = time.monotonic() + self.timeout
+        while self._sent:
+            work, _, name, _ = self._sent.pop(0)
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                raise PipelineError(f"{name} was not received: {first_line(error)}") from error
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    def receive(self, origin: int, message: Message, cache: Any = None) -> Any:
+        """Receive a value from place ``origin`` of the axis.
+
+        Args:
+            cache: put where the value had a KV cache.
+
+        Raises:
+            PipelineError: nothing came in time, the sender failed, or its process ended.
+        """
+        peer = self.axis.ranks[origin]
+
+        def tensor_of(meta: TensorMeta) -> torch.Tensor:
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            if tensor.numel():
+                group = self._groups[message.backward, self.axis.rank > origin]
+                self._wait(tensor, peer, group, message.tag + 1, message.name)
+            return tensor.requires_grad_(meta.requires_grad)
+
+        while True:
+            sent_in, packed = self._next(peer, message)
+            failed = isinstance(packed, Failure)
+            value = packed if failed else _Unpickler(packed, tensor_of, cache).load()
+            if sent_in >= self._pass:
+                return value
+
+    def _next(self, peer: int, message: Message) -> tuple[int, Any]:
+        """Pass and pickled value of the next message of this kind."""
+        early = self._early.setdefault(peer, [])
+        for place, (sent_in, tag, packed) in enumerate(early):
+            if tag == message.tag:
+                del early[place]
+                return sent_in, packed
+        while True:
+            sent_in, tag, packed = self._read_header(peer, message.name)
+            if tag == message.tag:
+                return sent_in, packed
+            if not isinstance(packed, Failure):
+                early.append((sent_in, tag, packed))
+            elif sent_in >= self._pass:
+                raise PipelineError(f"rank {peer} could not send {message.name}, it failed:\n{packed.text}")
+
+    def _read_header(self, peer: int, name: str) -> Any:
+        header = torch.empty(_HEADER, dtype=torch.uint8)
+        self._wait(header, peer, self._control, _OF_HEADERS, name)
+        length = int(header[:_LENGTH].view(torch.int64).item())
+        header = header[_LENGTH:]
+        if length > header.numel():
+            header = torch.empty(length, dtype=torch.uint8)
+            self._wait(header, peer, self._control, _OF_HEADERS, name)
+        return pickle.loads(header.numpy().tobytes())
+
+    def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str) -> None:
+        try:
+            work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
+            work.wait(timedelta(seconds=self.timeout + GRACE * self._behind(peer)))
+        except RuntimeError as error:
+            raise self._failure(name, peer, error) from error
+
+    def _behind(self, peer: int) -> int:
+        """How many places the peer may wait for in turn: who is nearest to the one that hangs shall notice first."""
+        place = self.axis.ranks.index(peer)
+        return place if place < self.axis.rank else self.axis.size - 1 - place
+
+    def _failure(self, name: str, peer: int, error: Exception, *, sending: bool = False) -> PipelineError:
+        place = self.axis.ranks.index(peer)
+        doing = "could not send" if sending else f"waited up to {self.timeout:g} s (pipeline.timeout) for"
+        text = (
+            f"rank {self.axis.ranks[self.axis.rank]} (place {self.axis.rank} of the pipeline) {doing} {name} "
+            f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
+        )
+        return self.failures.failure(text, [peer], error)

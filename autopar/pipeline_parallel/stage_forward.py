@@ -1,0 +1,186 @@
+"""One forward of one stage through the model's own code, from what it received to what it sends on.
+
+The elements of a model (its blocks, and an encoder) are the boundaries of its stages: their classes are swapped. While
+a :class:`StageForward` runs, an element before the stage returns what the stage received, the stage's own elements
+compute, and the last of them ends the forward by an exception that carries its output. Everything around the blocks
+(masks, positions, heads) is the model's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from autopar.class_swap import swap, unswap
+from autopar.errors import UnsupportedModelError
+from autopar.pipeline_parallel.kv_cache import find_cache, record_length
+from autopar.pipeline_parallel.p2p import map_tensors
+from autopar.pipeline_parallel.provenance import Provenance
+from autopar.plan.stages import StagePlan
+
+__all__ = ["StageContext", "StageEnd", "StageForward", "StageOutput", "mark_boundaries", "unmark_boundaries"]
+
+
+class StageOutput(NamedTuple):
+    """Output of one stage, input of the next one.
+
+    Attributes:
+        output: of the last element, in exactly the form in which it returned it.
+        encoder: the encoder's output, for the stages behind it; None before.
+    """
+
+    output: Any
+    encoder: Any = None
+
+
+class StageEnd(Exception):
+    """End of a stage's forward: its last element has its output."""
+
+    completes = True  # the forward has done all that it had to do
+
+    def __init__(self, result: StageOutput) -> None:
+        super().__init__("a pipeline stage ended")
+        self.result = result
+
+
+class StageContext:
+    """State that the boundaries of one model share on this rank.
+
+    Attributes:
+        encoder: place of the encoder among the elements.
+        forward: the stage forward that runs now; None outside of the pipeline (then elements do as they always did).
+        placeholders: name -> placeholder of each tensor that this rank does not hold.
+        examined: kinds of calls that were examined -> entries of the result that the last stage cannot make.
+    """
+
+    def __init__(self, encoder: int | None) -> None:
+        self.encoder = encoder
+        self.forward: StageForward | None = None
+        self.placeholders: dict[str, torch.Tensor] = {}
+        self.examined: dict[Any, tuple[str, ...]] = {}
+
+
+class StageForward:
+    """One forward of the elements from ``start`` up to, not including, ``stop``.
+
+    Attributes:
+        provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
+            was received, and earlier ones a copy that is marked.
+        before: earlier blocks that were called.
+        cache: KV cache that the model's blocks were called with.
+        loss: computed from the result of the last stage.
+    """
+
+    def __init__(self, start: int, stop: int, last: bool, received: StageOutput | None) -> None:
+        self.start, self.stop, self.last = start, stop, last
+        self.received = received
+        self.provenance: Provenance | None = None
+        self.loss: Any = None
+        self.restart(start - 1)
+
+    def restart(self, source: int) -> None:
+        """Reset, to run for the first time or again."""
+        self.source = source
+        # the output of the last element so far, and the encoder's
+        self.output, self.encoder = self.received or StageOutput(None)
+        self.cache: Cache | None = None
+        self.before: list[int] = []
+        self._copies: list[tuple[int, torch.Tensor, int]] = []
+
+    @property
+    def skipped_source(self) -> bool:
+        """Whether earlier blocks were called, but not the last of them."""
+        return bool(self.before) and self.source not in self.before
+
+    def run(
+        self, model: Callable[..., Any], context: StageContext, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run the stage: returns its :class:`StageOutput`, or on the last stage what the model returns."""
+        context.forward = self
+        try:
+            result = model(*args, **kwargs)
+        except StageEnd as end:
+            return end.result
+        finally:
+            context.forward = None
+        return result if self.last else self.result()
+
+    def result(self) -> StageOutput:
+        """Return the output of the last element so far."""
+        return StageOutput(self.output, self.encoder)
+
+    def output_before(self, place: int) -> Any:
+        """Return the output of the earlier block ``place``, as far as this stage has it."""
+        assert self.received is not None, f"element {place} of a stage that received nothing"
+        self.before.append(place)
+        if self.provenance is None or place == self.source:
+            return self.received.output
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            copied = tensor.detach().clone()
+            self._copies.append((place, copied, copied._version))
+            return copied
+
+        made = map_tensors(self.received.output, copy)
+        self.provenance.mark(made, [f"the output of block {place}"])
+        return made
+
+    def check_copies(self) -> None:
+        """Raise UnsupportedModelError if the model wrote into what :meth:`output_before` returned."""
+        for place, copied, version in self._copies:
+            if copied._version != version:
+                raise UnsupportedModelError(
+                    "this model cannot be split into pipeline stages: its forward writes in place into the output of "
+                    f"block {place}, which a later stage does not have"
+                )
+
+
+class StageBoundary:
+    """Class before that of a block, or an encoder: a forward may start behind it, and stop there."""
+
+    stage_context: StageContext
+    stage_place: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context, place = self.stage_context, self.stage_place
+        forward, is_encoder = context.forward, place == context.encoder
+        if forward is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if not is_encoder:
+            forward.cache = forward.cache or find_cache(args, kwargs)
+        if place < forward.start:
+            if is_encoder:
+                return forward.encoder
+            if forward.cache is not None:
+                record_length(self, forward.cache, args, kwargs)  # type: ignore[arg-type]
+            return forward.output_before(place)
+        if forward.provenance is not None:
+            forward.check_copies()
+        if place >= forward.stop and not is_encoder and not forward.last:
+            raise StageEnd(forward.result())  # the element that ends the stage was not called
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if is_encoder:
+            forward.encoder, forward.output = output, None
+        else:
+            forward.output = output
+        if place == forward.stop - 1 and not forward.last:
+            raise StageEnd(forward.result())
+        return output
+
+
+def mark_boundaries(model: nn.Module, plan: StagePlan, context: StageContext, prefix: str = "") -> None:
+    """Swap the classes of the plan's elements (their names begin with ``prefix``): a forward may start there."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for place, path in enumerate(plan.elements):
+        swap(modules[path.removeprefix(prefix)], StageBoundary, stage_context=context, stage_place=place)
+
+
+def unmark_boundaries(model: nn.Module, plan: StagePlan, prefix: str = "") -> None:
+    """Undo :func:`mark_boundaries`."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path in plan.elements:
+        unswap(modules[path.removeprefix(prefix)], StageBoundary, "stage_context", "stage_place")

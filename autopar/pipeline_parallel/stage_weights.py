@@ -1,0 +1,156 @@
+"""The weights of a rank's stages: those of other stages are released, and reloaded by ``deparallelize``.
+
+A parameter that another stage holds leaves the module. In its place stays a placeholder, a plain tensor without memory
+(all its strides are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what
+it computes there is replaced by what the stage receives (:mod:`~autopar.pipeline_parallel.stage` proves it). Its values
+are not a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.class_swap import swap, unswap
+from autopar.distributed.mesh import MPU
+from autopar.plan.stages import StagePlan
+
+__all__ = ["ReleasedWeights", "release", "reload"]
+
+
+class ReleasedWeights:
+    """Tensors that left a model on this rank: enough to put them back.
+
+    Attributes:
+        parameters: by id; empty while they are released.
+        placeholders: name -> what stands in their place.
+        orders: modules with all parameters that they had, in order.
+        buffers: module, name in it, full name, tensor.
+        emptied: Hugging Face models without a parameter left.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.placeholders: dict[str, torch.Tensor] = {}
+        self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+        self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
+        self.emptied: list[nn.Module] = []
+
+
+class _Emptied:
+    """Class before that of a Hugging Face model without parameters. Code that reads its dtype reads the first one's."""
+
+    _autopar_like: torch.Tensor
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Yield a tensor of the dtype and device that the model's parameters had; nothing to train."""
+        yield self._autopar_like
+
+
+@torch.no_grad()
+def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) -> ReleasedWeights:
+    """Free every parameter, and every buffer of a block, that place ``rank`` of the axis does not hold.
+
+    Parameter objects live on, empty and without gradient, so an optimizer that knows them skips them.
+    """
+    released = ReleasedWeights()
+    foreign = {name for name in plan.tensors if rank not in plan.holders(name)}
+    blocks = [f"{path}." for place, path in enumerate(plan.elements) if place != plan.encoder]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    dtypes = [next((p.dtype for p in module.parameters() if p.is_floating_point()), None) for module in models]
+    for path, module in model.named_modules():
+        start = f"{path}." if path else ""
+        gone = [name for name in module._parameters if start + name in foreign]
+        if gone:
+            released.orders.append((module, dict(module._parameters)))
+        for name in gone:
+            parameter = module._parameters.pop(name)
+            if parameter is not None:
+                released.parameters[id(parameter)] = parameter
+                placeholder = _placeholder(parameter.dtype, device).expand(parameter.shape)
+                module.__dict__[name] = released.placeholders[start + name] = placeholder
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and start + name in foreign and any(map(start.startswith, blocks)):
+                released.buffers.append((module, name, start + name, buffer))
+                module._buffers[name] = None
+    for parameter in released.parameters.values():
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = None
+    for module, dtype in zip(models, dtypes, strict=True):
+        if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):
+            swap(module, _Emptied, _autopar_like=_placeholder(dtype, device))
+            released.emptied.append(module)
+    return released
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+@torch.no_grad()
+def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MPU) -> None:
+    """Undo :func:`release`: every stage gets all tensors back, gradients too. Collective over the pipeline axis."""
+    shapes = _put_back(model, released)
+    own: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    gone = {name: (module, key, buffer) for module, key, name, buffer in released.buffers}
+    buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
+    here = {name: own.get(name, buffers.get(name)) for name in plan.tensors if name not in shapes}
+    dtypes = {name: (value.dtype, _dtype_of_gradient(value)) for name, value in here.items() if value is not None}
+    everyone = [dtypes] * mpu.pp.size
+    dist.all_gather_object(everyone, dtypes, group=mpu.pp.group)
+    done: set[int] = set()
+    held_by = {name: plan.holders(name) for name in plan.tensors}
+    for name, holders in held_by.items():
+        if name not in own or len(holders) == mpu.pp.size or id(own[name]) in done:
+            continue
+        parameter = own[name]
+        done.add(id(parameter))
+        dtype, of_gradient = everyone[holders[0]][name]  # precision may have changed them where they are held
+        if name in shapes:
+            parameter.data = torch.empty(shapes[name], dtype=dtype, device=mpu.device)
+        _broadcast(parameter.data, holders[0], mpu)
+        if of_gradient is not None:
+            if parameter.grad is None:
+                if of_gradient != dtype:
+                    parameter.grad_dtype = None
+                parameter.grad = torch.zeros_like(parameter, dtype=of_gradient)
+            _broadcast(parameter.grad, holders[0], mpu)
+    for name, holders in held_by.items():  # also those that ran on nothing here
+        if (name in gone or name in buffers) and len(holders) < mpu.pp.size:
+            if name in gone:
+                module, key, buffer = gone[name]
+                module._buffers[key] = buffers[name] = buffer.to(everyone[holders[0]][name][0])
+            _broadcast(buffers[name], holders[0], mpu)
+
+
+def _put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Size]:
+    """Put the empty parameters back into their modules; returns their names and shapes."""
+    for module in released.emptied:
+        unswap(module, _Emptied, "_autopar_like")
+    shapes: dict[str, torch.Size] = {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module, order in released.orders:
+        for name, parameter in order.items():
+            if parameter is not None and id(parameter) in released.parameters:
+                shapes[f"{paths[id(module)]}.{name}".lstrip(".")] = module.__dict__.pop(name).shape
+        module._parameters.clear()
+        module._parameters.update(order)
+    return shapes
+
+
+def _dtype_of_gradient(value: torch.Tensor) -> torch.dtype | None:
+    """None if there is no gradient."""
+    return None if value.grad is None else value.grad.dtype
+
+
+def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:
+    """Broadcast from place ``source`` of the pipeline axis."""
+    staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
+    dist.broadcast(staged.view(-1).view(torch.uint8), src=mpu.pp.ranks[source], group=mpu.pp.group)
+    tensor.copy_(staged)

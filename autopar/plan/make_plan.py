@@ -1,0 +1,234 @@
+"""make_plan: policy, model and tensor-parallel size -> a :class:`Plan`. Every check is here; the model is only read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError, PolicyError
+from autopar.layout import Layout
+from autopar.plan.attributes import scaled_attributes, sliced_inputs
+from autopar.plan.experts import shard_by_expert
+from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, join, matches_of
+from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.plan.regions import check_regions
+from autopar.plan.rules import TensorRule, tensor_rules_of
+from autopar.plan.tensors import plan_tensors
+from autopar.policy.described_model import model_inside, model_type_of
+from autopar.policy.schema import Policy
+
+__all__ = ["make_plan"]
+
+
+def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = False) -> Plan:
+    """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
+
+    Args:
+        by_expert: shard mixtures of experts by expert instead of sharding each.
+
+    Raises:
+        PolicyError: the policy does not describe this model (file and line).
+        ConfigError: the size does not fit (both numbers, and what would).
+    """
+    prefix, model = model_inside(root, policy)
+    scopes = list(all_scopes(policy, prefix, model, tp))
+    names = _Names(root)
+    found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
+    matches = names.distinct(found)
+    check_overlap(matches)
+    modules: dict[str, ModulePlan] = {}
+    layouts = _Layouts()
+    expert_attributes: list[AttributePlan] = []
+    if by_expert:
+        matches, expert_attributes = shard_by_expert(matches)
+    for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
+        for match in matches:
+            if isinstance(match.module, nn.Module) is not bare:
+                for rule in tensor_rules_of(match):
+                    _add(rule, match, modules, layouts, bare)
+    check_regions(matches, modules)
+    attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
+    for scope in scopes:
+        for path, plan, where in sliced_inputs(scope):
+            known = modules.get(names[path]) or ModulePlan(names[path], "", where)
+            if any(other.name == plan.name for other in known.inputs):
+                continue  # a module that several blocks share
+            modules[known.path] = replace(known, inputs=(*known.inputs, plan))
+    _refuse_replicas_in_regions(modules)
+    _watch_parents(modules)
+    _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
+    _check_coverage(model, prefix, layouts, policy)
+    experts = {attribute.path for attribute in expert_attributes}
+    attributes = [attribute for attribute in attributes if attribute.path not in experts]
+    return Plan(
+        tp=tp,
+        model_type=model_type_of(model),
+        policy=policy.name,
+        tensors=plan_tensors(root, prefix, model, layouts.by_id()),
+        modules=modules,
+        attributes=tuple(_distinct([*attributes, *expert_attributes])),
+    )
+
+
+def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
+    """``match``, as ``replicated`` where ``or_whole`` says so; a buffer needs no rule for that."""
+    units = match.rule.units
+    if not any(match.scope.table.stays_whole(unit, match.scope.block) for unit in units):
+        return [match]
+    if isinstance(match.module, torch.Tensor) and not isinstance(match.module, nn.Parameter):
+        return []
+    return [replace(match, rule=replace(match.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
+                                      enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
+
+
+class _Names:
+    """Paths of modules; one that several blocks share (Zamba's, ALBERT's) goes by its first path."""
+
+    def __init__(self, root: nn.Module) -> None:
+        first = {id(module): path for path, module in root.named_modules()}
+        self._path = {path: first[id(module)] for path, module in root.named_modules(remove_duplicate=False)}
+
+    def __getitem__(self, path: str) -> str:
+        return self._path[path]
+
+    def distinct(self, matches: list[RuleMatch]) -> list[RuleMatch]:
+        """Drop the matches of further paths to the same module."""
+        found: dict[int, RuleMatch] = {}
+        result = []
+        for match in matches:
+            if isinstance(match.module, nn.Module):
+                path = self[match.path]
+            else:
+                holder, _, name = match.path.rpartition(".")
+                path = join(self[holder], name)
+            if path != match.path:
+                known = found.get(id(match.module))
+                if known is not None and replace(known.rule, where=match.rule.where) == match.rule:
+                    continue
+            first = replace(match, path=path)
+            found[id(match.module)] = first
+            result.append(first)
+        return result
+
+
+class _Layouts:
+    """Parameter or buffer -> its layout and the match that gave it; modules with the same one (tied) must agree."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Layout | None, RuleMatch, str]] = {}
+
+    def note(
+        self, tensor: torch.Tensor, layout: Layout | None, match: RuleMatch, name: str, *, yields: bool
+    ) -> Layout | None:
+        """Return the layout that is valid; a bare parameter's ``replicated`` yields to a layer's rule."""
+        known = self._known.setdefault(id(tensor), (layout, match, name))
+        if known[0] != layout and not (yields and layout is None):
+            other = known[1]
+            raise PolicyError(
+                f"{join(match.path, name)} is the same tensor as {join(other.path, known[2])}, but {_words(layout)} "
+                f"here and {_words(known[0])} by {other.rule.where}",
+                match.rule.where,
+            )
+        return known[0]
+
+    def by_id(self) -> Mapping[int, Layout | None]:
+        return {key: layout for key, (layout, _, _) in self._known.items()}
+
+    def match(self, tensor: torch.Tensor) -> RuleMatch:
+        """Return the match that came first."""
+        return self._known[id(tensor)][1]
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._known
+
+
+def _add(rule: TensorRule, match: RuleMatch, modules: dict[str, ModulePlan], layouts: _Layouts, bare: bool) -> None:
+    for name, tensor, layout in rule.tensors:
+        layouts.note(tensor, layout, match, name, yields=bare)
+    plan = rule.plan
+    if plan is None:
+        return
+    known = modules.get(plan.path)
+    if known is None:
+        modules[plan.path] = plan
+        return
+    if known.rule and plan.rule:
+        raise PolicyError(f"{match.path} is matched by two rules, here and in {known.where}", match.rule.where)
+    modules[plan.path] = replace(
+        known if known.rule else plan,
+        layouts={**known.layouts, **plan.layouts},
+        summed=known.summed | plan.summed,
+        once=known.once | plan.once,
+    )
+
+
+def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
+    """The outputs of a region are summed: what two ranks hold would count twice."""
+    regions = [path for path, plan in modules.items() if plan.rule == "region"]
+    for path, plan in modules.items():
+        if any(path == region or path.startswith(region + ".") for region in regions):
+            for name, layout in plan.layouts.items():
+                if layout.replicated:
+                    raise ConfigError(
+                        f"tensor_parallel_size={layout.axis_size} does not fit {join(path, name)}: a region needs at "
+                        f"least one unit of each kind a rank ({plan.where})."
+                    )
+
+
+def _watch_parents(modules: dict[str, ModulePlan]) -> None:
+    """Plan a mixer that reads the weight of its convolution itself: its forward must be seen, to sum the gradient."""
+    for plan in list(modules.values()):
+        special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
+        parent = plan.path.rpartition(".")[0]
+        if special and plan.rule in ("cut", "replicated", "norm_over") and parent and parent not in modules:
+            modules[parent] = ModulePlan(parent, "", plan.where)
+
+
+def _words(layout: Layout | None) -> str:
+    if layout is None:
+        return "replicated"
+    return f"sharded along dim {layout.dim} by {', '.join(block.unit for block in layout.blocks)}"
+
+
+def _distinct(attributes: list[AttributePlan]) -> list[AttributePlan]:
+    """Modules that stand in several blocks (shared ones) are scaled once; two rules for one attribute must agree."""
+    found: dict[tuple[str, str], AttributePlan] = {}
+    for attribute in attributes:
+        known = found.setdefault((attribute.path, attribute.name), attribute)
+        if known.values != attribute.values:
+            raise ConfigError(
+                f"{attribute.path}.{attribute.name} becomes {list(attribute.values)} by {attribute.where} and "
+                f"{list(known.values)} by {known.where}"
+            )
+    return list(found.values())
+
+
+def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, ModulePlan], bare: Collection[str]) -> None:
+    """Each module that holds a sharded parameter has a rule: a tied one without would compute as if it were whole."""
+    by_id = layouts.by_id()
+    for path, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or by_id.get(id(parameter)) is None or join(path, name) in bare:
+                continue
+            plan = modules.get(path)
+            if plan is None or name not in plan.layouts:
+                other = layouts.match(parameter)
+                raise PolicyError(
+                    f"{join(path, name)} is the same tensor as {join(other.path, name)}, which this rule shards, "
+                    "but has no rule that shards it",
+                    other.rule.where,
+                )
+
+
+def _check_coverage(model: nn.Module, prefix: str, layouts: _Layouts, policy: Policy) -> None:
+    missing = [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise PolicyError(
+            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {', '.join(missing[:5])}{more}. "
+            "Every parameter needs a rule; 'replicated' keeps one whole.",
+            policy.where,
+        )

@@ -1,0 +1,195 @@
+"""Which rule of a policy matches which module of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.errors import PolicyError, nearest
+from autopar.layout import Layout
+from autopar.plan.kernels import check_kernels
+from autopar.plan.units import UnitTable
+from autopar.policy.described_model import base_of, config_of
+from autopar.policy.match import find_policy
+from autopar.policy.schema import Input, Part, Policy, Ratio, Rule, Tower
+from autopar.policy.yaml_reader import Where
+
+__all__ = ["RuleMatch", "Scope", "all_scopes", "check_overlap", "join", "matches_of", "walk"]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A block, a section of a tower, or the head: where paths start, and inside which regions open and close.
+
+    Attributes:
+        path: dotted path of ``root``.
+        name: what stands for the scope in messages and comparisons.
+        table: the units that hold here.
+        block: ``root`` if it is a block.
+    """
+
+    path: str
+    root: nn.Module
+    name: str
+    table: UnitTable
+    rules: Mapping[str, Rule]
+    attributes: Mapping[str, Ratio]
+    inputs: Mapping[str, Input]
+    where: Where
+    block: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class RuleMatch:
+    """One rule and one module, bare parameter or buffer that it matches."""
+
+    path: str
+    module: nn.Module | torch.Tensor
+    rule: Rule
+    scope: Scope
+    shown: str
+
+    def count(self, unit: str) -> int | None:
+        """Return how many units there are here; None if the policy leaves it to the parameter."""
+        return self.scope.table.count(unit, self.scope.block)
+
+    def number(self, expression: str) -> int:
+        """Return the value of an expression of the rule."""
+        return self.scope.table.number(expression, self.scope.block, self.shown, self.rule.where)
+
+    def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
+        """Return the layout of ``parts`` along a dim of ``elements``, of this module or of what is ``shown`` in it."""
+        return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
+
+
+def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterator[Scope]:
+    """Yield every scope of a policy on a model, and those of the models inside it by their own policies."""
+    if tp > 1:
+        check_kernels(policy, model)
+    name, base = base_of(model)
+    base_path = join(prefix, name)
+    rows = _rows(policy)
+    for tower in policy.towers:
+        config = config_of(model)
+        for step in tower.config.split(".") if tower.config else ():
+            if not hasattr(config, step):
+                hint = nearest(step, vars(config))
+                raise PolicyError(
+                    f"tower '{tower.name}' reads config.{tower.config}, which {type(config).__name__} lacks.{hint}",
+                    tower.where,
+                )
+            config = getattr(config, step)
+        table = UnitTable(tower.units, config, type(model).__name__, tp, rows, model)
+        for section in ("prefix", "every_stage", "suffix"):
+            rules = getattr(tower, section)
+            yield Scope(base_path, base, f"{base_path}/{tower.name}/{section}", table, rules, {}, {}, tower.where)
+        everywhere = f"{base_path}/{tower.name}"
+        yield Scope(base_path, base, everywhere, table, {}, tower.attributes, tower.inputs, tower.where)
+        for path, block in _blocks(tower, base_path, base):
+            yield Scope(
+                *(path, block, path, table, tower.blocks, tower.block_attributes, tower.block_inputs),
+                tower.where,
+                block,
+            )
+    table = UnitTable(policy.units, config_of(model), type(model).__name__, tp, rows, model)
+    yield Scope(prefix, model, f"{prefix}/head", table, policy.head, policy.head_attributes, {}, policy.where)
+    for pattern, where in policy.models.items():
+        for path, inside in walk(base, pattern, where):
+            if not isinstance(inside, PreTrainedModel):
+                raise PolicyError(f"{path} is a {type(inside).__name__}, which has no policy of its own", where)
+            yield from all_scopes(find_policy(inside), join(base_path, path), inside, tp)
+
+
+def _rows(policy: Policy) -> frozenset[str]:
+    """Units that are rows of an embedding: of these a rank may hold none."""
+    sections = [policy.head]
+    for tower in policy.towers:
+        sections += [tower.prefix, tower.every_stage, tower.suffix, tower.blocks]
+    return frozenset(
+        unit for section in sections for rule in section.values() if rule.kind == "embedding" for unit in rule.units
+    )
+
+
+def _blocks(tower: Tower, base_path: str, base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if tower.blocks_where is None:
+        return
+    for list_path, listed in walk(base, tower.blocks_path, tower.blocks_where):
+        if not isinstance(listed, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            raise PolicyError(
+                f"blocks.path '{tower.blocks_path}' is no ModuleList of {type(base).__name__}", tower.blocks_where
+            )
+        for name, block in listed.named_children():
+            yield join(base_path, list_path, name), block
+
+
+def matches_of(scope: Scope) -> Iterator[RuleMatch]:
+    """Yield every rule of a scope with what it matches."""
+    for pattern, rule in scope.rules.items():
+        for path, module in walk(scope.root, pattern, rule.where):
+            yield RuleMatch(join(scope.path, path), module, rule, scope, path)
+
+
+def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Yield each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
+
+    ``*`` stands for every member of a list of modules.
+    """
+    found: list[tuple[str, Any]] = [("", root)]
+    for segment in pattern.split("."):
+        name, optional = segment.removesuffix("?"), segment.endswith("?")
+        below: list[tuple[str, Any]] = []
+        for path, module in found:
+            if name == "*":
+                children = list(module.named_children())
+            else:
+                child = _member(module, name)
+                children = [] if child is None else [(name, child)]
+            if not children and not optional and not (name == "*" and isinstance(module, nn.ModuleList)):
+                known = [known for known, _ in root.named_modules() if known]
+                known += [known for known, _ in (*root.named_parameters(), *root.named_buffers())]
+                wanted = pattern.replace("?", "")
+                raise PolicyError(f"{type(root).__name__} has no module '{wanted}'.{nearest(wanted, known)}", where)
+            below += [(join(path, child_name), child) for child_name, child in children]
+        found = below
+    yield from found
+
+
+def _member(module: Any, name: str) -> Any:
+    if isinstance(module, nn.Module):
+        for members in (module._modules, module._parameters, module._buffers):
+            if name in members:
+                return getattr(module, name)
+    return None
+
+
+def join(*parts: str) -> str:
+    """Join the parts of a dotted path that are not empty."""
+    return ".".join(part for part in parts if part)
+
+
+_OWN_PARAMETERS = ("region", "column", "row", "embedding")  # rules that say nothing of the modules inside theirs
+
+
+def check_overlap(matches: list[RuleMatch]) -> None:
+    """Check that at most one rule decides on each module. Raises PolicyError."""
+    by_path: dict[str, RuleMatch] = {}
+    for match in matches:
+        if match.path in by_path:
+            raise PolicyError(
+                f"{match.path} is matched by two rules, here and in {by_path[match.path].rule.where}", match.rule.where
+            )
+        by_path[match.path] = match
+    for path, match in by_path.items():
+        parts = path.split(".")
+        for end in range(1, len(parts)):
+            outer = by_path.get(".".join(parts[:end]))
+            if outer is not None and outer.rule.kind not in _OWN_PARAMETERS:
+                raise PolicyError(
+                    f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}",
+                    match.rule.where,
+                )

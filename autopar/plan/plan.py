@@ -1,0 +1,287 @@
+"""The plan: what every rank will hold. Plain data, computed from names, shapes and sizes; no process group.
+
+Everything that can fail is checked by :func:`~autopar.plan.make_plan.make_plan` before a plan exists, from data that
+every rank has, so every rank raises the same error and the model is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+
+__all__ = ["AttributePlan", "InputPlan", "Joined", "ModulePlan", "Piece", "Plan", "TensorPlan"]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A contiguous tensor made of views side by side along ``dim``, as by ``torch.cat``; of one view, its copy."""
+
+    dim: int
+    parts: tuple[Piece, ...]
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole. Raises ``ValueError`` if the parts do not fit together."""
+        first = self.parts[0].shape
+        if not 0 <= self.dim < len(first):
+            raise ValueError(f"parts of shape {list(first)} are joined along dim {self.dim}")
+        around = {(part.shape[: self.dim], part.shape[self.dim + 1 :]) for part in self.parts}
+        if len(around) != 1:
+            raise ValueError(f"parts with other sizes are joined along dim {self.dim}")
+        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that ``save_pretrained`` writes and that is a view of a stored one, or of several that it joins.
+
+    ``shape``, ``stride`` and ``offset`` are those of the view, in elements of the whole contiguous tensor.
+
+    Attributes:
+        name: in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of.
+        joined: what it is a view of, if that is not one stored tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    joined: Joined | None = None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the piece as a view of the whole tensor. Raises ``RuntimeError`` if it does not lie inside."""
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        if not 0 <= self.offset <= last < whole.numel():
+            raise RuntimeError(f"{self.name} does not lie inside a tensor of {whole.numel()} elements")
+        return whole.contiguous().as_strided(self.shape, self.stride, self.offset)
+
+    def sources(self) -> Iterator[str]:
+        """Yield the stored tensors that it is joined from; none for a view of one."""
+        for part in self.joined.parts if self.joined else ():
+            if part.joined is None:
+                yield part.name
+            else:
+                yield from part.sources()
+
+    def renamed(self, start: str) -> Piece:
+        """Return the same with ``start`` before the names of stored tensors."""
+        if self.joined is None:
+            return self
+        parts = [
+            part.renamed(start) if part.joined else replace(part, name=start + part.name) for part in self.joined.parts
+        ]
+        return replace(self, joined=replace(self.joined, parts=tuple(parts)))
+
+    def to_json(self) -> list[Any]:
+        """Return plain data."""
+        view = [self.name, list(self.shape), list(self.stride), self.offset]
+        return view if self.joined is None else [*view, [self.joined.dim, [p.to_json() for p in self.joined.parts]]]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Piece:
+        """Read what :meth:`to_json` returned. Raises ``TypeError`` or ``ValueError`` on malformed data."""
+        saved, sizes, steps, offset, *rest = data
+        joined = None
+        if rest:
+            [[dim, parts]] = rest
+            joined = Joined(int(dim), tuple(map(cls.from_json, parts)))
+            if not joined.parts:
+                raise ValueError(f"the piece {saved} is joined from nothing")
+            joined.shape()
+        piece = cls(str(saved), tuple(map(int, sizes)), tuple(map(int, steps)), int(offset), joined)
+        if len(piece.shape) != len(piece.stride) or min((*piece.shape, *piece.stride, piece.offset), default=0) < 0:
+            raise ValueError(f"the piece {piece.name} has an impossible shape")
+        return piece
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One entry of the plain model's state dict.
+
+    Attributes:
+        name: canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
+        shape: shape of the whole tensor.
+        dtype: as safetensors and torch spell it: ``float32``.
+        layout: how it is sharded over tp; None if it is replicated.
+        aliases: other state-dict names of the same tensor.
+        saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
+        pieces: what it writes instead, if that is several parts of this tensor, or several tensors joined, of which
+            this one is the first.
+        outside: belongs to the user's own modules around the Hugging Face model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None = None
+    aliases: tuple[str, ...] = ()
+    saved_as: str | None = None
+    outside: bool = False
+    pieces: tuple[Piece, ...] = ()
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape on tp rank ``rank``."""
+        return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
+
+    def saved_names(self) -> tuple[str, ...]:
+        """Return all names under which ``save_pretrained`` writes it or its parts."""
+        return tuple(p.name for p in self.pieces) if self.saved_as is None else (self.saved_as,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "layout": self.layout.to_json() if self.layout else None,
+            "aliases": list(self.aliases),
+            "saved_as": self.saved_as,
+            "outside": self.outside,
+            "pieces": [piece.to_json() for piece in self.pieces],
+        }
+
+    @classmethod
+    def from_json(cls, name: str, data: Mapping[str, Any]) -> TensorPlan:
+        """Read what :meth:`to_json` made. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        shape = tuple(int(size) for size in data["shape"])
+        layout = Layout.from_json(data["layout"]) if data["layout"] is not None else None
+        if layout is not None and (not 0 <= layout.dim < len(shape) or shape[layout.dim] != layout.size):
+            raise ValueError(f"the layout of {name} does not describe its shape {list(shape)}")
+        aliases = tuple(str(alias) for alias in data["aliases"])
+        saved_as = None if data["saved_as"] is None else str(data["saved_as"])
+        pieces = tuple(Piece.from_json(piece) for piece in data.get("pieces", ()))
+        return cls(name, shape, str(data["dtype"]), layout, aliases, saved_as, bool(data.get("outside", False)), pieces)
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """An argument of a module's forward that is sliced by ``layout``, along ``layout.dim``.
+
+    An argument that is a whole number of times as long as the layout (batch * heads) is sliced in each repetition.
+    """
+
+    name: str
+    layout: Layout
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """The plan of one module: its rule, its layouts, its collectives.
+
+    Attributes:
+        path: dotted path from the root module.
+        rule: as in the policy; empty if only bare parameters or arguments of the module are concerned.
+        where: ``file:line`` of the rule.
+        layout: along the features that are sharded (for a layer ``dim`` is that of the stored weight).
+        layouts: parameter or buffer name -> how that one is sharded.
+        summed: whole parameters whose incoming gradient is summed over tp (they work on sharded activations).
+        once: of those the ones that only the first rank adds (the bias behind a partial sum).
+        gather_output, split_input, enter_output, inside: as in the policy.
+        opens, closes: of a region that only enters, and of one that only sums.
+        by_hidden: an embedding sharded along its columns instead of its rows.
+        inputs: arguments of forward that are sliced.
+        groups: of a norm, the units whose features are normalised by themselves.
+    """
+
+    path: str
+    rule: str
+    where: str
+    layout: Layout | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+    once: frozenset[str] = frozenset()
+    gather_output: bool = False
+    split_input: bool = False
+    enter_output: bool = False
+    inside: bool = False
+    opens: bool = False
+    closes: bool = False
+    by_hidden: bool = False
+    inputs: tuple[InputPlan, ...] = ()
+    groups: Layout | None = None
+
+    def facts(self) -> list[Any]:
+        """Return plain data that two ranks can compare."""
+        return [
+            *(self.path, self.rule, self.gather_output, self.split_input, self.enter_output, self.inside),
+            *(self.opens, self.closes, self.by_hidden, sorted(self.summed), sorted(self.once)),
+            [[name, layout.to_json()] for name, layout in self.layouts.items()],
+            [[sliced.name, sliced.layout.to_json()] for sliced in self.inputs],
+        ]
+
+
+@dataclass(frozen=True)
+class AttributePlan:
+    """An attribute that ``forward`` reads and that differs by rank: ``values[rank]``.
+
+    ``name`` may be ``config.x``: then the module gets its own copy of the config.
+    """
+
+    path: str
+    name: str
+    where: str
+    whole: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank of a tensor-parallel group holds of one model.
+
+    Attributes:
+        tp: size of the tensor-parallel axis.
+        model_type: of the Hugging Face model inside.
+        policy: name of the policy file.
+        tensors: state-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
+        modules: path -> :class:`ModulePlan`, only of modules that change.
+        attributes: that differ by rank.
+    """
+
+    tp: int
+    model_type: str
+    policy: str
+    tensors: Mapping[str, TensorPlan]
+    modules: Mapping[str, ModulePlan]
+    attributes: tuple[AttributePlan, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        """Return all of the plan and of the model that must be the same on every rank, as plain data."""
+        return {
+            "model type": self.model_type,
+            "tensors": {tensor.name: tensor.to_json() for tensor in self.tensors.values()},
+            "modules": {module.path: module.facts() for module in self.modules.values()},
+            "attributes": {f"{a.path}.{a.name}": a.values for a in self.attributes},
+            "parameters": {
+                n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()
+            },
+        }
+
+    def canonical(self, name: str) -> str:
+        """Return the canonical name of a state-dict entry that may be an alias.
+
+        Raises:
+            ConfigError: the plan does not know the name (a parameter added after ``initialize``).
+        """
+        if name in self.tensors:
+            return name
+        for tensor in self.tensors.values():
+            if name in tensor.aliases:
+                return tensor.name
+        raise ConfigError(
+            f"{name} was added after autopar.initialize, which does not know whether it is sharded. "
+            "Add modules (adapters) before."
+        )

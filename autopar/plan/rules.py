@@ -1,0 +1,244 @@
+"""One rule on one module, bare parameter or buffer: the layout of each tensor, and what becomes of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from autopar.errors import ConfigError, PolicyError
+from autopar.layout import Layout
+from autopar.plan.matching import RuleMatch, join
+from autopar.plan.plan import ModulePlan
+from autopar.policy.schema import HIDDEN, Part
+
+__all__ = ["TensorRule", "tensor_rules_of"]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated)."""
+
+    plan: ModulePlan | None
+    tensors: list[tuple[str, torch.Tensor, Layout | None]] = field(default_factory=list)
+
+
+def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
+    """Yield what a rule makes of what it matched.
+
+    Raises:
+        PolicyError: the rule does not fit what stands there.
+        ConfigError: the size does not fit.
+    """
+    if not isinstance(match.module, nn.Module):
+        yield _bare(match)
+    elif match.rule.kind in ("column", "row", "embedding"):
+        yield _layer(match)
+    elif match.rule.kind == "region":
+        where, opens, closes = str(match.rule.where), match.rule.opens, match.rule.closes
+        yield TensorRule(ModulePlan(match.path, "region", where, opens=opens, closes=closes))
+    elif match.rule.kind == "experts":
+        count = match.count(match.rule.units[0])
+        assert count is not None
+        layout = match.layout(match.rule.parts, 0, count)
+        yield TensorRule(ModulePlan(match.path, "experts", str(match.rule.where), layout))
+    elif match.rule.kind in ("cut", "norm_over"):
+        yield from _own_parameters(match)
+    else:
+        yield from _whole(match)
+
+
+def _whole(match: RuleMatch) -> Iterator[TensorRule]:
+    """Kinds that replicate every parameter: ``replicated``, ``enter_output``, ``gathered``, ``once``."""
+    module, rule = match.module, match.rule
+    assert isinstance(module, nn.Module)
+    whole: list[tuple[str, torch.Tensor, Layout | None]] = [(n, p, None) for n, p in module.named_parameters()]
+    where = str(rule.where)
+    if rule.kind in ("replicated", "once"):
+        yield TensorRule(None, whole)
+        for inside, holder in module.named_modules() if rule.units else ():
+            names = frozenset(name for name, parameter in holder._parameters.items() if parameter is not None)
+            kind = "replicated" if inside else rule.kind
+            if names or kind == "once":
+                yield TensorRule(ModulePlan(join(match.path, inside), kind, where, summed=names))
+    elif rule.kind == "enter_output":
+        yield TensorRule(ModulePlan(match.path, "enter_output", where, enter_output=True), whole)
+    elif rule.kind == "gathered":
+        table, unit = match.scope.table, rule.units[0]
+        count = table.count(unit, match.scope.block)
+        if count is None:
+            raise PolicyError(
+                f"'gathered' of {match.shown} needs a unit with a count, '{unit}' is inferred", rule.where
+            )
+        dim = -1 if rule.dim is None else rule.dim
+        layout = table.layout(rule.parts, dim, count, match.shown, rule.where, match.scope.block)
+        yield TensorRule(ModulePlan(match.path, "gathered", where, layout), whole)
+
+
+def _layer(match: RuleMatch) -> TensorRule:
+    rule, module = match.rule, match.module
+    weight, dim = _weight_and_dim(match)
+    layout = match.layout(rule.parts, dim, weight.shape[dim])
+    if rule.kind in ("row", "embedding") and layout.replicated:  # two ranks would add the same
+        raise ConfigError(
+            f"tensor_parallel_size={layout.axis_size} does not fit {match.shown}: '{rule.kind}' needs at least "
+            f"one unit of each kind a rank ({rule.where})."
+        )
+    tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", weight, layout)]
+    layouts = {"weight": layout}
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        if rule.kind == "column":
+            layouts["bias"] = Layout.of(0, layout.blocks)
+        tensors.append(("bias", bias, layouts.get("bias")))
+    plan = ModulePlan(
+        match.path,
+        rule.kind,
+        str(rule.where),
+        layout,
+        layouts,
+        gather_output=rule.gather_output,
+        split_input=rule.split_input,
+        enter_output=rule.enter_output,
+        inside=rule.inside,
+        by_hidden=rule.kind == "embedding" and rule.units == (HIDDEN,),
+    )
+    return TensorRule(plan, tensors)
+
+
+def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
+    """``cut`` and ``norm_over``: each parameter of the module along one dim."""
+    module, rule = match.module, match.rule
+    assert isinstance(module, nn.Module)
+    groups = None if rule.within is None else _features((Part(rule.within),), match)
+    for inside, holder in module.named_modules():
+        if rule.kind == "cut" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
+            raise PolicyError(
+                f"{join(match.shown, inside)} takes a mean over what would be sharded: write {{norm_over: ...}}",
+                rule.where,
+            )
+        own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in holder._parameters.items() if p is not None]
+        if isinstance(holder, nn.modules.batchnorm._BatchNorm):  # statistics of each channel
+            own += [(name, buffer) for name, buffer in holder._buffers.items() if buffer is not None and buffer.ndim]
+        layouts: dict[str, Layout] = {}
+        for name, parameter in own:
+            shown = join(match.shown, inside, name)
+            dim = 0 if parameter.ndim == 1 else _dim(parameter, shown, match)
+            _check_plain(shown, parameter, match)
+            layouts[name] = match.layout(_repeated_parts(match), dim, parameter.shape[dim], shown)
+        if own or (rule.kind == "norm_over" and not inside):
+            first = next(iter(layouts.values()), None)
+            if first is None:
+                first = _features(rule.parts, match)
+            yield TensorRule(
+                ModulePlan(join(match.path, inside), rule.kind, str(rule.where), first, layouts, groups=groups),
+                [(name, parameter, layouts[name]) for name, parameter in own],
+            )
+
+
+def _features(parts: tuple[Part, ...], match: RuleMatch) -> Layout:
+    """The layout of parts that no parameter shows: their widths are 1 or stated."""
+    elements = 0
+    for part in parts:
+        count = match.count(part.unit)
+        if count is None:
+            raise PolicyError(f"{match.shown} has no weight to count '{part.unit}' on", match.rule.where)
+        width = "1" if part.width is None else part.width
+        elements += count * match.number(width)
+    return match.layout(parts, 0, elements)
+
+
+def _bare(match: RuleMatch) -> TensorRule:
+    """A parameter or buffer beside the layers."""
+    rule, tensor = match.rule, match.module
+    assert isinstance(tensor, torch.Tensor)
+    holder, _, name = match.path.rpartition(".")
+    where = str(rule.where)
+    if rule.kind == "cut":
+        dim = _dim(tensor, match.shown, match)
+        _check_plain(match.shown, tensor, match)
+        layout = match.layout(_repeated_parts(match), dim, tensor.shape[dim])
+        return TensorRule(ModulePlan(holder, "", where, layouts={name: layout}), [("", tensor, layout)])
+    if not isinstance(tensor, nn.Parameter):
+        raise PolicyError(f"{match.shown} is a buffer, which can only be 'cut'", rule.where)
+    if rule.kind == "once" or (rule.kind == "replicated" and rule.units):
+        once = frozenset([name] if rule.kind == "once" else [])
+        return TensorRule(ModulePlan(holder, "", where, summed=frozenset([name]), once=once), [("", tensor, None)])
+    if rule.kind != "replicated":
+        raise PolicyError(
+            f"{match.shown} is a bare parameter, which can only be 'replicated', 'cut' or 'once'", rule.where
+        )
+    return TensorRule(None, [("", tensor, None)])
+
+
+def _repeated_parts(match: RuleMatch) -> tuple[Part, ...]:
+    rule = match.rule
+    if rule.repeat is None:
+        return rule.parts
+    times = match.number(rule.repeat)
+    if times < 1:
+        raise PolicyError(f"'repeat' of {match.shown} is {rule.repeat}={times}, which is no count", rule.where)
+    return rule.parts * times
+
+
+def _dim(tensor: torch.Tensor, shown: str, match: RuleMatch) -> int:
+    """The dim that the rule shards, counted from the front."""
+    dim = 0 if match.rule.dim is None else match.rule.dim
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise PolicyError(f"{shown} has {tensor.ndim} dims, the rule shards dim {dim}", match.rule.where)
+    return dim % tensor.ndim
+
+
+def _check_plain(shown: str, tensor: torch.Tensor, match: RuleMatch) -> None:
+    if isinstance(tensor, nn.Parameter) and (type(tensor) is not nn.Parameter or not tensor.is_floating_point()):
+        raise PolicyError(
+            f"{shown} is a {type(tensor).__name__} of {tensor.dtype}; only plain floating-point parameters can be "
+            "sharded",
+            match.rule.where,
+        )
+
+
+def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
+    """The weight that the rule shards, the dim of its units. ``nn.Linear`` stores [out, in], ``Conv1D`` [in, out]."""
+    module, rule = match.module, match.rule
+    kind = type(module).__name__
+    if rule.kind == "embedding":
+        if not isinstance(module, nn.Embedding):
+            raise PolicyError(f"'embedding' needs an nn.Embedding, {match.shown} is a {kind}", rule.where)
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            used = "max_norm, sparse or scale_grad_by_freq"
+            raise PolicyError(
+                f"{match.shown} uses {used}, which look at the whole table; it cannot be sharded", rule.where
+            )
+        dim = 1 if rule.units == (HIDDEN,) else 0
+    elif isinstance(module, nn.Linear):
+        dim = 0 if rule.kind == "column" else 1
+    elif isinstance(module, Conv1D):
+        dim = 1 if rule.kind == "column" else 0
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        if module.groups != 1 or rule.gather_output or rule.split_input:
+            raise PolicyError(
+                f"'{rule.kind}' of {match.shown}: a convolution takes it without groups (it has {module.groups}), "
+                "gather_output and split_input",
+                rule.where,
+            )
+        dim = 0 if rule.kind == "column" else 1
+    else:
+        hint = ""
+        if type(module).__module__.startswith("peft."):
+            hint = (
+                " of PEFT: adapters cannot be sharded yet.\n"
+                "  Merge them first (model.merge_and_unload()), or train them without tensor parallelism."
+            )
+        raise PolicyError(
+            f"'{rule.kind}' needs an nn.Linear, Conv1D or convolution, {match.shown} is a {kind}{hint}",
+            rule.where,
+        )
+    weight = module.weight
+    _check_plain(f"{match.shown}.weight", weight, match)
+    if type(weight) is not nn.Parameter:
+        raise PolicyError(f"{match.shown}.weight is a {type(weight).__name__}, no parameter", rule.where)
+    return weight, dim

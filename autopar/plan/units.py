@@ -1,0 +1,212 @@
+"""Units: how many there are in one model, and which ranks hold them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import ConfigError, PolicyError, nearest
+from autopar.layout import Block, Layout, UnitRanges, aligned_shards, even_shards, replicated_shards
+from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
+from autopar.policy.yaml_reader import Where
+
+__all__ = ["UnitTable"]
+
+
+class UnitTable:
+    """The units of one tower, counted in one config.
+
+    Args:
+        specs: units by name, as the policy states them.
+        config: the Hugging Face config that holds the counts.
+        model: class name of the model, for messages.
+        size: ranks over which units are sharded.
+        may_be_empty: units of which a rank may hold none (the vocabulary).
+        root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, UnitSpec],
+        config: Any,
+        model: str,
+        size: int,
+        may_be_empty: frozenset[str],
+        root: nn.Module | None = None,
+    ) -> None:
+        self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
+        self.config, self.root = config, root
+        self.model = model
+        self.size = size
+        self.may_be_empty = may_be_empty | {HIDDEN}
+        self._ranges: dict[tuple[str, int, int, int | None], UnitRanges] = {}
+        self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
+
+    def count(self, unit: str, block: nn.Module | None = None) -> int | None:
+        """Return how many units there are; None if the policy leaves it to the parameter."""
+        spec = self.specs[unit]
+        if spec.count == INFERRED:
+            return None
+        value = self.number(spec.count, block, unit, spec.where)
+        if value < 1:
+            raise PolicyError(f"'{unit}' is {spec.count}={value!r} in the config, which is no count", spec.where)
+        return value
+
+    def number(self, expression: str, block: nn.Module | None, what: str, where: Where) -> int:
+        """Evaluate names, integers, ``*`` and ``/`` (exact), from left to right."""
+        tokens = re.findall(r"[\w.]+|[*/]", expression)
+        if "".join(tokens) != expression.replace(" ", "") or len(tokens) % 2 == 0:
+            raise PolicyError(f"'{what}' is '{expression}', which is no product or quotient of names", where)
+        value = self._name(tokens[0], block, what, where)
+        for operator, name in zip(tokens[1::2], tokens[2::2], strict=True):
+            other = self._name(name, block, what, where)
+            if operator == "*":
+                value *= other
+            elif other == 0 or value % other:
+                raise PolicyError(f"'{what}' is {expression}: {value} / {other} is not whole", where)
+            else:
+                value //= other
+        return value
+
+    def _name(self, name: str, block: nn.Module | None, what: str, where: Where) -> int:
+        if name.isdigit():
+            return int(name)
+        path = name.split(".")
+        holder: Any = self.config
+        if path[0] == "block":
+            holder, path = block, path[1:]
+        elif not hasattr(holder, path[0]) and hasattr(self.root, path[0]):
+            holder = self.root
+        for step in path:
+            inside = holder if isinstance(holder, Mapping) else None
+            if step not in inside if inside is not None else not hasattr(holder, step):
+                raise PolicyError(
+                    f"'{what}' is {name}, which {self._shown(holder)} lacks.{nearest(step, self._known(holder))}", where
+                )
+            holder = getattr(holder, step) if inside is None else inside[step]
+        if type(holder) is not int:
+            raise PolicyError(f"'{what}' is {name}={holder!r} in the config, which is no count", where)
+        return holder
+
+    def _shown(self, holder: Any) -> str:
+        """What was asked for an attribute; a model without config answers for itself."""
+        return self.model if self.root is not None and isinstance(holder, SimpleNamespace) else type(holder).__name__
+
+    def _known(self, holder: Any) -> Iterable[str]:
+        if isinstance(holder, SimpleNamespace):
+            return {**vars(self.root or holder), **vars(holder)}
+        return holder if isinstance(holder, Mapping) else vars(holder) if hasattr(holder, "__dict__") else ()
+
+    def family(self, unit: str) -> str:
+        """Return the unit at the end of the chain of ``follows``: query heads and KV heads are one family."""
+        leader = self.specs[unit].follows
+        return unit if leader is None else self.family(leader)
+
+    def stays_whole(self, unit: str, block: nn.Module | None = None) -> bool:
+        """Return whether what is made of ``unit`` is replicated here: ``or_whole``, and fewer units than ranks."""
+        spec, leader = self.specs[unit], self.specs[self.family(unit)]
+        if not (spec.or_whole or leader.or_whole):
+            return False
+        try:
+            for one in (spec, leader):
+                count = self.count(one.name, block)
+                if count is not None:
+                    self.ranges(one.name, count, self.size, block)
+        except ValueError:
+            return True
+        return False
+
+    def ranges(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
+        """Return which of ``count`` units each of ``size`` ranks holds. ``ValueError`` if one would hold none."""
+        leader = self.specs[unit].follows
+        leaders = self.count(leader, block) if leader is not None else None
+        key = (unit, count, size, leaders)
+        if key not in self._ranges:
+            self._ranges[key] = self._distribute(unit, count, size, leaders, block)
+        return self._ranges[key]
+
+    def _distribute(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> UnitRanges:
+        spec = self.specs[unit]
+        if spec.follows is not None:
+            if leaders is None:
+                raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
+            ranges = aligned_shards(count, leaders, self.ranges(spec.follows, leaders, size, block))
+        elif spec.replicate:
+            ranges = replicated_shards(count, size)
+        elif count % spec.multiple:
+            raise ValueError(f"{count} {unit} cannot be sharded in multiples of {spec.multiple}")
+        else:
+            each = spec.multiple
+            if count % spec.align == 0 and count // spec.align >= size and spec.align % each == 0:
+                each = spec.align
+            ranges = tuple((a * each, b * each) for a, b in even_shards(count // each, size))
+        if unit not in self.may_be_empty and any(start == stop for start, stop in ranges):
+            few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
+            raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks{few}")
+        return ranges
+
+    def layout(
+        self, parts: Sequence[Part], dim: int, elements: int, what: str, where: Where, block: nn.Module | None = None
+    ) -> Layout:
+        """Return the layout of ``parts`` side by side along a dim of ``elements``; widths not given are inferred.
+
+        Raises:
+            PolicyError: the parts do not add up to the dim.
+            ConfigError: a rank would hold none of them; says the largest size that fits.
+        """
+        counts = [self.count(part.unit, block) for part in parts]
+        widths = [None if part.width is None else self.number(part.width, block, what, where) for part in parts]
+        listed = f"[{', '.join(map(str, parts))}]"
+        left = elements - sum(c * w for c, w in zip(counts, widths, strict=True) if c is not None and w is not None)
+        open_ = [part.unit for part, width in zip(parts, widths, strict=True) if width is None]
+        if None in counts:
+            if len(set(open_)) != 1 or any(c is None and w is not None for c, w in zip(counts, widths, strict=True)):
+                raise PolicyError(f"{listed} of {what} mixes an inferred unit with others", where)
+            each, total, width = left // len(open_), len(open_), 1
+        else:
+            total = sum(c for c, w in zip(counts, widths, strict=True) if c is not None and w is None)
+            each, width = 0, left // total if total else 0
+        if left < 0 or (left % total if total else left):
+            if left == elements:
+                raise PolicyError(
+                    f"{what} has {elements} features, {listed} describes {total} equal parts: "
+                    f"{elements} / {total} is not whole",
+                    where,
+                )
+            raise PolicyError(f"{what} has {elements} features, {listed} describes {elements - left}", where)
+        blocks = []
+        for part, count, given in zip(parts, counts, widths, strict=True):
+            number = each if count is None else count
+            leader = self.specs[part.unit].follows
+            leaders = self.count(leader, block) if leader is not None else None
+            self.used.setdefault((part.unit, number, leaders), (what, where))
+            try:
+                ranges = self.ranges(part.unit, number, self.size, block)
+            except ValueError as error:
+                raise self._does_not_fit(part.unit, number, what, where, error, block) from None
+            blocks.append(Block(part.unit, number, width if given is None else given, ranges))
+        return Layout.of(dim, blocks)
+
+    def _does_not_fit(
+        self, unit: str, count: int, what: str, where: Where, error: ValueError, block: nn.Module | None
+    ) -> ConfigError:
+        spec, size = self.specs[unit], self.size
+        counted = "counted on the parameter" if spec.count == INFERRED else f"{spec.count}={count}"
+        fits = next((n for n in range(size - 1, 0, -1) if self._fits(n, block)), 1)
+        return ConfigError(
+            f"tensor_parallel_size={size} does not fit {self.model}: {error}.\n"
+            f"  '{unit}' is {counted} ({spec.where}), sharded by {what} ({where}).\n"
+            f"  Largest size that fits this model: {fits}."
+        )
+
+    def _fits(self, size: int, block: nn.Module | None) -> bool:
+        try:
+            for unit, count, _ in self.used:
+                self.ranges(unit, count, size, block)
+        except (ValueError, PolicyError):
+            return False
+        return True

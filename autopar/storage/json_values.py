@@ -1,0 +1,247 @@
+"""Python values as JSON and back: numbers, text, containers, arrays and tensors, and nothing that could run.
+
+What JSON cannot say is an object with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left out of the
+JSON and named by their place (``extra.ema['wte.weight']``), so that they can be stored as tensors; or, where they are
+small, they lie in it as base64. Decoding builds values of the types listed here only, and checks everything first.
+
+``torch.save`` and ``torch.load(weights_only=True)`` would replace the encoder only (83 lines): older checkpoints need
+the decoder, and a new file its own checksum, copying and checks. They also refuse numpy arrays and frozensets, write
+all of a storage for a view of two elements, and what they write cannot be read by eye.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar.errors import CheckpointError
+from autopar.storage.safetensors_io import dtype_name, dtype_of
+
+__all__ = ["Json", "decode", "encode", "encode_inline"]
+
+Json = Any
+"""None, bool, int, finite float, str, and lists and dicts with str keys of these."""
+
+_TAG = "$"
+_SCALARS = (type(None), bool, int, float, str)
+_DEEPEST = 64
+_LONGEST = 8192  # bits of an int: Python refuses to parse texts much longer than that
+_NUMPY = re.compile(r"[<>|][biufc][0-9]{1,2}")
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
+
+
+def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
+    """Return ``value`` as JSON, and the tensors in it by their place; :func:`decode` gives both back.
+
+    Args:
+        value: made of None, bool, int, float, str, list, tuple, dict, OrderedDict, Counter, set and frozenset (keys are
+            scalars), tensors, numpy scalars and arrays of numbers, ``torch.dtype`` and ``torch.Size``. A tensor is
+            taken as it is (detached, not copied), an ``nn.Parameter`` comes back as a tensor.
+        where: what the value is called, in errors and in the names of its tensors: ``extra``.
+
+    Raises:
+        CheckpointError: for anything else, with its place and type.
+    """
+    encoder = _Encoder(inline=False)
+    return encoder.encode(value, where, 0), encoder.tensors
+
+
+def encode_inline(value: object, where: str) -> Json:
+    """Encode with the tensors in the JSON, as base64. For small ones."""
+    return _Encoder(inline=True).encode(value, where, 0)
+
+
+def decode(data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where: str = "the value") -> Any:
+    """Return the value that :func:`encode` or :func:`encode_inline` was given.
+
+    Args:
+        data: JSON as they returned it.
+        tensors: by name; those of ``encode``.
+        where: what the value is called, in errors.
+
+    Raises:
+        CheckpointError: if ``data`` is not what they return; never another error.
+    """
+    return _Decoder(tensors or {}).decode(data, where, 0)
+
+
+def _writable(text: str) -> bool:
+    """Tell whether there are no surrogates in it, which do not come back from JSON as they were."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _inside(where: str, key: object) -> str:
+    """Return the place of an element: ``.key`` where that can be written, else ``['a key']`` or ``[0]``."""
+    return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
+
+
+class _Encoder:
+    def __init__(self, inline: bool) -> None:
+        self._inline = inline
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: object, where: str, depth: int) -> Json:
+        if depth > _DEEPEST:
+            raise CheckpointError(
+                f"{where} lies {depth} containers deep; {_DEEPEST} are possible (does it hold itself?)"
+            )
+        kind = type(value)
+        if isinstance(value, float) and kind is float:
+            return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
+        if isinstance(value, int) and kind is int and value.bit_length() > _LONGEST:
+            raise CheckpointError(f"{where} is an int of {value.bit_length()} bits; {_LONGEST} are possible")
+        if isinstance(value, str) and kind is str and not _writable(value):
+            raise CheckpointError(f"{where} is text that UTF-8 cannot write: {value[:40]!r}")
+        if kind in _SCALARS:
+            return value
+        if isinstance(value, list) and kind is list:
+            return [self.encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        if isinstance(value, dict) and kind in _MAPPINGS.values():
+            return self._mapping(value, where, depth)
+        if isinstance(value, tuple | set | frozenset) and kind in _SEQUENCES.values():
+            items = [self.encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+            if isinstance(value, set | frozenset):
+                items.sort(key=repr)  # the same file for the same set
+            return {_TAG: kind.__name__, "items": items}
+        if kind in (torch.Tensor, nn.Parameter):
+            assert isinstance(value, torch.Tensor)
+            return self._tensor(value.detach(), where)
+        if isinstance(value, torch.dtype):
+            return {_TAG: "dtype", "name": dtype_name(value)}
+        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and kind is np.ndarray):
+            return _numpy(value, where)
+        raise CheckpointError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold\n"
+            "  Numbers, text, lists, tuples, dicts, sets, tensors and arrays of numbers it can; nothing is pickled.\n"
+            "  Leave it out, or turn it into these."
+        )
+
+    def _mapping(self, value: dict[Any, Any], where: str, depth: int) -> Json:
+        for key in value:
+            if type(key) not in _SCALARS or (isinstance(key, str) and not _writable(key)):
+                raise CheckpointError(
+                    f"{where} has the key {key!r} of type {type(key).__name__}; keys are scalars here"
+                )
+        values = {key: self.encode(item, _inside(where, key), depth + 1) for key, item in value.items()}
+        if type(value) is dict and _TAG not in values and all(isinstance(key, str) for key in values):
+            return values
+        items = [[self.encode(key, where, depth + 1), item] for key, item in values.items()]
+        return {_TAG: type(value).__name__, "items": items}
+
+    def _tensor(self, value: torch.Tensor, where: str) -> Json:
+        try:
+            dtype_of(dtype_name(value.dtype))
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        if value.layout != torch.strided or value.device.type == "meta":
+            what = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
+            raise CheckpointError(f"{where} is a tensor {what}; a checkpoint holds dense tensors with values")
+        value = value.detach().resolve_conj().resolve_neg()  # a file holds values, not how they are to be read
+        if not self._inline:
+            if where in self.tensors:
+                raise CheckpointError(f"two tensors would be called {where}")
+            self.tensors[where] = value
+            return {_TAG: "tensor", "name": where}
+        data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": _text(data)}
+
+
+def _numpy(value: np.generic | np.ndarray[Any, Any], where: str) -> Json:
+    array = np.asarray(value)
+    if not _NUMPY.fullmatch(array.dtype.str):
+        raise CheckpointError(f"{where} is a numpy value of dtype {array.dtype}; only numbers can be saved")
+    kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    return {_TAG: kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def decode(self, data: Json, where: str, depth: int) -> Any:
+        if depth > _DEEPEST:
+            _damaged(where, f"it lies more than {_DEEPEST} containers deep")
+        if type(data) in _SCALARS:
+            return data
+        if isinstance(data, list):
+            return [self.decode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(data)]
+        if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+            _damaged(where, f"a {type(data).__name__} is not expected there")
+        if _TAG not in data:
+            return {key: self.decode(item, _inside(where, key), depth + 1) for key, item in data.items()}
+        return self._tagged(data, where, depth)
+
+    def _tagged(self, data: dict[str, Json], where: str, depth: int) -> Any:
+        tag = data[_TAG]
+        if tag == "float" and data.get("value") in ("inf", "-inf", "nan"):
+            return float(data["value"])
+        if tag == "dtype":
+            name = data.get("name")
+            dtype = getattr(torch, name, None) if isinstance(name, str) else None
+            return dtype if isinstance(dtype, torch.dtype) else _damaged(where, f"{name!r} is no dtype")
+        if tag == "tensor" and "name" in data:
+            name = data["name"]
+            found = self._tensors.get(name) if isinstance(name, str) else None
+            return _damaged(where, f"there is no tensor {name!r}") if found is None else found
+        if tag in ("tensor", "array", "scalar"):
+            return _unpack(data, where)
+        if isinstance(tag, str) and tag in _MAPPINGS:
+            pairs = data.get("items")
+            if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                _damaged(where, f"a {tag} needs a list of pairs")
+            keys = [self.decode(key, where, depth + 1) for key, _ in pairs]
+            if not all(type(key) in _SCALARS for key in keys):
+                _damaged(where, "a key is no scalar")
+            values = [self.decode(v, _inside(where, k), depth + 1) for k, (_, v) in zip(keys, pairs, strict=True)]
+            return _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
+        if isinstance(tag, str) and tag in _SEQUENCES:
+            if not isinstance(data.get("items"), list):
+                _damaged(where, f"a {tag} needs a list")
+            items = self.decode(data["items"], where, depth + 1)
+            try:
+                return _SEQUENCES[tag](items)
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+                _damaged(where, f"{error}")
+        return _damaged(where, f"{tag!r} is no kind of value that can be saved")
+
+
+def _unpack(data: dict[str, Json], where: str) -> Any:
+    """Decode a tensor, an array or a numpy scalar from the bytes in the JSON."""
+    tag, shape, text, name = data[_TAG], data.get("shape"), data.get("data"), data.get("dtype")
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+        _damaged(where, f"{shape!r} is no shape")
+    if not isinstance(text, str) or not isinstance(name, str):
+        _damaged(where, "its bytes or its dtype are missing")
+    if tag == "scalar" and shape:
+        _damaged(where, f"a number has no {len(shape)} dimensions")
+    try:
+        raw = base64.b64decode(text.encode("ascii"), validate=True)
+        if tag != "tensor" and not _NUMPY.fullmatch(name):
+            raise ValueError(f"{name!r} is no dtype of numbers")
+        dtype: Any = dtype_of(name) if tag == "tensor" else np.dtype(name)
+        if math.prod(shape) * dtype.itemsize != len(raw):
+            raise ValueError(f"it has {len(raw)} bytes, {name} {shape} needs {math.prod(shape) * dtype.itemsize}")
+        if tag == "tensor":
+            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+            return flat.reshape(shape)
+        array = np.frombuffer(raw, dtype).reshape(shape).copy()
+    except (ValueError, TypeError, RuntimeError) as error:  # also what torch and numpy say of impossible shapes
+        _damaged(where, str(error).splitlines()[0])
+    return array[()] if tag == "scalar" else array
+
+
+def _damaged(where: str, why: str) -> NoReturn:
+    raise CheckpointError(f"{where} is damaged in the checkpoint: {why}")

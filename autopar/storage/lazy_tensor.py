@@ -1,0 +1,268 @@
+"""Tensors that lie in files and are read in ranges.
+
+A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
+straight into their final place when dtype and device are the file's. Nothing is mapped into memory: pages of a map
+stay resident and count (measured: 1.5 times the shard, plain reads need 1.0).
+
+    LazyTensor
+    ├── Stored       bytes of a contiguous tensor in a file
+    ├── Joined       several side by side along a dim (the shards of a checkpoint, stacked experts)
+    ├── InMemory     a tensor in memory
+    └── views.py     slices, dims moved, other dtypes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.errors import CheckpointError
+from autopar.layout import Layout, Range
+
+__all__ = [
+    "Box",
+    "InMemory",
+    "Joined",
+    "LazyTensor",
+    "RangeFile",
+    "Stored",
+    "memory",
+    "read_shard",
+    "replaced",
+    "whole_box",
+]
+
+Box = tuple[Range, ...]
+"""For each dim a range ``[start, stop)``."""
+
+_BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
+_SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
+
+
+class RangeFile:
+    """A file that is read by byte ranges; opened at the first read. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
+        try:
+            if self._handle is None:
+                self._handle = os.open(self.path, os.O_RDONLY)
+            done = os.preadv(self._handle, [target], offset)
+            while done < len(target):  # one call reads at most 2 GiB
+                more = os.preadv(self._handle, [target[done:]], offset + done)
+                if more == 0:
+                    raise CheckpointError(
+                        f"{self.path} is truncated: it ends at byte {offset + done}, {offset + len(target)} are needed"
+                    )
+                done += more
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> RangeFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LazyTensor(ABC):
+    """A tensor that is read in boxes: a range along each dim.
+
+    Attributes:
+        shape, dtype: as it is stored.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+
+    @abstractmethod
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
+
+    def slabs(self, limit: int) -> Iterator[Box]:
+        """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
+        return _slabs(self.shape, self.dtype.itemsize, limit)
+
+    def read(self, box: Box | None = None) -> torch.Tensor:
+        """Read the elements of ``box`` (all of them by default) into a new contiguous tensor on the CPU."""
+        box = whole_box(self.shape) if box is None else box
+        out = torch.empty([stop - start for start, stop in box], dtype=self.dtype, device="cpu")
+        self.read_into(out, box)
+        return out
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
+    row = math.prod(shape[1:]) * itemsize
+    if row <= limit or len(shape) < 2:
+        rows = max(1, limit // max(1, row))
+        size = shape[0] if shape else 1
+        for low in range(0, size, rows):
+            yield ((low, min(size, low + rows)), *whole_box(shape[1:])) if shape else ()
+        return
+    for at in range(shape[0]):
+        for rest in _slabs(shape[1:], itemsize, limit):
+            yield ((at, at + 1), *rest)
+
+
+def replaced(box: Box, dim: int, wanted: Range) -> Box:
+    """Return the box with another range along ``dim``."""
+    return (*box[:dim], wanted, *box[dim + 1 :])
+
+
+class Stored(LazyTensor):
+    """``shape`` elements of ``dtype``, contiguous in ``file`` from byte ``offset`` on."""
+
+    def __init__(self, file: RangeFile, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        super().__init__(shape, dtype)
+        self.file = file
+        self.offset = offset
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        if out.numel() == 0:
+            return
+        inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
+        direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
+        if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
+            self._read_runs(out, box, inner)
+        else:
+            self._read_over(out, box)
+
+    def _run_dim(self, box: Box) -> int:
+        partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
+        return partial[-1] if partial else 0
+
+    def _scattered(self, box: Box, inner: int) -> bool:
+        """Tell whether the runs are so short that reading what lies between them is cheaper."""
+        start, stop = box[inner] if box else (0, 1)
+        element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
+        return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
+
+    def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
+        size = self.dtype.itemsize
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        start, stop = box[inner] if box else (0, 1)
+        length = (stop - start) * (strides[inner] if box else 1) * size
+        first = self.offset + sum(low * stride for (low, _), stride in zip(box, strides, strict=True)) * size
+        view = memory(out)
+        steps = list(zip(strides[:inner], out.stride()[:inner], strict=True))
+        for index in itertools.product(*(range(high - low) for low, high in box[:inner])):
+            there = sum(i * step for i, (step, _) in zip(index, steps, strict=True)) * size
+            here = sum(i * step for i, (_, step) in zip(index, steps, strict=True)) * size
+            self.file.read_into(view[here : here + length], first + there)
+
+    def _read_over(self, out: torch.Tensor, box: Box) -> None:
+        """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
+        inner = self._run_dim(box)
+        widened = self._scattered(box, inner)
+        wide = replaced(box, inner, (0, self.shape[inner])) if widened else box
+        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
+            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
+            buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
+            self._read_runs(buffer, part, self._run_dim(part))
+            where = [slice(low, high) for low, high in slab]
+            if widened:
+                buffer, where[inner] = buffer.narrow(inner, box[inner][0], out.shape[inner]), slice(None)
+            out[tuple(where)].copy_(buffer)
+
+
+def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:
+    expected = 1
+    for dim in reversed(range(inner, out.ndim)):
+        if out.shape[dim] != 1 and out.stride(dim) != expected:
+            return False
+        expected *= out.shape[dim]
+    return all(step >= 0 for step in out.stride()[:inner])
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Return the memory from the first to the last element of a tensor on the CPU, writable.
+
+    ``Tensor.numpy`` would do, but it makes the storage one that can never be resized, which sharded data parallelism
+    needs to do later.
+    """
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    raw = (ctypes.c_char * (span * tensor.element_size())).from_address(tensor.data_ptr())
+    return memoryview(raw).cast("B")
+
+
+class Joined(LazyTensor):
+    """``parts`` side by side along ``dim``; their other sizes and dtypes are equal."""
+
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        super().__init__(shape, parts[0].dtype)
+        self.parts = tuple(parts)
+        self.dim = dim
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        start, stop = box[self.dim]
+        begin = 0
+        for part in self.parts:
+            end = begin + part.shape[self.dim]
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                wanted = replaced(box, self.dim, (low - begin, high - begin))
+                part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
+            begin = end
+
+
+class InMemory(LazyTensor):
+    """A tensor in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self.tensor = tensor.detach()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        part = self.tensor
+        for dim, (start, stop) in enumerate(box):
+            part = part.narrow(dim, start, stop - start)
+        out.copy_(part)
+
+
+@torch.no_grad()
+def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Tensor) -> None:
+    """Read what ``rank`` holds of ``lazy`` by ``layout`` (None: all of it) into ``out``, its final storage.
+
+    Raises ``ValueError`` if ``out`` does not have the shard's shape.
+    """
+    due = lazy.shape if layout is None else layout.local_shape(lazy.shape, rank)
+    if tuple(out.shape) != due:
+        raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(due)}")
+    box = whole_box(lazy.shape)
+    if layout is None:
+        lazy.read_into(out, box)
+        return
+    offset = 0
+    for start, stop in layout.ranges(rank):
+        lazy.read_into(out.narrow(layout.dim, offset, stop - start), replaced(box, layout.dim, (start, stop)))
+        offset += stop - start

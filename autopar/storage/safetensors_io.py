@@ -1,0 +1,267 @@
+"""Read and write safetensors files one tensor at a time, with a checksum of each.
+
+The official library maps whole files or wants all tensors in memory at once; merging a large checkpoint can afford
+neither. Files written here are byte for byte what ``safetensors.torch.save_file`` would write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.errors import CheckpointError
+from autopar.storage.checksum import checksum, checksum_of
+from autopar.storage.lazy_tensor import LazyTensor, RangeFile, Stored, memory
+from autopar.storage.output_file import OutputFile
+
+__all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
+
+# The format's names in its own order; a file holds tensors from the last of these to the first, then by name.
+_CODES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
+_RANK = {code: rank for rank, code in enumerate(_CODES)}
+_MAX_HEADER = 100_000_000
+_CHUNK = 1 << 20  # bytes that are copied or verified at a time: little enough for a core's own cache
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return ``torch.float32`` for ``float32``. Raises ``ValueError`` for what a safetensors file cannot hold."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or dtype not in _CODE_OF:
+        raise ValueError(f"{name!r} is no dtype that a safetensors file can hold")
+    return dtype
+
+
+def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Count the bytes of a contiguous tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies: ``[start, stop)`` in bytes from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsWriter:
+    """Writes one file; a context manager. Tensors must come in the order of :attr:`order`.
+
+    Args:
+        path: the file to make.
+        tensors: name -> (dtype, shape) of everything that the file will hold.
+        metadata: strings for the header.
+
+    Attributes:
+        order: the names in the order in which they lie in the file.
+        checksums: name -> checksum of what was written.
+        header: checksum of everything before the first tensor.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+    ) -> None:
+        self.path = path
+        self._tensors = dict(tensors)
+        for name, (dtype, _) in self._tensors.items():
+            if dtype not in _CODE_OF:
+                raise CheckpointError(f"{name} has dtype {dtype_name(dtype)}, which a safetensors file cannot hold")
+        self.order = self.sorted_names({name: dtype for name, (dtype, _) in self._tensors.items()})
+        self.checksums: dict[str, str] = {}
+        self._next = iter(self.order)
+        self._written = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # kept: fresh memory costs more than filling it
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        offset = 0
+        for name in self.order:
+            dtype, shape = self._tensors[name]
+            stop = offset + nbytes(dtype, shape)
+            header[name] = {"dtype": _CODE_OF[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
+            offset = stop
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = OutputFile(path)
+        text = len(text).to_bytes(8, "little") + text
+        self.header = checksum(text)
+        self._file.append(text)
+
+    @staticmethod
+    def sorted_names(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+        """Return the order in which a file holds tensors of these dtypes."""
+        return sorted(dtypes, key=lambda name: (-_RANK[_CODE_OF[dtypes[name]]], name))
+
+    def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if name != next(self._next, None) or (dtype, shape) != self._tensors[name]:
+            raise ValueError(f"{name} is not the tensor that comes next in {self.path.name}")
+        self._written += 1
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor; it is copied to the CPU and made contiguous. Raises ``ValueError`` out of order."""
+        self._is_next(name, tensor.dtype, tuple(tensor.shape))
+        on_cpu = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        data = memory(on_cpu)
+        self._file.append(data)
+        self.checksums[name] = checksum(data)
+
+    def copy(self, name: str, lazy: LazyTensor) -> None:
+        """Write the next tensor from where it lies, without a checksum; it is converted to the dtype that is due.
+
+        Raises ``ValueError`` out of order.
+        """
+        dtype, _ = self._tensors.get(name, (lazy.dtype, ()))
+        self._is_next(name, dtype, lazy.shape)
+        for box in lazy.slabs(_CHUNK):
+            shape = tuple(stop - start for start, stop in box)
+            size = nbytes(dtype, shape)
+            if self._scratch.numel() < size:
+                self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
+            slab = self._scratch[:size].view(dtype).view(shape)
+            lazy.read_into(slab, box)
+            self._file.append(memory(slab))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is None:
+                if self._written != len(self.order):
+                    raise ValueError(f"{self.path.name} lacks {len(self.order) - self._written} tensors")
+                self._file.sync()
+        finally:
+            self._file.close()
+
+
+class SafetensorsReader:
+    """Reads one file with plain reads, no memory map; a context manager.
+
+    Attributes:
+        metadata: the strings of the header.
+        entries: name -> :class:`Entry`, in the order of the header.
+        header: checksum of everything before the first tensor.
+
+    Raises:
+        CheckpointError: with the file's name, if the header is malformed or does not describe the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = RangeFile(path)
+        self.header = ""
+        try:
+            self.metadata, self.entries = self._read_header()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            self._file.close()
+            said = f"its header lacks or does not know {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Entry]]:
+        try:
+            size = os.stat(self.path).st_size
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        if size < 8:
+            raise ValueError(f"it has {size} bytes, its header alone should have more than 8")
+        start = bytearray(8)
+        self._file.read_into(memoryview(start), 0)
+        length = int.from_bytes(start, "little")
+        begin = 8 + length
+        if length > _MAX_HEADER or begin > size:
+            raise ValueError(f"it has {size} bytes, its header alone should have {begin}")
+        text = bytearray(length)
+        self._file.read_into(memoryview(text), 8)
+        self.header = checksum(bytes(start + text))
+        header = json.loads(text)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no mapping")
+        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+        entries: dict[str, Entry] = {}
+        for name, entry in header.items():
+            dtype, shape = _CODES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            first, last = (int(offset) for offset in entry["data_offsets"])
+            if min(shape, default=0) < 0 or first < 0 or last - first != nbytes(dtype, shape):
+                raise ValueError(f"the sizes of {name} in its header contradict each other")
+            if begin + last > size:
+                raise ValueError(f"it ends before {name}: it has {size} bytes, {name} ends at {begin + last}")
+            entries[name] = Entry(dtype, shape, begin + first, begin + last)
+        reached = begin
+        for name, at in sorted(entries.items(), key=lambda item: item[1].start):
+            if at.start != reached:
+                raise ValueError(f"{name} begins at byte {at.start}, what is before it ends at {reached}")
+            reached = at.stop
+        if reached != size:
+            raise ValueError(f"it has {size} bytes, its tensors end at {reached}")
+        return metadata, entries
+
+    def lazy(self, name: str) -> Stored:
+        """Return one tensor, to be read in ranges. Nothing is verified."""
+        entry = self.entries[name]
+        return Stored(self._file, entry.start, entry.dtype, entry.shape)
+
+    def read(self, name: str, expected: str | None = None) -> torch.Tensor:
+        """Read one tensor. Raises CheckpointError if it cannot be read or its checksum is not ``expected``."""
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        data = memory(tensor)
+        self._file.read_into(data, entry.start)
+        if expected is not None and checksum(data) != expected:
+            raise self._damaged(name)
+        return tensor
+
+    def verify(self, name: str, expected: str) -> None:
+        """Raise CheckpointError if the bytes of ``name`` do not have that checksum; needs little memory."""
+        if checksum_of(self._chunks(self.entries[name])) != expected:
+            raise self._damaged(name)
+
+    def _damaged(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
+        )
+
+    def _chunks(self, entry: Entry) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(_CHUNK, entry.stop - entry.start)))
+        for at in range(entry.start, entry.stop, _CHUNK):
+            chunk = buffer[: min(_CHUNK, entry.stop - at)]
+            self._file.read_into(chunk, at)
+            yield chunk
+
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+        self._file.close()
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,84 @@
+"""Error texts: what tensor-parallel ranks have differently that they must have alike, or the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["explanation", "same_gradient", "same_shard"]
+
+_TURN_OFF = "  consistency_check: {enable: false} turns this check off."
+
+
+def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """Describe what differs between the ranks of one tensor-parallel group, and the usual cause.
+
+    Args:
+        everyone: the compared values, by name, of each of the ranks.
+    """
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    different = [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
+    weights = [name for name in different if name.startswith("weight ")]
+    states = [name for name in different if name.startswith("random state")]
+    calls = [name for name in different if name not in weights and name not in states][:5]
+    lines = []
+    for name in [*calls, *states, *weights[:3]]:
+        seen = ", ".join(f"rank {r}: {t.get(name, 'missing')}" for r, t in zip(ranks, everyone, strict=True))
+        lines.append(f"  {name}: {seen}")
+    if len(weights) > 3:
+        lines.append(f"  and {len(weights) - 3} more weights")
+    group = f"the ranks {list(ranks)} of one tensor-parallel group"
+    if "call" in different:
+        head, lines = f"{group} are in different calls:", lines[:1]
+        hint = (
+            "  Every rank of a group makes every forward and every generate: evaluate and generate on all of them,\n"
+            "  and print on one (mpu.is_master)."
+        )
+    elif any(name.startswith("requires_grad of") for name in different):
+        head = f"{group} train different weights:"
+        hint = "  Freeze and unfreeze weights on all ranks of a group alike."
+    elif "optimizer settings" in different and not weights:
+        head = f"{group} stepped with different settings of the optimizer:"
+        hint = "  Learning rates and the like must be the same on all ranks of a group. Go on from the last checkpoint."
+    elif weights or "optimizer steps so far" in different:
+        head = f"{group} have drifted apart: replicated weights differ ({len(weights)}):"
+        if not weights:
+            head = f"{group} have made different numbers of optimizer steps:"
+        hint = (
+            "  A rank skipped an optimizer step, stepped with other settings, drew other random numbers, or wrote\n"
+            "  into its weights. Go on from the last checkpoint."
+        )
+    elif states and not calls:
+        head = f"{group} have different random states ({len(states)}):"
+        hint = (
+            "  The model draws from these: seed all ranks of a group alike, and draw numbers of your own from a\n"
+            "  torch.Generator of your own where not all ranks draw them."
+        )
+    else:
+        head = f"{group} got different inputs ({len(calls)} argument{'s' if len(calls) != 1 else ''}):"
+        hint = (
+            "  They share one model replica and need the same batch: shard the data by mpu.get_data_parallel_rank()\n"
+            "  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu)."
+        )
+    return "\n".join([head, *lines, hint, _TURN_OFF])
+
+
+def same_shard(ranks: Sequence[int]) -> str:
+    """Describe that ranks hold the same shard of a weight."""
+    return (
+        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights.\n"
+        "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
+        "  process_group=model.mpu.get_data_parallel_group(), and initialize the model again. (Drawing weights anew "
+        "after\n  initialize fills every shard with the same numbers, too.)"
+    )
+
+
+def same_gradient(ranks: Sequence[int], name: str) -> str:
+    """Describe that ranks stepped with the same gradient, or moments, of a sharded weight."""
+    return (
+        f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same numbers for {name},\n"
+        "  of which each holds another part. Its gradient was summed over all ranks: average it over the\n"
+        "  data-parallel replicas only (autopar.average_gradients(model), or all_reduce(..., group=\n"
+        "  model.mpu.get_data_parallel_group())). Or all ranks loaded the optimizer state of one: each loads its own,\n"
+        "  or save and load it with save_parallelized and from_parallelized(..., optimizer=optimizer).\n"
+        "  Go on from the last checkpoint."
+    )

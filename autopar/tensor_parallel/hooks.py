@@ -1,0 +1,152 @@
+"""Forward hooks of a tensor-parallel model, and the methods of transformers that are replaced.
+
+Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model carries over both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import share
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+from autopar.plan.plan import Plan
+from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
+from autopar.tensor_parallel.consistency import ForwardCheck
+from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
+from autopar.tensor_parallel.loss import attach_loss, detach_loss
+from autopar.tensor_parallel.module_tree import ModuleTree
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["Hook", "attach", "detach"]
+
+_NAMES = ("generate", "resize_token_embeddings", "_autopar_failures", "_autopar_check")
+
+
+def attach(
+    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
+) -> None:
+    """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
+
+    A plain module gets the hooks only.
+
+    Args:
+        failures: where ``generate`` publishes its errors.
+        check: compares over tp when a forward begins; None for no checks.
+    """
+    layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
+    for module in _callable_alone(model):
+        before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, outermost=module is model)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
+        methods: dict[str, Any] = {}
+        if isinstance(module, PreTrainedModel):
+            if mpu.model.size > 1:
+                module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
+                module.register_forward_hook(MarkCaches())
+            methods["resize_token_embeddings"] = _refuse_resize
+            if plan.tp > 1 and callable(getattr(module, "generate", None)):
+                methods["generate"] = _generate
+        for name, function in methods.items():
+            setattr(module, name, types.MethodType(function, module))
+        module._autopar_failures = failures  # type: ignore[assignment]
+        module._autopar_check = check  # type: ignore[assignment]
+    if plan.tp > 1 and isinstance(model, PreTrainedModel):
+        attach_loss(model, region, mpu.tp)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    detach_loss(model)
+    for module in _callable_alone(model):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
+                hooks.pop(key)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+        for name in _NAMES:
+            module.__dict__.pop(name, None)
+
+
+def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and the Hugging Face models inside."""
+    yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
+
+
+class Hook:
+    """Base of the forward hooks that :func:`detach` takes away."""
+
+
+class BeforeForward(Hook):
+    """Forward pre-hook: check modules and consistency over tp before the outermost model runs."""
+
+    def __init__(self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, *, outermost: bool) -> None:
+        self.region, self.check, self.tree, self.outermost = region, check, tree, outermost
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.outermost:
+            self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
+        if self.region.running == 0:
+            if self._has_changed(model):
+                self.region.find_dropout(model)  # also in new modules
+                if self.check is not None:
+                    self.check.reset()
+            if self.check is not None:
+                self.check.before_forward(model, args, kwargs)
+        self.region.start()
+
+    def _has_changed(self, model: nn.Module) -> bool:
+        """Whether the module tree has; if that is refused, ranks without the change raise as well."""
+        try:
+            return self.tree is not None and self.tree.check(model)
+        except ConfigError as error:
+            if self.check is not None:
+                self.check.report(f"refused: {str(error).splitlines()[0]}")
+            raise
+
+
+class AfterForward(Hook):
+    """Forward hook, called after an error too: end the region, gather attention maps."""
+
+    def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: ForwardCheck | None) -> None:
+        self.mpu, self.region, self.layouts, self.check = mpu, region, layouts, check
+
+    def __call__(self, model: Any, args: Any, output: Any) -> Any:
+        self.region.finish()
+        if self.region.running or self.mpu.tp.size == 1:
+            return None  # inside another of the model's forwards
+        done = output is not None or getattr(sys.exc_info()[1], "completes", False)
+        if self.check is not None and done:
+            self.check.after_forward(model)
+        return None if output is None else gather_attentions(output, self.mpu.tp, self.layouts)
+
+
+_HOOKS = (Hook, ShardCaches, MarkCaches)
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` that samples alike on all tensor-parallel ranks, from the first one's random state."""
+    failures: FailureLog = self._autopar_failures
+    check: ForwardCheck | None = self._autopar_check
+    with failures.deadline(), failures.blame("a collective in generate", failures.mpu.tp.ranks):
+        if check is not None:
+            check.check_call("generate")
+        share(failures.mpu.tp, failures.mpu.device)
+        with contextlib.nullcontext() if check is None else check.first_only():
+            return type(self).generate(self, *args, **kwargs)
+
+
+def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
+        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
+    )

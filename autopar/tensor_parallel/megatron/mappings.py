@@ -1,0 +1,155 @@
+"""Megatron-LM's mappings between replicated, sharded and partial activations, under Megatron's names.
+
+| function                                        | forward               | backward                          |
+|-------------------------------------------------|-----------------------|-----------------------------------|
+| ``copy_to_tensor_model_parallel_region``        | identity              | all-reduce                        |
+| ``reduce_from_tensor_model_parallel_region``    | all-reduce            | identity                          |
+| ``scatter_to_tensor_model_parallel_region``     | keep own of last dim  | all-gather last dim               |
+| ``gather_from_tensor_model_parallel_region``    | all-gather last dim   | keep own of last dim              |
+| ``scatter_to_sequence_parallel_region``         | keep own of sequence  | all-gather sequence               |
+| ``gather_from_sequence_parallel_region``        | all-gather sequence   | reduce-scatter, or keep own       |
+| ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
+| ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
+
+After ``megatron/core/tensor_parallel/mappings.py``; the work is done in :mod:`autopar.distributed.collectives`.
+``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron; models that put the batch first pass
+``dim=1``.
+
+No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything is sent,
+on every rank (Megatron truncates silently).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.distributed import collectives
+from autopar.distributed.axis import Group, axis_of, check_divides
+from autopar.distributed.collectives import even_layout
+from autopar.errors import ConfigError
+
+__all__ = [
+    "Group",
+    "all_to_all",
+    "axis_of",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+]
+
+
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Megatron's f. ``[...]`` Replicate -> the same, whose gradient is Partial and is summed over the ranks."""
+    return collectives.copy(x, axis_of(group))
+
+
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Megatron's g. ``[...]`` Partial -> Replicate; the gradient passes as it is."""
+    return collectives.reduce(x, axis_of(group))
+
+
+def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1).
+
+    Raises:
+        ConfigError: if ``n`` does not divide.
+    """
+    return _scatter(x, group, -1, "last dim")
+
+
+def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, size: int | None = None) -> torch.Tensor:
+    """``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
+
+    Args:
+        size: ``n`` if it does not divide evenly and was sharded by :func:`autopar.layout.even_shards` (the logits of
+            a vocabulary of 50257). Without it all ranks must bring the same width.
+
+    Raises:
+        ConfigError: if this rank's width is not that of its shard of ``size``.
+    """
+    return _gather(x, group, -1, size)
+
+
+def scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
+    """``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim).
+
+    Raises:
+        ConfigError: if ``seq`` does not divide.
+    """
+    return _scatter(x, group, dim, "sequence dim")
+
+
+def gather_from_sequence_parallel_region(
+    x: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Group | None = None, *, dim: int = 0
+) -> torch.Tensor:
+    """``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
+
+    Args:
+        tensor_parallel_output_grad: whether the result goes into a sharded region, so that its gradient is Partial:
+            backward is a reduce-scatter. If False the gradient is Replicate already and backward keeps its own part.
+    """
+    axis = axis_of(group)
+    return collectives.gather_sum(x, axis, dim) if tensor_parallel_output_grad else _gather(x, axis, dim)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
+    """``[seq, ...]`` Partial -> ``[seq/tp, ...]`` Shard(dim).
+
+    Raises:
+        ConfigError: if ``seq`` does not divide.
+    """
+    axis = axis_of(group)
+    check_divides(x.shape[dim], axis, "sequence dim")
+    return collectives.reduce_scatter(x, axis, dim)
+
+
+def all_to_all(
+    group: Group,
+    x: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+) -> torch.Tensor:
+    """``[rows, ...] -> [sum(output_split_sizes), ...]``: exchange rows, as of tokens between experts.
+
+    Megatron's order of arguments.
+
+    Args:
+        output_split_sizes: rows that come from each rank; None for even parts.
+        input_split_sizes: rows of ``x`` that go to each rank; None for even parts.
+
+    Raises:
+        ConfigError: if there are not as many splits as ranks, if the input splits are not all the rows, or if there are
+            none and the rows do not divide. Checked on each rank's own arguments.
+    """
+    axis = axis_of(group)
+    for name, splits in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
+        if splits is None:
+            check_divides(x.shape[0], axis, f"dim 0 (without {name})")
+        elif len(splits) != axis.size:
+            raise ConfigError(f"{name} has {len(splits)} entries for {axis.size} ranks: {splits}")
+    if input_split_sizes is not None and sum(input_split_sizes) != x.shape[0]:
+        raise ConfigError(
+            f"input_split_sizes {input_split_sizes} are {sum(input_split_sizes)} rows, dim 0 has {x.shape[0]}"
+        )
+    return collectives.all_to_all(x, axis, output_split_sizes, input_split_sizes)
+
+
+def _scatter(x: torch.Tensor, group: Group, dim: int, what: str) -> torch.Tensor:
+    axis = axis_of(group)
+    check_divides(x.shape[dim], axis, what)
+    return collectives.scatter(x, axis, even_layout(x.shape[dim], axis.size), dim)
+
+
+def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) -> torch.Tensor:
+    axis = axis_of(group)
+    layout = even_layout(x.shape[dim] * axis.size if size is None else size, axis.size)
+    if layout.local_size(axis.rank) != x.shape[dim]:
+        raise ConfigError(
+            f"dim {dim} has {x.shape[dim]} elements on rank {axis.rank} of {axis.size}, "
+            f"its shard of {size} has {layout.local_size(axis.rank)}"
+        )
+    return collectives.gather(x, axis, layout, dim)

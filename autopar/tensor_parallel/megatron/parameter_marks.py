@@ -1,0 +1,65 @@
+"""The attributes by which Megatron-LM and DeepSpeed know sharded parameters, so that their norms count each one once.
+
+``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
+``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
+``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too.
+
+Of KV heads that several ranks hold, the first of these ranks counts. What is held twice only in part (a fused
+``q | k | v`` with fewer KV heads than ranks) cannot be said by one flag: it counts on every rank, and the norm is too
+large by the repeated heads. ``autopar.clip_grad_norm_`` is exact there, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.distributed.mesh import MPU
+from autopar.layout import Layout
+from autopar.plan.plan import Plan, TensorPlan
+from autopar.plan.stages import StagePlan
+
+__all__ = ["mark", "mark_shard", "unmark"]
+
+_NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
+
+
+def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
+    """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
+    due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
+    for name, parameter in model.named_parameters():
+        if name not in due:
+            continue
+        layout = due[name].layout
+        if plan.tp > 1:
+            counts = layout is not None and _counts(layout, mpu.tp.rank)
+            mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
+        if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
+            parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:
+    """Set the attributes of one parameter.
+
+    Args:
+        dim: along which it is sharded; -1 if it is replicated.
+        stride: parts that lie side by side.
+        counts: in norms, on this rank whichever it is; otherwise on the first one only.
+    """
+    marked: Any = parameter
+    marked.tensor_model_parallel = counts
+    marked.partition_dim = dim
+    marked.partition_stride = stride
+
+
+def _counts(layout: Layout, rank: int) -> bool:
+    return bool(layout.owned(rank)) or not layout.ranges(rank)
+
+
+def unmark(model: nn.Module) -> None:
+    """Inverse of :func:`mark`."""
+    for parameter in model.parameters():
+        for name in _NAMES:
+            vars(parameter).pop(name, None)

@@ -1,0 +1,123 @@
+"""Samples of a tensor-parallel model's weights: of replicated ones, and of sharded ones whose shards differ."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.digest import of_tensor
+from autopar.layout import Layout
+
+__all__ = ["WeightSamples", "local"]
+
+_ELEMENTS = 16384  # of replicated weights in one sample
+_TENSORS = 8  # and of how many weights
+
+
+class WeightSamples:
+    """Samples of the weights of one model, of other elements each time.
+
+    Attributes:
+        named: the replicated weights, by name.
+        apart: ``id(weight)`` -> the sharded weights whose shards differ.
+    """
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, nn.Parameter]] = []
+        self.apart: dict[int, nn.Parameter] = {}
+        self._sharded: list[nn.Parameter] = []
+        self._model: weakref.ref[nn.Module] | None = None  # of these weights
+        self._next = self._next_sharded = 0
+
+    def find_sharded(self, model: nn.Module, axis: Axis) -> None:
+        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of the axis."""
+        weights = list(_sharded_weights(model))
+        mine = [None if (part := _first_rows(weight)) is None else of_tensor(part) for weight in weights]
+        everyone = [mine] * axis.size
+        dist.all_gather_object(everyone, mine, group=axis.group)
+        digests = zip(*everyone, strict=True)
+        self.apart = {
+            id(weight): weight
+            for weight, seen in zip(weights, digests, strict=True)
+            if None not in seen and len(set(seen)) > 1
+        }
+
+    def reset(self) -> None:
+        """Collect the weights anew at the next sample."""
+        self._model = None
+
+    def replicated(self, model: nn.Module) -> list[torch.Tensor]:
+        """Sample some replicated weights."""
+        self._collect(model)
+        left, sample = _ELEMENTS, list[torch.Tensor]()
+        for _ in range(min(_TENSORS, len(self.named))):
+            turn, place = divmod(self._next, len(self.named))
+            part = _rows(local(self.named[place][1]), turn)
+            if sample and part.numel() > left:
+                break
+            left -= part.numel()
+            sample.append(part)
+            self._next += 1
+        return sample
+
+    def sharded(self, model: nn.Module) -> torch.Tensor | None:
+        """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
+        self._collect(model)
+        self._next_sharded += 1
+        return _first_rows(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
+
+    def _collect(self, model: nn.Module) -> None:
+        if self._model is None or self._model() is not model:
+            self._model = weakref.ref(model)
+            self.named = list(_replicated(model))
+            self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a tensor that FSDP may have sharded over the replicas."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are replicated over tp."""
+    sharded: set[int] = set()
+    for module in model.modules():
+        axis: Axis | None = vars(module).get("tp")
+        for name, layout in vars(module).get("autopar_layouts", {}).items():
+            if axis is not None and any(layout.ranges(rank) != layout.ranges(0) for rank in range(axis.size)):
+                sharded.add(id(module._parameters.get(name)))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in sharded and not parameter.is_meta and local(parameter).numel():
+            yield name, parameter
+
+
+def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+    """At most some rows of a tensor, others each turn."""
+    if tensor.numel() <= _ELEMENTS or tensor.ndim == 0:
+        return tensor
+    rows = max(1, _ELEMENTS * len(tensor) // tensor.numel())
+    return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
+
+
+def _first_rows(weight: torch.Tensor) -> torch.Tensor | None:
+    """Some rows of a shard; None if there are none, or all are the same number, or not numbers."""
+    if not weight.numel():
+        return None
+    part = weight.detach()[: max(1, 2048 * len(weight) // weight.numel())]
+    return part if (part != part.flatten()[0]).any() and torch.isfinite(part).all() else None
+
+
+def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights of which each tp rank holds another part."""
+    for module in model.modules():
+        layout: Layout | None = vars(module).get("autopar_layouts", {}).get("weight")
+        weight = module._parameters.get("weight")
+        if weight is None or layout is None or layout.replicated or type(weight) is not nn.Parameter or weight.is_meta:
+            continue
+        yield weight

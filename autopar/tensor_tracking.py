@@ -1,0 +1,55 @@
+"""Follow tensors through operations: the base of the dispatch modes, and what they ask of an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
+
+
+class TensorTracking(TorchDispatchMode):
+    """A dispatch mode that follows tensors through every operation."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self.run(func, args, kwargs)
+        self.track(func, args, kwargs, result)
+        return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation."""
+        return func(*args, **kwargs)
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note what ``func`` made of its arguments."""
+        raise NotImplementedError
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in a nested value."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return a number that views of a tensor have in common while one lives; None without a storage (sparse)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def written_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operation writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        tensor
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+    ]

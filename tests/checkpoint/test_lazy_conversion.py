@@ -1,0 +1,82 @@
+"""Conversions of tensors in a file: views stay byte ranges, other operations are computed; values are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import CheckpointError
+from autopar.storage.lazy_conversion import Computed, Sketch
+from autopar.storage.lazy_tensor import RangeFile, Stored
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "slice": lambda x: x[1:3, :, 2:],
+    "select": lambda x: x[:, 1],
+    "last": lambda x: x[..., -1],
+    "negative": lambda x: x[-3:-1],
+    "past the end": lambda x: x[2:99],
+    "empty": lambda x: x[2:2],
+    "narrow": lambda x: x.narrow(2, 1, 3),
+    "chunk": lambda x: x.chunk(3, dim=2),
+    "split": lambda x: x.split([1, 4, 1], dim=2),
+    "unbind": lambda x: x.unbind(1),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "transpose": lambda x: x.transpose(0, -1)[2],
+    "t": lambda x: x[0].t(),
+    "unsqueeze": lambda x: x.unsqueeze(1).unsqueeze(-1),
+    "squeeze": lambda x: x[:, :1].squeeze(),
+    "folded": lambda x: x.view(12, 6),
+    "split rows": lambda x: x.view(2, 2, 3, 6)[1, 0, 1:],
+    "flat": lambda x: x.reshape(-1)[5:17],
+    "half": lambda x: x.to(torch.bfloat16)[1],
+    "half, folded": lambda x: x.to(torch.bfloat16).view(12, 6)[3:5],
+    "cat": lambda x: torch.cat([x[:1], x[3:]], 0),
+    "stack": lambda x: torch.stack([x[0], x[2]], 1),
+    "expert by expert": lambda x: torch.stack([x[0].t(), x[1].t()]).transpose(1, 2),
+}
+OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sum": lambda x: x + x,
+    "step": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:, :1].expand(4, 3, 6),
+    "folded after a transposition": lambda x: x.transpose(0, 1).reshape(-1, 6)[1:4],
+    "another dtype's bits": lambda x: x.view(torch.int32),
+    "roll": lambda x: x.roll(1, 0),
+}
+
+
+def lazily(folder: Path) -> tuple[torch.Tensor, Sketch]:
+    full = torch.arange(72, dtype=torch.float32).reshape(4, 3, 6)
+    (folder / "file").write_bytes(b"head" + full.numpy().tobytes())
+    return full, Sketch(Stored(RangeFile(folder / "file"), 4, full.dtype, full.shape))
+
+
+def computed(lazy: Any) -> bool:
+    """Whether any part of it is computed."""
+    bases = [*getattr(lazy, "parts", ()), *([lazy.base] if hasattr(lazy, "base") else [])]
+    return isinstance(lazy, Computed) or any(map(computed, bases))
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *OTHERS])
+def test_values_and_what_is_read(tmp_path, name):
+    full, sketch = lazily(tmp_path)
+    operation = (VIEWS | OTHERS)[name]
+    due, got = operation(full), operation(sketch)
+    assert isinstance(got, tuple | list) == isinstance(due, tuple | list)
+    for one, other in zip(
+        *(value if isinstance(value, tuple | list) else [value] for value in (due, got)), strict=True
+    ):
+        assert torch.equal(other.lazy.read(), one) and other.dtype == one.dtype and other.shape == one.shape
+        assert computed(other.lazy) == (name in OTHERS)
+
+
+def test_what_cannot_be_followed(tmp_path):
+    _, sketch = lazily(tmp_path)
+    with pytest.raises(CheckpointError, match="writes into a tensor of the checkpoint"):
+        sketch.mul_(2)
+    assert sketch[1, 1, 1].item() == 25.0
+    with pytest.raises(IndexError):
+        sketch[:, 7]

@@ -1,0 +1,45 @@
+"""The pages of the documentation, and the code in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+POLICIES = ROOT / "policies" / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md")), POLICIES, ROOT / "tutorials" / "README.md"]
+
+
+class Code(NamedTuple):
+    """A fenced block: its language, its text, and the file that its first line ``# my_model.py`` names."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        named = re.match(r"# ([\w./]+\.(?:py|yaml))\b", self.text)
+        return named.group(1) if named else None
+
+
+def codes(text: str, language: str | None = None) -> list[Code]:
+    """All blocks, or those of one language, in order."""
+    found = [Code(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    return [code for code in found if language in (None, code.language)]
+
+
+def section(page: Path, start: str, end: str | None = None) -> str:
+    """The text from one heading up to another."""
+    text = page.read_text()
+    text = text[text.index(start) :]
+    return text[: text.index(end)] if end else text
+
+
+def anchors(text: str) -> set[str]:
+    """What links to headings end in, as GitHub makes them."""
+    plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

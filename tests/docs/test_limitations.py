@@ -1,0 +1,96 @@
+"""What docs/limitations.md says raises does, and names what to use instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from tests.docs.pages import DOCS, section
+from tests.small import gpt2, parallel
+from tests.worlds import distributed
+
+
+@distributed(world_size=2)
+def test_what_it_says_raises_does() -> None:
+    table = section(DOCS / "limitations.md", "## What raises", "## What warns")
+    rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without the head of the table
+    assert rows == 16  # nine here, seven in the next test
+    model = parallel(gpt2(), 2)
+    staged, _ = training(gpt2().eval(), stages=2)
+    cache = gpt2()(torch.tensor([[1, 2]]), use_cache=True).past_key_values
+    for instead, call in {
+        "save_parallelized": lambda: model.save_pretrained("folder"),
+        r"merge_checkpoints=True": lambda: type(model).save_pretrained(model, "folder"),
+        "after autopar.deparallelize": lambda: model.resize_token_embeddings(200),
+        r"after autopar.deparallelize\(model\)": lambda: model.set_input_embeddings(torch.nn.Embedding(131, 36)),
+        "use pipeline_parallel_size=1": lambda: staged(torch.tensor([[3]]), past_key_values=cache),
+        "autopar.deparallelize": lambda: autopar.initialize(model, {"model_parallelism": {}}),
+        "get_data_parallel_group": lambda: DistributedDataParallel(model),
+        "would fit|that fits": lambda: parallel(gpt2(n_head=1), 2),
+        "sizes|divide": lambda: parallel(gpt2(), 3),
+        "Largest number of stages that fits this model: 1": lambda: training(gpt2(n_layer=1), stages=2),
+    }.items():
+        with pytest.raises(autopar.ConfigError, match=instead):
+            call()
+    with pytest.raises(autopar.CheckpointError, match="Leave assign out"):
+        model.load_state_dict(gpt2().state_dict(), assign=True)
+    with pytest.raises(autopar.ConsistencyError, match=r"autopar\.prepare_dataloader"):
+        model(torch.tensor([[1, 2, 3 + dist.get_rank()]]))
+
+
+def training(model: Any, stages: int = 1, **sections: Any) -> Any:
+    """The model and its optimizer, initialized with some sections of the config."""
+    config = {"model_parallelism": {"pipeline_parallel_size": stages}, **sections}
+    return autopar.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@distributed(world_size=2)
+def test_what_it_says_about_training_raises() -> None:
+    ids = torch.tensor([[1, 2, 3 + dist.get_rank()]])
+    staged, _ = training(gpt2().train(), stages=2)
+    replica, optimizer = training(gpt2(), zero={"stage": 1})
+    half, half_optimizer = training(gpt2(), precision={"dtype": "fp16"})
+    replica(ids, labels=ids).loss.backward()
+    half(ids, labels=ids).loss.backward()
+    autopar.average_gradients(half)
+    for error, instead, call in [
+        (autopar.ConfigError, r"model\.execute_pipeline\(batch, optimizer=optimizer\)", lambda: staged(ids)),
+        (autopar.ConfigError, "Leave it out", lambda: staged.eval()(ids, output_hidden_states=True)),
+        (
+            autopar.ConfigError,
+            r"autopar\.initialize\(model, config, optimizer=optimizer\)",
+            lambda: autopar.initialize(gpt2(), {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
+        ),
+        (autopar.ConsistencyError, r"autopar\.average_gradients\(model\)", optimizer.step),
+        (autopar.ConfigError, r"optimizer\.scale_loss\(loss\)\.backward\(\)", half_optimizer.step),
+        (autopar.ConfigError, r"then step\(\) without a closure", lambda: optimizer.step(lambda: 0.0)),
+        (autopar.ConfigError, "gradient_clipping into the config", lambda: autopar.clip_grad_norm_(half, 1.0)),
+    ]:
+        with pytest.raises(error, match=instead):
+            call()
+    autopar.average_gradients(replica)
+    optimizer.step()
+
+
+@distributed(world_size=2)
+def test_the_plain_clipping_is_wrong_and_adafactor_differs() -> None:
+    ids = torch.arange(12).view(2, 6)
+    models = [gpt2(), parallel(gpt2(), 2)]
+    for model in models:
+        model(ids, labels=ids).loss.backward()
+    plain, sharded = models
+    true = torch.nn.utils.get_total_norm(parameter.grad for parameter in plain.parameters())
+    wrong = torch.nn.utils.get_total_norm(parameter.grad for parameter in sharded.parameters())
+    assert abs(wrong - true) > 1e-3 * true
+    torch.testing.assert_close(autopar.clip_grad_norm_(sharded, 1.0), true, rtol=1e-5, atol=0)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    for model in models:
+        torch.optim.Adafactor(model.parameters(), lr=0.05).step()
+    difference = autopar.deparallelize(sharded)(ids).logits - plain(ids).logits
+    assert difference.abs().max() > 1e-5

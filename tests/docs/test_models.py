@@ -1,0 +1,73 @@
+"""The table of model types in docs/models.md is complete, and what pages say about their number is right.
+
+UPDATE_DOCS=1 python -m pytest tests/docs/test_models.py      writes the table
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from autopar.policy.load import load_policy, policy_files
+from autopar.policy.match import supported_model_types
+from tests.docs.pages import DOCS, README
+from tests.random_models import auto_heads, of_type
+
+PAGE = DOCS / "models.md"
+
+HEADS = {  # ending of a class -> its task
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "generation",
+    "MTModel": "generation",
+    "ForPreTraining": "pretraining",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+    "ForQuestionAnswering": "question answering",
+    "ForMultipleChoice": "choice",
+    "ForImageClassification": "image",
+    "ForSemanticSegmentation": "segmentation",
+    "ForAudioFrameClassification": "audio",
+    "ForCTC": "CTC",
+    "Model": "base",
+}
+
+
+def policy_table() -> str:
+    """The table between the markers: one row a policy."""
+    rows = []
+    for path in policy_files():
+        policy = load_policy(path)
+        kinds = [kind for kind in policy.model_types if not of_type(kind).inside]
+        heads = {head for kind in kinds for head in auto_heads(kind) - set(of_type(kind).without)}
+        named = {next((word for ending, word in HEADS.items() if head.endswith(ending)), "others") for head in heads}
+        shown = [word for word in dict.fromkeys([*HEADS.values(), "others"]) if word in named]
+        rules = [rule for tower in policy.towers for rule in tower.blocks.values()]
+        units = [unit for tower in policy.towers for unit in tower.units.values()]
+        fewer = "yes" if any(unit.replicate for unit in units) else ""
+        by_expert = "yes" if any(rule.by_expert for rule in rules) else ""
+        rows.append(
+            f"| {', '.join(policy.model_types)} | {', '.join(shown) or 'part of a model'} | {fewer} | {by_expert} "
+            f"| {policy.transformers.removesuffix(',<6')} | [{path.name}](../policies/{path.name}) |"
+        )
+    head = "| model types | heads | fewer KV heads | by expert | transformers | policy |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *sorted(rows)])
+
+
+def test_pages_count_right() -> None:
+    whole = [kind for kind in supported_model_types() if not of_type(kind).inside]
+    stated = [re.findall(r"(\d+) model types", page.read_text()) for page in (README, PAGE)]
+    assert all(stated)
+    assert {int(number) for found in stated for number in found} == {len(whole)}
+
+
+def test_the_table_is_complete() -> None:
+    text = PAGE.read_text()
+    wanted = re.sub(
+        r"(?<=<!-- policies -->\n).*?(?=<!-- /policies -->)", lambda _: policy_table() + "\n", text, flags=re.DOTALL
+    )
+    if os.environ.get("UPDATE_DOCS") == "1":
+        PAGE.write_text(wanted)
+        text = wanted
+    assert text == wanted, "run UPDATE_DOCS=1 python -m pytest tests/docs/test_models.py"

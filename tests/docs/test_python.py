@@ -1,0 +1,121 @@
+"""The Python of every page runs, on two ranks, page by page; and does what the comments in it say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from tests.docs.pages import DOCS, PAGES, README, codes
+from tests.small import gpt2
+from tests.worlds import distributed
+
+# Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
+RUN = {README: 1, DOCS / "training.md": 2, DOCS / "checkpoints.md": 2, DOCS / "policies.md": 3}
+
+
+def blocks(page: Path) -> list[str]:
+    return [code.text for code in codes(page.read_text(), "python") if not code.file]
+
+
+def test_every_block_is_run() -> None:
+    assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == RUN
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """What the pages call ``dataset``."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, 131, (24, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def run(page: Path, folder: Path, count: int | None = None) -> dict[str, Any]:
+    """The names that are there when the blocks of a page (the first ones) have run; a small model is called "gpt2"."""
+    os.chdir(folder)
+    if dist.get_rank() == 0:
+        gpt2().save_pretrained("gpt2")
+    dist.barrier()
+    namespace: dict[str, Any] = {"dataset": Sequences()}
+    for code in blocks(page)[:count]:
+        exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), page.name, "exec"), namespace)
+    return namespace
+
+
+@distributed(world_size=2)
+def run_the_readme(folder: Path) -> None:
+    run(README, folder)
+
+
+def test_the_readme(tmp_path: Path) -> None:
+    run_the_readme(tmp_path)
+    result = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoint"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not torch.equal(trained.lm_head.weight, gpt2().lm_head.weight)
+
+
+@distributed(world_size=2)
+def test_training(tmp_path: Path) -> None:
+    page = DOCS / "training.md"
+    names = run(page, tmp_path, 1)
+    model, optimizer = names["model"], names["optimizer"]
+    attached = re.findall(r"^\| `model\.(\w+)", page.read_text(), re.MULTILINE)
+    assert len(attached) == 7
+    for name in attached:
+        assert name == "mpu" or callable(getattr(model, name)), name
+    assert (names["out"].loss is None) == (dist.get_rank() == 0), "out.loss is that of the last stage"
+    assert optimizer.skipped_steps < 3 and optimizer.gradient_norm > 0
+    (last,) = blocks(page)[1:]
+    exec(compile(last, page.name, "exec"), names)
+    plain = names["plain"]
+    assert plain is model and not hasattr(plain, "mpu"), "deparallelize gives back the same object"
+    assert not torch.equal(plain.lm_head.weight, gpt2().lm_head.weight), "it was trained"
+
+
+@distributed(world_size=2)
+def run_the_checkpoints(folder: Path) -> None:
+    names = run(DOCS / "checkpoints.md", folder)
+    assert names["extra"] == {"epoch": 3}
+
+
+def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_the_checkpoints(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "checkpoints.md").read_text()
+    (commands,) = [code.text.splitlines() for code in codes(text, "bash")]
+    for line in commands:
+        result = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert result.exit_code == 0, f"{line}: {result.output}"
+    first, later = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "merged-later"))
+    assert first.keys() == later.keys() and all(torch.equal(first[name], later[name]) for name in first)
+    named = {shlex.split(line)[1] for line in commands}
+    assert named == set(re.findall(r"^\| `autopar (\w+) ", text, re.MULTILINE)), "each command of the table is shown"
+
+
+@distributed(world_size=2)
+def test_policies(tmp_path: Path) -> None:
+    names = run(DOCS / "policies.md", tmp_path)
+    own = nn.Sequential(nn.Linear(20, 37), nn.ReLU(), nn.Linear(37, 20))
+    own.load_state_dict(names["whole"])
+    names["Mine"]().load_state_dict(load_file("mine/model.safetensors"))
+    assert names["logits"].shape == (1, 8, 131)
+    layer = names["model"].transformer.h[0]
+    assert layer.mlp.c_fc.weight.shape[1] == 72 and layer.attn.c_attn.weight.shape == (36, 108)

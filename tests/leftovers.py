@@ -1,0 +1,125 @@
+"""What the body of a test may leave behind in its process, put back before the next body runs there.
+
+Without it a rank could not be used twice: process groups of MPUs that nobody destroyed, random generators, the default
+dtype and device, the environment, hooks for exceptions, levels and handlers of loggers, functions of autopar that a
+body has replaced. What cannot be put back (the world's own process group) is an error of the test that took it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
+
+_LOGGERS = ("autopar", "torch", "transformers")
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
+
+
+class Settings:
+    """The state of this process as it is now: ``restore`` makes it so again."""
+
+    def __init__(self) -> None:
+        self.world = dist.group.WORLD
+        self.torch_state = torch.get_rng_state()
+        self.python_state = random.getstate()
+        self.numpy_state = numpy.random.get_state()
+        self.dtype, self.device = torch.get_default_dtype(), torch.get_default_device()
+        self.threads, self.precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        self.environment, self.folder, self.path = dict(os.environ), os.getcwd(), list(sys.path)
+        self.hooks = sys.excepthook, sys.unraisablehook, threading.excepthook
+        self.loggers = _loggers()
+        self.functions = [
+            (holder, name, value)
+            for holder in _namespaces()
+            for name, value in vars(holder).items()
+            if type(value) in _FUNCTIONS
+        ]
+
+    def restore(self) -> None:
+        """Put all of it back, drop what the body left, and meet the other ranks.
+
+        Raises:
+            AssertionError: if the world of the process is not the one of before, or the ranks are not in step.
+        """
+        assert dist.is_initialized() and dist.group.WORLD is self.world, (
+            "the test has destroyed the process group of its world: it cannot share its ranks, use @distributed"
+        )
+        gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
+        torch.set_rng_state(self.torch_state)
+        random.setstate(self.python_state)
+        numpy.random.set_state(self.numpy_state)
+        torch.set_default_dtype(self.dtype)
+        if torch.get_default_device() != self.device:
+            torch.set_default_device(self.device)
+        torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.use_deterministic_algorithms(self.deterministic)
+        torch.set_grad_enabled(True)
+        torch.set_autocast_enabled("cpu", False)
+        if os.environ != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        sys.excepthook, sys.unraisablehook, threading.excepthook = self.hooks
+        transformers.utils.logging.warning_once.cache_clear()
+        for holder, name, value in self.functions:
+            if vars(holder).get(name) is not value:
+                setattr(holder, name, value)
+        for name, (level, handlers, disabled) in self.loggers.items():
+            logger = logging.getLogger(name)
+            logger.setLevel(level)
+            logger.handlers[:], logger.disabled = handlers, disabled
+        for name in _loggers().keys() - self.loggers.keys():
+            logging.getLogger(name).handlers.clear()
+            logging.getLogger(name).setLevel(logging.NOTSET)
+        _trim()
+        _destroy_groups()
+
+
+def _loggers() -> dict[str | None, tuple[int, list[logging.Handler], bool]]:
+    """Level, handlers and switch of the loggers that tests touch."""
+    names: list[Any] = [name for name in logging.root.manager.loggerDict if name.split(".")[0] in _LOGGERS]
+    return {
+        name: (logging.getLogger(name).level, list(logging.getLogger(name).handlers), logging.getLogger(name).disabled)
+        for name in [None, *names]
+    }
+
+
+def _namespaces() -> list[Any]:
+    """The modules and classes of autopar, and others in which tests have put functions of their own."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "autopar"]
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    own = [value for value in dict.fromkeys(classes) if value.__module__.partition(".")[0] == "autopar"]
+    return [*modules, *own, Path, dist, torch.cuda]
+
+
+def _destroy_groups() -> None:
+    """Destroy all process groups but the world's; from here on all ranks number new groups alike."""
+    state = dist.distributed_c10d._world
+    for group in list(state.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    clear_sharding_prop_cache()  # DTensor remembers meshes over the groups that are gone
+    number = torch.tensor(state.group_count)
+    dist.all_reduce(number, dist.ReduceOp.MAX)  # a rank that is still in a collective of the body shows here
+    state.group_count = int(number)
+
+
+def _trim() -> None:
+    """Give memory that is free back to the system: ranks wait for long, with the largest model they have had."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)

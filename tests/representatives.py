@@ -1,0 +1,76 @@
+"""Which model types and policies stand for others where real ranks are needed.
+
+``make test`` compares :data:`REPRESENTATIVES` with the plain model, ``make test-all`` every model type; over four ranks
+it takes one policy of each structure. What needs no ranks, both do for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from autopar.policy.load import load_policy, policy_files
+from autopar.policy.schema import Rule, Tower
+
+__all__ = ["REPRESENTATIVES", "one_of_each_structure"]
+
+REPRESENTATIVES = {
+    "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",
+    "llama": "rotary embeddings, fewer KV heads, gated MLP",
+    "phi3": "q, k, v of different widths fused in one Linear; gate and up fused",
+    "qwen3": "a norm over each head",
+    "falcon": "one KV head for all, fused with the queries; attention and MLP side by side",
+    "bloom": "q, k, v fused head by head; ALiBi slopes by head",
+    "bert": "an encoder with biases; the head's transform and decoder",
+    "deberta-v2": "attention by relative positions, with projections that layers use twice",
+    "t5": "encoder and decoder; a bias by head in the first layer, for all layers",
+    "bart": "encoder and decoder with learned positions and cross-attention",
+    "mixtral": "experts stacked in one tensor",
+    "deepseek_v3": "latent attention, routed and shared experts",
+    "llama4_text": "layers of several kinds; experts beside a shared one",
+    "mamba2": "a state-space mixer with several parts in one projection",
+    "zamba2": "state-space layers and one attention block that layers share",
+    "rwkv": "linear attention, recurrent",
+    "gemma2": "soft caps, norms after each part",
+    "vit": "images: a convolution makes the patches",
+    "swin": "windows of attention, widths that grow",
+    "chinese_clip": "CLIP: towers for images and text, and projections into one space",
+    "llava": "a vision tower, a projector and a language model, each by its own policy",
+    "mllama": "cross-attention layers for images between those for text",
+    "qwen2_vl": "a vision tower with one fused q, k, v and rotary embeddings of its own",
+    "whisper": "audio through convolutions; generate of an encoder and decoder",
+    "wav2vec2": "audio with a convolution over positions",
+    "encoder-decoder": "two models with policies of their own",
+}
+"""Model type -> what it stands for."""
+
+
+def one_of_each_structure(model_types: Collection[str]) -> list[str]:
+    """Policies of these model types that hold a tower of another structure than those before."""
+    found, seen = [], set[Any]()
+    for path in policy_files():
+        policy = load_policy(path)
+        structures = {_structure(tower) for tower in policy.towers}
+        if set(policy.model_types) & set(model_types) and not structures <= seen:
+            found.append(path.stem)
+            seen |= structures
+    return found
+
+
+def _structure(tower: Tower) -> Any:
+    """What a tower says, without names of modules and config attributes: equal ones are cut and summed alike."""
+    units = {(u.name, u.follows, u.replicate, u.or_whole, u.multiple, u.align) for u in tower.units.values()}
+    rules = [{_rule(r) for r in rules.values()} for rules in (tower.blocks, tower.prefix, tower.suffix)]
+    ratios = [{(r.parts, r.per) for r in rules.values()} for rules in (tower.block_attributes, tower.attributes)]
+    inputs = [{(i.unit, i.dim) for i in rules.values()} for rules in (tower.block_inputs, tower.inputs)]
+    return tuple(frozenset(part) for part in (units, *rules, *ratios, *inputs))
+
+
+def _rule(rule: Rule) -> Any:
+    facts = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    for name in ("by_expert", "within", "repeat"):  # paths and config attributes
+        facts[name] = facts[name] is not None
+    del facts["where"]
+    parts = tuple((part.unit, part.width is None) for part in facts.pop("parts"))
+    return (parts, *facts.values())

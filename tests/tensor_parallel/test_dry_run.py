@@ -1,0 +1,137 @@
+"""Policies that are complete and still wrong are found before the model is touched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import PolicyError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.load import policy_folder, read_user_policy
+from autopar.policy.match import find_policy
+from tests.pool import pooled
+from tests.small import gpt2, llama
+
+LLAMA = """
+match: {model_type: [llama]}
+units:
+  heads: {count: num_attention_heads, follows: kv_heads}
+  kv_heads: {count: num_key_value_heads, replicate: true}
+  ffn: inferred
+  vocab: vocab_size
+prefix:
+  embed_tokens: {embedding: vocab}
+blocks:
+  path: layers
+  modules:
+    input_layernorm: replicated
+    self_attn.q_proj: {column: heads}
+    self_attn.k_proj: {column: kv_heads}
+    self_attn.v_proj: {column: kv_heads}
+    self_attn.o_proj: {row: heads}
+    post_attention_layernorm: replicated
+    mlp.gate_proj: {column: ffn}
+    mlp.up_proj: {column: ffn}
+    mlp.down_proj: {row: ffn}
+  attributes:
+    self_attn.num_key_value_groups: heads / kv_heads
+suffix:
+  norm: replicated
+head:
+  lm_head?: {column: vocab, gather_output: true}
+"""
+
+
+def check_plan_with(text: str, model: Any, tp: int) -> bool:
+    return check_plan(model, "", make_plan(model, read_user_policy(text), tp))
+
+
+def test_a_right_policy_passes_and_leaves_the_model_alone():
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    assert check_plan_with(LLAMA, model, 3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("q_proj: {column: heads}", "q_proj: replicated", "fails in model.layers.0.self_attn"),
+        ("v_proj: {column: kv_heads}", "v_proj: replicated", "fails in model.layers.0.self_attn"),
+        ("up_proj: {column: ffn}", "up_proj: replicated", "fails in model.layers.0.mlp"),
+        ("gate_proj: {column: ffn}", "gate_proj: {column: ffn, gather_output: true}", "fails in model.layers.0.mlp"),
+        (
+            "input_layernorm: replicated",
+            "input_layernorm: {replicated: heads}",
+            "policy text:13: model.layers.0.input_layernorm.weight works on replicated activations: its gradient must "
+            "not be summed, write 'replicated'",
+        ),
+    ],
+)
+def test_a_wrong_rule_is_found(old: str, new: str, message: str):
+    text = LLAMA.replace(old, new)
+    assert text != LLAMA
+    with pytest.raises(PolicyError, match=message) as info:
+        check_plan_with(text, llama(), 2)
+    assert str(info.value).startswith("policy text:")
+    assert isinstance(info.value.where, str)
+
+
+def test_a_head_count_that_nobody_scaled_is_found():
+    text = LLAMA.replace("self_attn.num_key_value_groups: heads / kv_heads", "{}").replace("attributes:\n    {}", "")
+    model = llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
+    assert check_plan_with(LLAMA, model, 4)
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
+        check_plan_with(text, model, 4)
+
+
+def test_keys_that_are_cut_like_queries_are_found_where_that_makes_a_difference():
+    text = LLAMA.replace("k_proj: {column: kv_heads}", "k_proj: {column: heads}")
+    assert check_plan_with(text, llama(), 3)  # one KV head and its two query heads on each rank: the same cut
+    with pytest.raises(PolicyError, match=r"fails in model.layers.0.self_attn, where the full model does not"):
+        check_plan_with(text, llama(), 4)
+
+
+def test_a_partial_gradient_that_no_logit_shows_is_found():
+    text = (policy_folder() / "gpt2.yaml").read_text()
+    model = gpt2()
+    for block in model.transformer.h:  # a norm between column and row
+        block.attn.attn_dropout = nn.Identity()
+        block.mlp.act = nn.Sequential(block.mlp.act, nn.PReLU(1))
+    shared = text.replace("mlp.c_fc:", "mlp.act: replicated\n    mlp.c_fc:")
+    with pytest.raises(PolicyError, match=r"act.1.weight works on sharded activations.*\{replicated: UNIT\}"):
+        check_plan_with(shared, model, 2)
+    assert check_plan_with(text.replace("mlp.c_fc:", "mlp.act: {replicated: ffn}\n    mlp.c_fc:"), model, 2)
+
+
+def test_a_model_that_does_not_run_without_data_is_not_rehearsed():
+    model = gpt2()
+    model.transformer.drop.forward = lambda x: x * float(x.untyped_storage()[0])
+    assert not check_plan(model, "", make_plan(model, find_policy(model), 2))
+
+
+def test_hooks_of_the_user_have_no_part_in_it():
+    model, calls = gpt2(), []
+    model.transformer.register_forward_hook(lambda *_: calls.append(1))
+    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
+    assert calls == []
+
+
+@pooled(world_size=2)
+def test_initialize_refuses_it_on_every_rank():
+    policy = yaml.safe_load(LLAMA)
+    policy["blocks"]["modules"]["self_attn.q_proj"] = "replicated"
+    import autopar
+
+    model = llama()
+    with pytest.raises(PolicyError, match=r"policy dict:blocks.modules.self_attn"):
+        autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
+    assert not hasattr(model, "mpu")
+    assert autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=LLAMA) is model

@@ -1,0 +1,212 @@
+"""Each mistake that only a run can show, on the smallest model that makes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.errors import PolicyError
+from tests.tensor_parallel.test_region_modules import HEADS, LATENT_RULES, MIXTURE_RULES, Latent, Mixture, Selective
+from tests.tensor_parallel.toys import MLP, MLP_RULES, Toy, ToyConfig, checked_plan, filled, toy, toy_policy
+
+
+def refused(model: Any, policy: Any, path: str, message: str) -> None:
+    """The error is blamed on the rule of ``path``."""
+    with pytest.raises(PolicyError) as info:
+        checked_plan(model, policy)
+    assert str(info.value).startswith(f"policy dict:blocks.modules.{path}: {message}"), str(info.value)
+
+
+def latent(**changes: Any) -> dict[str, Any]:
+    return toy_policy(HEADS, {**LATENT_RULES, **changes}, attributes=HEADS)
+
+
+def test_the_right_rules_pass() -> None:
+    checked_plan(toy(Latent), latent())
+    checked_plan(toy(Mixture), toy_policy({"ffn": "ffn"}, MIXTURE_RULES))
+
+
+MIXED = (
+    "a replicated activation meets sharded ones: its gradient would be partial. The module that made it needs "
+    "{enter_output: UNIT}, or a rule that shards it"
+)
+
+
+def test_a_replicated_activation_that_meets_sharded_ones() -> None:
+    rules = latent(latent="replicated", norm="replicated", k={"column": "heads"})
+    refused(toy(Latent), rules, "q", f"in layers.1 {MIXED}")  # nothing flows back into the model's own inputs
+
+    class Twice(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x) * x.mean(-1, keepdim=True))
+
+    refused(toy(Twice), toy_policy({"ffn": "ffn"}, MLP_RULES), "up", f"in layers.1 {MIXED}")
+
+
+def test_a_parameter_whose_gradient_stays_partial() -> None:
+    message = "layers.0.norm.bias works on sharded activations, but its rule leaves its gradient partial: "
+    message += "write {replicated: UNIT} to have it summed, or cut it"
+    refused(toy(Latent), latent(norm="replicated"), "q", message)
+
+    class Scaled(MLP):
+        def __init__(self, config: ToyConfig) -> None:
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x) * self.scale)
+
+    units = {"ffn": "ffn"}
+    message = "layers.0.scale works on sharded activations, but its rule leaves its gradient partial: "
+    refused(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": "replicated"}), "up", message)
+    assert checked_plan(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
+
+
+def test_a_parameter_that_is_read_where_nobody_sums_its_gradient() -> None:
+    class Deep(MLP):
+        def __init__(self, config: ToyConfig) -> None:
+            super().__init__(config)
+            self.outer = nn.ModuleDict({"inner": nn.ModuleDict({"norm": nn.LayerNorm(1)})})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x) * self.outer["inner"]["norm"].weight)
+
+    rules = {**MLP_RULES, "outer.inner.norm": {"replicated": "ffn"}}
+    message = (
+        "layers.0.outer.inner.norm.weight works on sharded activations outside the forward of "
+        "layers.0.outer.inner.norm, where its gradient is not summed"
+    )
+    refused(toy(Deep), toy_policy({"ffn": "ffn"}, rules), "outer.inner.norm", message)
+
+
+def test_a_gradient_that_must_not_be_summed() -> None:
+    class Before(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(self.between(x)))
+
+    model = toy(lambda config: Before(config, nn.LayerNorm(config.hidden_size)))
+    rules = {**MLP_RULES, "between": {"replicated": "ffn"}}
+    message = (
+        "layers.1.between.bias works on replicated activations: its gradient must not be summed, write 'replicated'"
+    )
+    refused(model, toy_policy({"ffn": "ffn"}, rules), "between", message)
+
+
+def test_what_layers_read() -> None:
+    ffn = {"ffn": "ffn"}
+
+    class Cut(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x) + self.between(x))
+
+    model = toy(lambda config: Cut(config, nn.Linear(config.hidden_size, config.ffn)))
+    refused(
+        model,
+        toy_policy(ffn, {**MLP_RULES, "between": {"cut": "ffn"}}),
+        "between",
+        "layers.1.between is cut, but its input is replicated and needs a gradient: make it a column, or feed it by "
+        "one",
+    )
+    refused(
+        model,
+        toy_policy(ffn, {**MLP_RULES, "between": {"column": "ffn", "inside": True}}),
+        "between",
+        "layers.0.between is a column inside a region, but its input is replicated",
+    )
+    assert checked_plan(model, toy_policy(ffn, {**MLP_RULES, "between": {"column": "ffn"}}))
+    rules = {"up": {"column": "ffn"}, "steer": {"row": "ffn", "enter_output": True}, "down": {"row": "ffn"}}
+    refused(
+        toy(Selective),
+        toy_policy(ffn, {**rules, "step": {"column": "ffn"}}),
+        "step",
+        "layers.0.step is a column, but its input is sharded already",
+    )
+
+    class Swapped(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(self.down(x))
+
+    refused(
+        toy(Swapped, hidden_size=5),
+        toy_policy(ffn, MLP_RULES),
+        "down",
+        "layers.0.down is a row, but its input is replicated: no column feeds it",
+    )
+    refused(
+        toy(MLP),
+        toy_policy(ffn, {**MLP_RULES, "up": {"column": "ffn", "inside": True}}),
+        "up",
+        "layers.0.up is a column inside a region, but its input is replicated",
+    )
+
+
+def test_gathered_and_regions_read_the_right_kind() -> None:
+    class Gathers(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(self.between(x)))
+
+    model = toy(lambda config: Gathers(config, nn.Softmax(-1)))
+    refused(
+        model,
+        toy_policy({"ffn": "ffn", "h": "hidden_size"}, {**MLP_RULES, "between": {"gathered": "h"}}),
+        "between",
+        "layers.0.between is gathered, but its input is replicated",
+    )
+
+    class Twice(Mixture):
+        def __init__(self, config: ToyConfig) -> None:
+            super().__init__(config)
+            self.up, self.down = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.experts(self.up(x), self.router(x)))
+
+    rules = {**MIXTURE_RULES, "up": {"column": "h"}, "down": {"row": "h"}}
+    refused(
+        toy(Twice),
+        toy_policy({"ffn": "ffn", "h": "hidden_size"}, rules),
+        "experts",
+        "layers.0.experts is a region, but its input is sharded already",
+    )
+
+
+class Reports(Toy):
+    """Hands out more than its last hidden state."""
+
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__(config, MLP)
+        self.heads = config.heads
+
+    def forward(self, inputs_embeds: torch.Tensor) -> Any:
+        out = super().forward(inputs_embeds)
+        if self.config.report == "inside":
+            return {"last": out.last_hidden_state, "hidden": self.layers[0].up(inputs_embeds)}
+        return {"last": out.last_hidden_state, "count": torch.zeros(self.heads, device=inputs_embeds.device)}
+
+
+def test_outputs_are_whole_and_of_the_right_shape() -> None:
+    policy = toy_policy({"ffn": "ffn", "heads": "heads"}, MLP_RULES)
+    inside = filled(Reports(ToyConfig(report="inside")))
+    refused(inside, policy, "up", "output 'hidden' is still sharded: some row or gather_output is missing")
+    assert checked_plan(filled(Reports(ToyConfig(report="count"))), policy)
+    policy["attributes"] = {"heads": "heads"}
+    refused(
+        filled(Reports(ToyConfig(report="count"))),
+        policy,
+        "up",
+        "outputs have shapes [(2, 5, 6), (2,)], those of the full model [(2, 5, 6), (4,)]",
+    )
+
+
+def test_regions_that_names_alone_show_to_be_wrong() -> None:
+    once = {**MIXTURE_RULES, "experts": "replicated"}
+    policy = toy_policy({"ffn": "ffn", "other": "ffn"}, {**MIXTURE_RULES, "experts.down_bias": {"once": "other"}})
+    message = "experts.down_bias works on activations sharded by 'other', but no column opens them"
+    refused(toy(Mixture), policy, "experts.down_bias", message)
+    with pytest.raises(
+        PolicyError, match=r"layers.0.experts.up is matched by two rules, here and, with layers.0.experts, in"
+    ):
+        checked_plan(toy(Mixture), toy_policy({"ffn": "ffn"}, once))

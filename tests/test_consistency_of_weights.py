@@ -1,0 +1,207 @@
+"""Weights, gradients and optimizer states that tensor-parallel ranks must have alike: named as soon as they differ."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import CheckpointError, ConsistencyError
+from tests.parity import language_batches
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+from tests.worlds import raises_everywhere
+
+
+def _train(model, steps: int, skip: int | None = None):
+    """A user's loop, in which one rank may skip a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, batch in enumerate(language_batches(131, count=steps)):
+        model(**batch).loss.backward()
+        if step != skip or dist.get_rank() != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pooled(world_size=2)
+def test_a_rank_that_skips_a_step_is_named_on_the_next_forward():
+    model = parallel(gpt2(), 2).train()
+    _train(model, 2)
+    with raises_everywhere(
+        ConsistencyError,
+        "have drifted apart",
+        "optimizer steps so far: rank 0: 4, rank 1: 3",
+        "weight transformer.",
+        "skipped an optimizer step",
+    ):
+        _train(model, 3, skip=1)
+
+
+@pooled(world_size=2)
+def test_weights_that_one_rank_wrote_are_found_within_some_forwards():
+    model = parallel(gpt2(n_layer=5), 2).train()
+    batch = language_batches(131, count=1)[0]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.transformer.h[3].ln_2.bias[2] += 1e-7
+    with raises_everywhere(ConsistencyError, "weight transformer.h.3.ln_2.bias: rank 0: "):
+        for _ in range(20):
+            with torch.no_grad():
+                model(**batch)
+
+
+@pooled(world_size=2)
+def test_weights_that_differ_are_not_saved(tmp_path_factory=None):
+    import tempfile
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model = parallel(gpt2(), 2).train()
+    _train(model, 2, skip=1)  # no forward comes after it
+    for arguments in ({}, {"merge_checkpoints": True}, {"async_save": True}):
+        with raises_everywhere(
+            CheckpointError,
+            "transformer.wpe.weight differs between rank 0 and rank 1, which must hold the same",
+            "skipped an optimizer step",
+        ):
+            model.save_parallelized(f"{folder[0]}/step-2", **arguments)
+    off = parallel(gpt2(), 2, consistency_check={"enable": False}).train()
+    _train(off, 2, skip=1)
+    off.save_parallelized(f"{folder[0]}/step-2")
+
+
+@pooled(world_size=2)
+def test_dropout_and_fifty_steps_raise_no_false_alarm():
+    rates = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    model = parallel(gpt2(**rates), 2).train()
+    own = torch.Generator().manual_seed(dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = language_batches(131, count=3)
+    for step in range(50):
+        model(**batches[step % 3]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.rand(1, generator=own)
+        if step % 10 == 9:
+            with torch.no_grad():
+                model.eval()(**batches[0])
+            model.train()
+
+
+@pooled(world_size=2)
+def test_torchs_own_clipping_is_noticed_on_the_next_forward():
+    """It scales each rank by the norm of its own shards, so that replicated weights drift apart."""
+    model = parallel(gpt2(), 2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with raises_everywhere(ConsistencyError, "have drifted apart", "weight transformer.", "other settings"):
+        for batch in language_batches(131, count=3):
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pooled(world_size=2)
+def test_gradients_that_were_summed_over_all_ranks_are_noticed_on_the_next_forward():
+    model = parallel(llama(num_attention_heads=4, num_key_value_heads=4, hidden_size=32, vocab_size=132), 2).train()
+    model.config.use_cache = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    even = [p for name, p in model.named_parameters() if "mlp" not in name]
+    batches = language_batches(131, count=6)
+    with raises_everywhere(ConsistencyError, "stepped with the same numbers for", "autopar.average_gradients(model)"):
+        for batch in batches:
+            model(**batch).loss.backward()
+            for parameter in even:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pooled(world_size=2)
+def test_a_rank_that_generates_while_the_other_trains():
+    model = parallel(gpt2(), 2).train()
+    ids = torch.arange(4)[None]
+    with raises_everywhere(
+        ConsistencyError,
+        "are in different calls:\n  call: rank 0: generate, rank 1: forward of GPT2LMHeadModel\n",
+        "evaluate and generate on all of them",
+    ):
+        if dist.get_rank() == 0:
+            model.generate(ids, max_new_tokens=2, pad_token_id=0)
+        else:
+            model(ids)
+
+
+@pooled(world_size=2)
+def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard():
+    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight.normal_()
+    with raises_everywhere(ConsistencyError, "hold the same shard of the weights", "Drawing weights anew"):
+        for _ in range(40):
+            model(torch.arange(4)[None])
+
+
+@pooled(world_size=2)
+def test_an_optimizer_state_of_rank_0_on_all_ranks_is_noticed_on_the_next_forward():
+    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
+    batches = language_batches(131, count=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    saved = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)  # what torch.load of rank 0's file gives
+    resumed = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with raises_everywhere(ConsistencyError, "stepped with the same numbers for", "from_parallelized(..., optimizer="):
+        for batch in batches:
+            resumed.load_state_dict(saved[0])
+            model(**batch).loss.backward()
+            resumed.step()
+            resumed.zero_grad()
+
+
+@pooled(world_size=2)
+def test_settings_and_frozen_weights_that_differ_between_ranks():
+    rank = dist.get_rank()
+    batches = language_batches(131, count=3)
+    model = parallel(gpt2(), 2).train()
+    model.transformer.requires_grad_(False)
+    model.transformer.wte.requires_grad_(True)  # sharded: nothing that ranks hold whole drifts apart
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    with raises_everywhere(ConsistencyError, "stepped with different settings of the optimizer", "'lr': 0.1"):
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+    model = parallel(gpt2(), 2).train()
+    model(**batches[0])
+    model.transformer.h[0].mlp.c_fc.weight.requires_grad_(rank == 1)
+    with raises_everywhere(
+        ConsistencyError,
+        "train different weights:",
+        "requires_grad of transformer.h.0.mlp.c_fc.weight: rank 0: False, rank 1: True",
+    ):
+        model(**batches[0])
+
+
+@pooled(world_size=2)
+def test_gradients_that_are_no_numbers_and_heads_that_are_copies_raise_no_false_alarm():
+    model = parallel(gpt2(), 2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in language_batches(131, count=6):
+        (model(**batch).loss * float("nan")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = llama(num_attention_heads=4, num_key_value_heads=4, hidden_size=32, intermediate_size=36, vocab_size=132)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:  # each half is the other one's copy
+                dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+                half = parameter.narrow(dim, 0, parameter.shape[dim] // 2)
+                parameter.copy_(torch.cat([half, half], dim))
+    model = parallel(model, 2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in language_batches(131, count=12):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

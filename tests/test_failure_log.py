@@ -1,0 +1,215 @@
+"""Who is still there: processes that are gone, what ranks publish, and how long collectives wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.distributed.failures import GRACE, FailureLog, Process
+from autopar.distributed.mesh import MPU
+from autopar.errors import PipelineError
+from tests.pool import pooled
+from tests.worlds import distributed, spawn
+
+
+def test_this_process_is_alive():
+    here = Process.current()
+    assert here.pid == os.getpid()
+    assert here.is_alive() is True
+    assert here._replace(place="elsewhere").is_alive() is None
+    assert here._replace(started="").is_alive() is True  # where the kernel tells no start time
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_process_that_is_gone(started):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = Process.current()._replace(pid=child.pid, started="")
+    if started:
+        process = process._replace(started=_started(child.pid))
+    assert process.is_alive() is True
+    child.kill()
+    if started:  # a zombie, until somebody waits for it
+        deadline = time.monotonic() + 5
+        while process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.is_alive() is False
+    child.wait()
+    assert process.is_alive() is False
+
+
+def _started(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[19]
+
+
+def test_another_process_with_the_same_number_is_another_one():
+    assert Process.current()._replace(started="1").is_alive() is False
+
+
+def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
+    here = Process.current()
+
+    def fail(path):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("autopar.distributed.failures._place", lambda: here.place)
+    monkeypatch.setattr("autopar.distributed.failures.Path.read_text", fail)
+    assert here.is_alive() is None
+
+
+@pooled(world_size=2)
+def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
+    mpu = MPU(2)
+    logs = [FailureLog(mpu, 5), FailureLog(mpu, 5)]
+    mine, other = dist.get_rank(), 1 - dist.get_rank()
+    assert logs[0].read(other)[:2] == ("", False)
+    dist.barrier()
+    logs[0].publish(f"rank {mine} has no disk\nand no hope")
+    dist.barrier()
+    assert logs[0].read(other)[:2] == (f"rank {other} has no disk\nand no hope", False)
+    assert logs[1].read(other)[:2] == ("", False)  # of another model
+    time.sleep(2.1)
+    said = re.sub(r"said \d s ago", "said", logs[0].describe([0, 1]))
+    assert said != logs[0].describe([0, 1])
+    assert said == f"  rank {other} said: rank {other} has no disk\n    and no hope"
+    dist.barrier()
+    logs[0].clear()
+    dist.barrier()
+    assert logs[0].read(other)[:2] == ("", False)
+    start = time.monotonic()
+    expected = f"  rank {other} said nothing: hanging, late, or ended on another machine."
+    assert logs[0].describe([other]) == expected
+    assert GRACE <= time.monotonic() - start < GRACE + 1
+    dist.barrier()
+
+
+@pooled(world_size=2)
+def test_what_is_said_may_be_long_and_strange() -> None:
+    log = FailureLog(MPU(2), 5)
+    log.publish("ü" * 100_000 + "\0")
+    dist.barrier()
+    assert log.read(1 - dist.get_rank())[:2] == ("ü" * 4000, False)
+
+
+@distributed(world_size=2)  # its time-out breaks the connections of the world
+def test_patience_holds_inside_only() -> None:
+    mpu = MPU(2, 1)
+    log = FailureLog(mpu, 2)
+    before = [each.options._timeout for each in log._backends()]
+    with pytest.raises(PipelineError) as info, log.deadline():
+        assert {each.options._timeout for each in log._backends()} == {timedelta(seconds=2)}
+        with log.deadline():  # generate calls the model
+            pass
+        assert {each.options._timeout for each in log._backends()} == {timedelta(seconds=2)}
+        with log.blame("summing", mpu.tp.ranks):
+            if dist.get_rank():
+                time.sleep(3)
+                log.publish("ValueError: something broke")
+                time.sleep(2)
+                raise PipelineError("this is rank 1")
+            dist.all_reduce(torch.ones(1), group=mpu.tp.group)
+    assert [each.options._timeout for each in log._backends()] == before
+    if dist.get_rank() == 0:
+        first, said, torch_says = str(info.value).splitlines()
+        assert first == "summing failed: one of the ranks [0, 1] ended, failed or hangs."
+        assert re.fullmatch(r"  rank 1 said( \d s ago)?: ValueError: something broke", said)
+        assert torch_says.startswith("  torch says: ")
+        assert "2000ms" in torch_says
+        assert log.read(0)[:2] == (str(info.value), False)
+
+
+@pooled(world_size=3)
+def test_who_is_asking_itself_is_given_time_to_finish() -> None:
+    log = FailureLog(MPU(3), 5)
+    rank = dist.get_rank()
+    if rank == 1:  # waits for rank 2, which says nothing
+        log.publish("the last report is not this", pending=True)
+        dist.barrier()
+        time.sleep(GRACE + 0.5)
+        log.publish("rank 2 hangs")
+    else:
+        dist.barrier()
+        if rank == 0:
+            assert log.describe([1]) == "  rank 1 said: rank 2 hangs"
+            log.publish("nor this", pending=True)
+    dist.barrier()
+    if rank == 1:
+        assert log.describe([0, 2]) == "  rank 2 said nothing: hanging, late, or ended on another machine."
+    dist.barrier()
+
+
+@pooled(world_size=2)
+def test_errors_of_the_users_own_pass_and_are_said() -> None:
+    mpu = MPU(2)
+    log = FailureLog(mpu, 2)
+    other = 1 - dist.get_rank()
+    for error in (
+        RuntimeError("the residual connection has shape 3"),
+        RuntimeError("nccl is not my name"),
+        KeyError("x"),
+    ):
+        with (
+            pytest.raises(type(error), match=re.escape(str(error))),
+            log.deadline(),
+            log.blame("it", mpu.tp.ranks),
+        ):
+            raise error
+        dist.barrier()
+        assert log.read(other)[:2] == (f"{type(error).__name__}: {error}", False)
+        dist.barrier()
+    with pytest.raises(StopIteration), log.deadline():  # clears the report, and is no error
+        raise StopIteration
+    dist.barrier()
+    assert log.read(other)[:2] == ("", False)
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="gloo/transport"), log.blame("it", [dist.get_rank()]):  # no collective
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with (
+        pytest.raises(PipelineError, match=r"it failed: one of the ranks \[0, 1\]"),
+        log.blame("it", mpu.tp.ranks),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Application timeout caused pair closure")
+    dist.barrier()
+
+
+@pooled(world_size=1)
+def test_a_store_that_does_not_answer_is_asked_once() -> None:
+    log = FailureLog(MPU(), 2)
+
+    class Frozen:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(60)
+            return False
+
+    log._store = Frozen()
+    start = time.monotonic()
+    for _ in range(5):
+        assert log.read(0)[:2] == ("", False)
+    log.publish("nobody hears it")
+    log.clear()
+    assert time.monotonic() - start < 2
+
+
+def _one_of_four_ends() -> None:
+    mpu = MPU(4)
+    log = FailureLog(mpu, 20)
+    dist.all_reduce(torch.ones(1), group=mpu.tp.group)
+    if dist.get_rank() == 2:
+        os._exit(1)
+    start = time.monotonic()
+    with pytest.raises(PipelineError) as info, log.deadline(), log.blame("summing", mpu.tp.ranks):
+        dist.all_reduce(torch.ones(1), group=mpu.tp.group)
+    assert time.monotonic() - start < 10
+    assert f"  rank 2 has ended: its process {log._processes[2].pid} is gone." in str(info.value).splitlines()
+
+
+def test_a_rank_whose_process_is_gone_is_named() -> None:
+    spawn(__name__, "_one_of_four_ends", 4, 60.0, expect_dead=(2,))

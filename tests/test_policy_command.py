@@ -1,0 +1,260 @@
+"""``autopar policy check`` and ``list``: what they print, as tables and as JSON, and when they fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import app
+from autopar.policy.load import policy_folder
+from autopar.policy.match import supported_model_types
+from tests.own_modules import GPT_POLICY
+from tests.small import gpt2, llama
+from tests.worlds import distributed
+
+POLICY = """match: {model_type: [gpt2]}
+units: {heads: num_attention_heads, ffn: inferred}
+prefix: {wte: replicated, wpe: replicated}
+blocks:
+  path: h
+  modules:
+    ln_1: replicated
+    attn.c_attn: {column: [heads, heads, heads]}
+    attn.c_proj: {row: heads}
+    ln_2: replicated
+    mlp.c_fc: {column: ffn}
+    mlp.c_proj: {row: ffn}
+  attributes:
+    attn.split_size: heads
+suffix: {ln_f: replicated}
+head: {lm_head?: replicated}
+"""
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["policy", *map(str, arguments)])
+
+
+def of(result: Any) -> Any:
+    """The JSON that a command printed."""
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a small GPT-2; no weights."""
+    made = tmp_path_factory.mktemp("gpt2")
+    GPT2Config(n_layer=3, n_embd=36, n_head=9, vocab_size=131, n_positions=32).save_pretrained(made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    return made
+
+
+def test_the_policy_found_for_a_folder(folder: Path) -> None:
+    result = run("check", folder, "--tp", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "GPT2LMHeadModel: 54,000 parameters, policy gpt2 (policies/gpt2.yaml:2)"
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+    assert rows["transformer.wte.weight"] == "131 x 36 embedding vocab 66 x 36 | 65 x 36"
+    assert rows["transformer.wpe.weight"] == "32 x 36 replicated 32 x 36"
+    assert rows["transformer.h.0-2.attn.c_attn.weight"] == "36 x 108 column heads | heads | heads 36 x 60 | 36 x 48"
+    assert rows["transformer.h.0-2.attn.c_proj.bias"] == "36 replicated 36"
+    assert rows["transformer.h.0-2.attn.split_size"] == "36 20 | 16"
+    assert lines[-5:-3] == ["tp rank 0: 28,836 parameters, 115 KB", "tp rank 1: 27,036 parameters, 108 KB"]
+    assert lines[-2:] == ["dry run: ok", "all holds"]
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_stages(folder: Path) -> None:
+    lines = run("check", folder, "--pp", 2).stdout.splitlines()
+    rows = {line.split()[0]: line.split()[-1] for line in lines}
+    assert rows["transformer.h.0.ln_1.weight"] == "0" and rows["transformer.h.1-2.ln_1.weight"] == "1"
+    (tied,) = [line for line in lines if line.startswith(" transformer.wte.weight")]
+    assert tied.endswith("0, 1"), "the tied head reads the embedding on the last stage"
+    assert sum(line.startswith("tp rank") for line in lines) == 4
+    assert [line.split(" (")[0] for line in lines if line.startswith("stage")] == [
+        "stage 0: transformer.h.0",
+        "stage 1: transformer.h.1-2",
+    ]
+
+
+@distributed(world_size=4)
+def what_ranks_hold(config: Path, report: dict[str, Any]) -> None:
+    model = GPT2LMHeadModel(GPT2Config.from_pretrained(config))
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    model = autopar.initialize(model, {"model_parallelism": sizes})
+    held = sum(parameter.numel() for parameter in model.parameters() if parameter.numel())
+    place = {"tp": model.mpu.get_tensor_parallel_rank(), "pp": model.mpu.get_pipeline_parallel_rank()}
+    (mine,) = [rank for rank in report["ranks"] if {axis: rank[axis] for axis in place} == place]
+    assert (mine["parameters"], mine["bytes"]) == (held, 4 * held), dist.get_rank()
+
+
+def test_the_sizes_are_those_that_ranks_hold(folder: Path) -> None:
+    what_ranks_hold(folder, of(run("check", folder, "--tp", 2, "--pp", 2, "--json")))
+
+
+def test_as_json(folder: Path) -> None:
+    report = of(run("check", folder, "--tp", 4, "--json"))
+    assert report["holds"] is True and report["dry_run"] == "ok" and report["errors"] == []
+    assert len(report["tensors"]) == 3 * 12 + 4 and len(report["ranks"]) == 4
+    by_name = {tensor["name"]: tensor for tensor in report["tensors"]}
+    assert by_name["transformer.wte.weight"]["tied"] == ["lm_head.weight"]
+    assert by_name["transformer.h.1.mlp.c_fc.weight"] == {
+        "name": "transformer.h.1.mlp.c_fc.weight",
+        "tied": [],
+        "dtype": "float32",
+        "shape": [36, 144],
+        "rule": "column ffn",
+        "local_shapes": [[36, 36]] * 4,
+        "ranks": [0],
+    }
+    assert report["attributes"][0] == {"name": "transformer.h.0.attn.split_size", "whole": 36, "local": [12, 8, 8, 8]}
+    assert report["parameters"] == sum(parameter.numel() for parameter in gpt2(n_layer=3).parameters())
+
+
+def test_every_head(folder: Path) -> None:
+    result = run("check", folder, "--heads", "--json")
+    assert result.exit_code == 0, result.output
+    heads = {report["model"]: report for report in of(result)}
+    assert {"GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"} <= heads.keys()
+    assert all(report["holds"] and report["dry_run"] == "ok" for report in heads.values())
+    shown = run("check", folder, "--heads").stdout
+    assert shown.count("all holds") == len(heads) and "transformer.wte.weight" not in shown
+
+
+def test_bytes_are_those_of_the_configs_dtype(tmp_path: Path) -> None:
+    config = llama().config
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path)
+    report = of(run("check", tmp_path, "--json"))
+    assert report["model"] == "LlamaForCausalLM"
+    assert all(rank["bytes"] == 2 * rank["parameters"] for rank in report["ranks"])
+
+
+def test_a_policy_of_the_user(tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(POLICY)
+    report = of(run("check", file, "--model", folder, "--json"))
+    assert report["holds"] and report["policy"]["where"] == f"{file}:1"
+    assert run("check", file).stdout.startswith("GPT2LMHeadModel: 124,439,808 parameters"), "the type in its match"
+
+
+MISTAKES = {
+    "no rule covers 6 parameters of GPT2LMHeadModel": ("    ln_1: replicated\n", ""),
+    "GPT2Block has no module 'ln_3'. Did you mean 'ln_2'?": ("ln_2:", "ln_3:"),
+    "the shard of one of 2 ranks fails in transformer.h.0.attn": ("    attn.split_size: heads\n", ""),
+    "mlp.c_proj closes a region": ("{column: ffn}", "replicated"),
+    "no value": ("path: h", "path:"),
+}
+
+
+@pytest.mark.parametrize("error", MISTAKES)
+def test_mistakes_are_told_with_their_line(error: str, tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    old, new = MISTAKES[error]
+    assert old in POLICY
+    file.write_text(POLICY.replace(old, new).replace("attributes:\nsuffix", "attributes: {}\nsuffix"))
+    result = run("check", file, "--model", folder)
+    assert result.exit_code == 1
+    assert error in result.stderr and re.search(r"mine\.yaml:\d+: ", result.stderr)
+    assert "all holds" not in result.stdout
+
+
+def test_sizes_that_do_not_fit(folder: Path) -> None:
+    result = run("check", folder, "--tp", 10)
+    assert result.exit_code == 1 and "Largest size that fits this model: 9." in result.stderr
+    result = run("check", folder, "--pp", 4)
+    assert result.exit_code == 1 and "Largest number of stages that fits this model: 3." in result.stderr
+    assert "dry run: ok" in result.stdout and "stages: fails" in result.stdout
+
+
+CODE = """
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+
+class Renamed(GPT2LMHeadModel):
+    def __init__(self, config):
+        config.model_type = "renamed"
+        super().__init__(config)
+
+class Fails(nn.Module):
+    def __init__(self):
+        raise RuntimeError("out of luck")
+
+def small(layers=2):
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=36, n_head=9, vocab_size=131))
+
+def takes(layers):
+    ...
+"""
+
+
+def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_code.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    assert of(run("check", "some_code.py:small", "--json"))["holds"]
+    assert of(run("check", "some_code:small", "--json"))["holds"], "a module that can be imported from here"
+    result = run("check", "some_code.py:Renamed")
+    assert result.exit_code == 1
+    assert "no policy lists model_type 'renamed'" in result.stderr and "Closest in structure is gpt2" in result.stderr
+    for name, told in {
+        "smal": "some_code.py has no class or function 'smal'. Did you mean 'small'?",
+        "takes": "takes needs layers; name a function without arguments",
+        "Fails": "Fails cannot be built: RuntimeError: out of luck",
+    }.items():
+        result = run("check", f"some_code.py:{name}")
+        assert result.exit_code == 1 and result.stderr.startswith(f"error: {told}"), result.stderr
+        assert result.stdout == ""
+
+
+def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(GPT_POLICY)
+    (tmp_path / "nano.py").write_text(
+        "from tests.own_modules import GPT, GPTConfig\n\ndef nano():\n    return GPT(GPTConfig())\n"
+    )
+    result = run("check", "mine.yaml", "--model", "nano.py:nano")
+    assert result.exit_code == 0, result.output
+    assert "dry run: not run: it needs the arguments of a forward" in result.stdout
+    result = run("check", "mine.yaml")
+    assert result.exit_code == 1 and "has no 'match', so it names no model" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "'nowhere' is no folder with a config.json and no model type of transformers"),
+        (["gpt22"], "Did you mean 'gpt2'?"),
+        (["nowhere.py:Mine"], "nowhere.py does not exist"),
+        (["nowhere:Mine"], "nowhere cannot be imported: No module named 'nowhere'"),
+        (["nowhere.yaml"], "policy file 'nowhere.yaml' does not exist"),
+        (["gpt2", "--model", "llama"], "'gpt2' is no policy file (.yaml)"),
+        (["broken"], "broken/config.json cannot be read"),
+        (["unknown"], "unknown/config.json says model_type='my_model', which transformers"),
+    ],
+)
+def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"broken": "{", "unknown": '{"model_type": "my_model"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    result = run("check", *arguments)
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and told in result.stderr, result.stderr
+
+
+def test_the_list_of_model_types() -> None:
+    listed = of(run("list", "--json"))
+    assert listed.keys() == supported_model_types().keys()
+    assert all(Path(file).parent == policy_folder() and Path(file).is_file() for file in listed.values())
+    assert f"llama {policy_folder() / 'llama.yaml'}" in run("list").stdout.splitlines()

@@ -1,0 +1,110 @@
+"""The ranks of the pool: no body sees what another one has left behind, and no failure reaches the next body."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar.api
+from autopar.distributed.mesh import MPU
+from tests.pool import pooled
+
+
+@pooled(world_size=2)
+def _leave_everything_behind() -> None:
+    MPU(tensor_parallel_size=2)
+    if dist.get_rank() == 1:  # one rank numbers its groups otherwise
+        dist.new_group([1], use_local_synchronization=True)
+    dist.new_group([0, 1])
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(17)
+    random.seed(17)
+    os.environ["AUTOPAR_LEFT"] = "behind"
+    os.chdir("/")
+    sys.excepthook = print
+    warnings.simplefilter("error")
+    logging.getLogger("autopar").addHandler(logging.NullHandler())
+    logging.getLogger("autopar").setLevel(logging.DEBUG)
+    autopar.api.check_plan = lambda *_: True
+    MPU.destroy = lambda _: None  # type: ignore[method-assign]
+
+
+@pooled(world_size=2)
+def _find_nothing() -> None:
+    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+    assert (torch.get_default_dtype(), torch.zeros(1).device.type) == (torch.float32, "cpu")
+    assert torch.is_grad_enabled() and torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "AUTOPAR_LEFT" not in os.environ and os.getcwd() != "/"
+    assert sys.excepthook is not print and ("error", None, Warning, None, 0) not in warnings.filters
+    assert logging.getLogger("autopar").level != logging.DEBUG
+    assert not any(type(each) is logging.NullHandler for each in logging.getLogger("autopar").handlers)
+    assert autopar.api.check_plan.__module__.startswith("autopar") and MPU.destroy.__module__.startswith("autopar")
+    torch.manual_seed(17)
+    seeded = torch.rand(3)
+    mpu = MPU()  # new groups connect, whatever each rank made before
+    group = dist.new_group([0, 1])
+    dist.all_reduce(seeded, group=group)
+    mpu.destroy()
+
+
+@pooled(world_size=2)
+def _draw() -> None:
+    drawn = [torch.rand(1).item(), random.random(), float(numpy.random.random())]
+    assert _drawn.setdefault("first", drawn) == drawn
+
+
+_drawn: dict[str, list[float]] = {}
+
+
+@pooled(world_size=2)
+def _fail_on_one_rank() -> None:
+    torch.set_default_dtype(torch.float64)
+    raise ValueError("on purpose") if dist.get_rank() else KeyError("on purpose")
+
+
+@pooled(world_size=2)
+def _die() -> None:
+    os._exit(3)
+
+
+@pooled(world_size=2)
+def _destroy_the_world() -> None:
+    dist.destroy_process_group()
+
+
+def test_what_a_body_leaves_behind_is_put_back() -> None:
+    _leave_everything_behind()
+    _find_nothing()
+
+
+def test_every_body_begins_with_the_same_random_numbers() -> None:
+    _draw()
+    _draw()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (_fail_on_one_rank, "on purpose"),
+        (_die, "the process died with code 3"),
+        (_destroy_the_world, "it cannot share its ranks, use @distributed"),
+    ],
+    ids=["fails", "dies", "destroys"],
+)
+def test_a_world_that_a_body_has_broken_is_replaced(body: object, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        body()  # type: ignore[operator]
+    _find_nothing()
