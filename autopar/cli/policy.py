@@ -31,10 +31,11 @@ app.add_typer(policy, name="policy")
 def list_types(as_json: Json = False) -> None:
     """Print every model type that has a policy, and the file of that policy."""
     with errors():
-        from autopar.policy.load import policy_folder
-        from autopar.policy.match import supported_model_types
+        from autopar.policy.load import own_policies, policy_folder
 
-        found = {kind: str(policy_folder() / f"{name}.yaml") for kind, name in sorted(supported_model_types().items())}
+        files = {policy: Path(policy.where.file).name for policy in own_policies().values()}
+        found = {kind: str(policy_folder() / files[policy]) for policy in files for kind in policy.model_types}
+        found = dict(sorted(found.items()))
     print(json.dumps(found, indent=1) if as_json else "\n".join(f"{kind} {file}" for kind, file in found.items()))
 
 
