@@ -100,9 +100,7 @@ def mounted_in_block(tree: Node, path: str, name: str, where: Where) -> Node:
 
     def moved(text: str, place: Where) -> str:
         if "*" in path and _OF_BLOCK.search(text):
-            raise PolicyError(
-                f"'{text}' is of one module, and '{name}' is mounted under '{path}', which are many", place
-            )
+            raise PolicyError(f"'{text}' is of one module; '{name}' is mounted under '{path}', which are many", place)
         return _OF_BLOCK.sub(inside, text)
 
     return _texts(Node(content, tree.where), moved)

@@ -105,14 +105,11 @@ def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> 
         return SUPPORTED, {}
     if not isinstance(node.value, dict):
         return _text(node, "transformers"), {}
-    ranges = {kind: _text(entry, "transformers") for kind, entry in node.value.items()}
     for kind, entry in node.value.items():
         if kind not in model_types:
-            raise PolicyError(
-                f"'transformers' names '{kind}', which 'model_type' does not list.{nearest(kind, model_types)}",
-                entry.where,
-            )
-    return SUPPORTED, ranges
+            hint = nearest(kind, model_types)
+            raise PolicyError(f"'transformers' names '{kind}', which 'model_type' does not list.{hint}", entry.where)
+    return SUPPORTED, {kind: _text(entry, "transformers") for kind, entry in node.value.items()}
 
 
 def _parse_models(node: Node) -> dict[str, Where]:
@@ -146,8 +143,7 @@ def _parse_units(
                 str(spec["count"].value),
                 entry.where,
                 follows=_text(spec["follows"], "follows") if "follows" in spec else None,
-                replicate=_flag(spec["replicate"], "replicate") if "replicate" in spec else False,
-                or_whole=_flag(spec["or_whole"], "or_whole") if "or_whole" in spec else False,
+                **{flag: _flag(spec[flag], flag) for flag in ("replicate", "or_whole") if flag in spec},
                 multiple=_at_least_1(spec, "multiple"),
                 align=_at_least_1(spec, "align"),
             )

@@ -38,7 +38,7 @@ KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What tp may share out but never cut in two.
+    """What tp shards, never splitting one in two.
 
     Attributes:
         count: a config attribute or a product or quotient of some, ``block.PATH`` for an attribute of a module in the
@@ -74,8 +74,8 @@ class Part(NamedTuple):
 class Rule:
     """What becomes of one module, bare parameter or buffer.
 
-    ``kind`` is one of :data:`KINDS`. ``parts`` say what the features are made of; kinds that cut nothing name one unit,
-    the region in which they work.
+    ``kind`` is one of :data:`KINDS`. ``parts`` say what the features are made of; kinds that shard nothing name one
+    unit, the region in which they work.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class Ratio(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An argument of a module's forward that is cut by a unit along ``dim``."""
+    """An argument of a module's forward that is sharded by a unit along ``dim``."""
 
     unit: str
     dim: int
