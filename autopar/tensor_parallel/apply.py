@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from autopar.config import ParallelConfig
+from autopar.data_parallel.replica_check import StepCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import hooks, parallelize
-from autopar.tensor_parallel.consistency import ForwardCheck, Steps
+from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.megatron import parameter_marks
 from autopar.tensor_parallel.regions import Region
 
@@ -26,7 +27,13 @@ def apply(model: nn.Module, plan: Plan, mpu: MPU) -> Region:
 
 
 def attach(
-    inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, region: Region, failures: FailureLog, steps: Steps
+    inner: nn.Module,
+    plan: Plan,
+    mpu: MPU,
+    config: ParallelConfig,
+    region: Region,
+    failures: FailureLog,
+    steps: StepCheck,
 ) -> None:
     """Register hooks and methods on the Hugging Face model (or plain module), with memory by now. Collective over tp.
 
