@@ -257,7 +257,7 @@ DAMAGED = [
     {"$": "scalar", "dtype": "|u1", "shape": [3], "data": "AAAA"},
     {"$": "array", "dtype": 5, "shape": [3], "data": "AAAA"},
     {1: 2},
-    object(),
+    ...,
     (1, 2),
 ]
 
