@@ -93,7 +93,7 @@ def initialize(
             Without ``match`` it describes ``model`` as a whole.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
             ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
-            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is shared out.
+            (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is sharded.
         lr_scheduler: only checked to drive ``optimizer``; it goes on doing so.
 
     Returns:

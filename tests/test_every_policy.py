@@ -77,7 +77,7 @@ NOT_REHEARSED = {
     )
 }
 
-# Heads and KV heads at each size: shared out unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
+# Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
 POLICIES = list(own_policies())

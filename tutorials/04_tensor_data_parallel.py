@@ -1,4 +1,4 @@
-"""Tutorial 4: tensor and data parallelism together: replicas of a model, each shared out over some ranks.
+"""Tutorial 4: tensor and data parallelism together: replicas of a model, each sharded over some ranks.
 
 python tutorials/04_tensor_data_parallel.py
 torchrun --nproc-per-node 4 tutorials/04_tensor_data_parallel.py --tensor-parallel-size 2

@@ -95,7 +95,7 @@ def main() -> None:
     # 2. Mappings.
     show_mappings(mpu)
 
-    # 3. A vocabulary that is shared out: each rank has logits of its own words only, and the loss is the whole one's.
+    # 3. A sharded vocabulary: each rank has logits of its own words only, and the loss is the whole one's.
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).to(mpu.device)
     labels = torch.tensor([0, 50, 99], device=mpu.device)
     mine = scatter_to_tensor_model_parallel_region(logits, mpu)  # [3, vocabulary/tp]

@@ -1,4 +1,4 @@
-"""Tutorial 10: weights, gradients and optimizer state shared out over the replicas (ZeRO-3), beside tensor parallelism.
+"""Tutorial 10: weights, gradients and optimizer state sharded over the replicas (ZeRO-3), beside tensor parallelism.
 
 python tutorials/10_fully_sharded.py
 torchrun --nproc-per-node 4 tutorials/10_fully_sharded.py --tensor-parallel-size 2

@@ -77,7 +77,7 @@ def split(
     force: _Force = False,
     as_json: Json = False,
 ) -> None:
-    """Cut a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
+    """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
     with errors():
         from autopar.split import split_checkpoint
 
@@ -136,7 +136,7 @@ def inspect(
     directory: Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a sharded checkpoint holds: mesh, files, tensors and how they are shared out."""
+    """Show what a sharded checkpoint holds: mesh, files, tensors and how they are sharded."""
     with errors():
         from autopar.checkpoint import Manifest
 
@@ -218,7 +218,7 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     for file in files:
         table.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
     console.print(table)
-    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "shared out", "in", "merged as")
+    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "sharded", "in", "merged as")
     holders = manifest.parts["model"].holders
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)

@@ -46,19 +46,7 @@ def check_policy(
         ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``dry_run`` and ``stages`` (each
         ``ok`` or why not), ``errors`` (the library's texts) and ``holds``: whether there are none.
     """
-    report: dict[str, Any] = {
-        "model": type(model).__name__,
-        "policy": None,
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "attributes": [],
-        "tensors": [],
-        "ranks": [],
-        "dry_run": "not run",
-        "stages": None,
-        "errors": [],
-    }
+    report = _empty_report(model, tp, pp)
     try:
         prefix, inner, found = _find(model, policy)
         report["policy"] = {"name": found.name, "where": str(found.where), "model_types": list(found.model_types)}
@@ -89,6 +77,22 @@ def check_policy(
     report["tensors"] = list(_tensors(model, plan, stages[0] if stages else None))
     report["ranks"] = list(_ranks(report["tensors"], tp, pp if stages else 1))
     return {**report, "holds": not report["errors"]}
+
+
+def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
+    return {
+        "model": type(model).__name__,
+        "policy": None,
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attributes": [],
+        "tensors": [],
+        "ranks": [],
+        "dry_run": "not run",
+        "stages": None,
+        "errors": [],
+    }
 
 
 def _find(model: nn.Module, policy: Any) -> tuple[str, nn.Module, Policy]:
@@ -139,12 +143,12 @@ def rule_of(plan: Plan, tensor: TensorPlan) -> str:
         path, _, own = name.rpartition(".")
         module = plan.modules.get(path)
         if module is not None and own in module.layouts:
-            return f"{module.rule or 'cut'} {_units(module.layouts[own])}"
+            return f"{module.rule or 'sharded'} {_units(module.layouts[own])}"
         if module is not None and own in module.once:
             return "once"
         if module is not None and own in module.summed:
             return "replicated, gradient all-reduced"
-    return "replicated" if tensor.layout is None else f"cut {_units(tensor.layout)}"
+    return "replicated" if tensor.layout is None else f"sharded {_units(tensor.layout)}"
 
 
 def _units(layout: Layout) -> str:

@@ -180,7 +180,7 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
             rule = plan.modules.get(path)
             if rule is None:
                 return
-            if rule.rule in ("cut", "norm_over"):
+            if rule.rule in ("sharded", "norm_over"):
                 tracking.mark_sharded(out)
             elif rule.rule in ("column", "row", "embedding", "experts"):
                 sharded = rule.enter_output or (rule.rule == "column" and not rule.gather_output)
@@ -205,8 +205,8 @@ def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking) ->
         raise PolicyError(f"{path} is a {kind}, but its input is sharded already", rule.where)
     if kind in ("norm_over", "gathered") and not sharded:
         raise PolicyError(f"{path} is {kind}, but its input is replicated", rule.where)
-    if kind == "cut" and not sharded and tracking.is_replicated(values):
+    if kind == "sharded" and not sharded and tracking.is_replicated(values):
         raise PolicyError(
-            f"{path} is cut, but its input is replicated and needs a gradient: make it a column, or feed it by one",
+            f"{path} is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one",
             rule.where,
         )

@@ -83,6 +83,9 @@ def _sound(main: str, config: Any) -> torch.Tensor:
         return _empty(_BATCH, config.max_length, config.num_mel_bins)
     inner = getattr(config, "encoder_config", config)
     width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(inner, "num_mel_bins", 80)
+    channels = getattr(config, "subsampling_conv_channels", None)
+    if isinstance(channels, list):
+        width = channels[0]  # Gemma 4 says its mel bins so
     return _empty(_BATCH, 4 * _FRAMES, width)
 
 

@@ -156,7 +156,7 @@ def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
         if rule is None or own not in rule.summed:
             raise PolicyError(
                 f"{name} works on sharded activations, but its rule leaves its gradient partial: "
-                "write {replicated: UNIT} to have it summed, or cut it",
+                "write {replicated: UNIT} to have it summed, or shard it",
                 _where(plan, path),
             )
         raise PolicyError(

@@ -91,8 +91,7 @@ def forward_backward(
         function gives None for ``loss_func`` (with ``forward_only``), its outputs.
 
     Raises:
-        ConfigError: the model is not parallelized, an argument is not known, or what the functions return is not what
-            is said above.
+        ConfigError: the model is not parallelized, an argument is not known, or a function returns something else.
         PipelineError: another stage did not deliver.
         ConsistencyError, StopIteration: the data differs between stages, has ended on some of them; on all of them.
     """
@@ -107,8 +106,8 @@ def forward_backward(
         reported.append(report)
         return loss
 
-    backward = not forward_only
     with pipeline.p2p.reports_failure():
+        backward = not forward_only
         read = functools.partial(_take, iterators, num_microbatches)
         count = (lambda _: 1) if backward and pipeline.averages else None
         batches = read_batch(read, pipeline.p2p, pipeline.mpu, pipeline.unchecked, backward, count)[0]

@@ -37,7 +37,7 @@ def shard_by_expert(matches: list[RuleMatch]) -> tuple[list[RuleMatch], list[Att
             result.append(replace(match, rule=rule))
         elif holder in regions and isinstance(match.module, torch.Tensor):
             unit = str(regions[holder].rule.by_expert)
-            result.append(replace(match, rule=Rule("cut", match.rule.where, (Part(unit),), dim=0)))
+            result.append(replace(match, rule=Rule("sharded", match.rule.where, (Part(unit),), dim=0)))
         else:
             result.append(match)
     return result, attributes

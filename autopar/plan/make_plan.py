@@ -183,7 +183,7 @@ def _watch_parents(modules: dict[str, ModulePlan]) -> None:
     for plan in list(modules.values()):
         special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
         parent = plan.path.rpartition(".")[0]
-        if special and plan.rule in ("cut", "replicated", "norm_over") and parent and parent not in modules:
+        if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
             modules[parent] = ModulePlan(parent, "", plan.where)
 
 

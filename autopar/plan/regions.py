@@ -50,7 +50,7 @@ def _alone(match: RuleMatch, does: str, advice: str, comma: str = "") -> PolicyE
     return PolicyError(f"{match.shown} {does} '{match.rule.units[0]}'{comma} {advice}", match.rule.where)
 
 
-_ENTERS = ("region", "enter_output", "cut")
+_ENTERS = ("region", "enter_output", "sharded")
 
 
 def _check_counts(inside: list[RuleMatch], modules: Mapping[str, ModulePlan]) -> None:

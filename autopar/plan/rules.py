@@ -45,7 +45,7 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
         assert count is not None
         layout = match.layout(match.rule.parts, 0, count)
         yield TensorRule(ModulePlan(match.path, "experts", str(match.rule.where), layout))
-    elif match.rule.kind in ("cut", "norm_over"):
+    elif match.rule.kind in ("sharded", "norm_over"):
         yield from _own_parameters(match)
     else:
         yield from _whole(match)
@@ -110,12 +110,12 @@ def _layer(match: RuleMatch) -> TensorRule:
 
 
 def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
-    """``cut`` and ``norm_over``: each parameter of the module along one dim."""
+    """``sharded`` and ``norm_over``: each parameter of the module along one dim."""
     module, rule = match.module, match.rule
     assert isinstance(module, nn.Module)
     groups = None if rule.within is None else _features((Part(rule.within),), match)
     for inside, holder in module.named_modules():
-        if rule.kind == "cut" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
+        if rule.kind == "sharded" and isinstance(holder, nn.LayerNorm | nn.RMSNorm):
             raise PolicyError(
                 f"{join(match.shown, inside)} takes a mean over what would be sharded: write {{norm_over: ...}}",
                 rule.where,
@@ -157,19 +157,19 @@ def _bare(match: RuleMatch) -> TensorRule:
     assert isinstance(tensor, torch.Tensor)
     holder, _, name = match.path.rpartition(".")
     where = str(rule.where)
-    if rule.kind == "cut":
+    if rule.kind == "sharded":
         dim = _dim(tensor, match.shown, match)
         _check_plain(match.shown, tensor, match)
         layout = match.layout(_repeated_parts(match), dim, tensor.shape[dim])
         return TensorRule(ModulePlan(holder, "", where, layouts={name: layout}), [("", tensor, layout)])
     if not isinstance(tensor, nn.Parameter):
-        raise PolicyError(f"{match.shown} is a buffer, which can only be 'cut'", rule.where)
+        raise PolicyError(f"{match.shown} is a buffer, which can only be 'sharded'", rule.where)
     if rule.kind == "once" or (rule.kind == "replicated" and rule.units):
         once = frozenset([name] if rule.kind == "once" else [])
         return TensorRule(ModulePlan(holder, "", where, summed=frozenset([name]), once=once), [("", tensor, None)])
     if rule.kind != "replicated":
         raise PolicyError(
-            f"{match.shown} is a bare parameter, which can only be 'replicated', 'cut' or 'once'", rule.where
+            f"{match.shown} is a bare parameter, which can only be 'replicated', 'sharded' or 'once'", rule.where
         )
     return TensorRule(None, [("", tensor, None)])
 

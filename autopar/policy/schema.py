@@ -31,7 +31,7 @@ INFERRED = "inferred"
 HIDDEN = "hidden"
 SUPPORTED = ">=5.20,<6"
 """The versions of transformers for which a policy holds that names no others."""
-LISTED = ("column", "row", "cut", "norm_over")
+LISTED = ("column", "row", "sharded", "norm_over")
 """Kinds of rules that take a list of parts."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
 

@@ -71,7 +71,7 @@ class _GlobalMeans(TorchFunctionMode):
         if x.shape[-1] != layout.local_size(axis.rank) or x.ndim > self.dims:
             raise PolicyError(
                 f"a norm over {layout.local_size(axis.rank)} of {layout.size} sharded features takes a mean over "
-                f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{cut: ...}}",
+                f"{x.shape[-1]}: it has groups, write {{norm_over: ..., within: GROUPS}} or {{sharded: ...}}",
                 self.where,
             )
         if layout.replicated:  # a lower rank adds what it holds too

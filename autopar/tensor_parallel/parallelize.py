@@ -58,7 +58,12 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
 
 
 def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
-    if plan.rule != "cut" or any(layout.replicated for layout in plan.layouts.values()) or plan.summed or plan.inputs:
+    if (
+        plan.rule != "sharded"
+        or any(layout.replicated for layout in plan.layouts.values())
+        or plan.summed
+        or plan.inputs
+    ):
         module.__class__ = parallel_class(type(module), plan)
     module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
@@ -66,7 +71,7 @@ def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> No
 
 def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one)."""
-    if plan.rule == "cut":
+    if plan.rule == "sharded":
         _resize_plain(module, plan, rank)
     names: tuple[str, ...] = _SIZES.get(plan.rule, ())
     if plan.rule == "embedding":

@@ -169,7 +169,7 @@ def held_twice(data):
         (edited(another_rank), r"model-tp7-pp0\.safetensors is no shard of the mesh \(2, 1, 1\)"),
         (edited(replica), r"model-tp1-pp0-dp3\.safetensors is no shard of the mesh"),
         (edited(uncovered), "no rank holds unit 3 of 7 ffn"),
-        (edited(three_ranks), "shared out over 3 ranks in a mesh of 2"),
+        (edited(three_ranks), "a layout is for 3 ranks in a mesh of 2"),
         (edited(unheld), "gate should lie in 2 files and lies in 0"),
         (edited(lambda d: files(d)["model-tp0-pp0.safetensors"]["xxh3"].pop("gate")), "gate should lie in 2 files and"),
         (edited(held_twice), "step should lie in 1 files and lies in 2"),

@@ -129,7 +129,7 @@ def test_scalars_and_empty(tmp_path):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_reads_its_own_bytes(tmp_path, dim):
-    """Fused blocks, unevenly shared out: exactly the shard's bytes are read, straight into its place."""
+    """Fused blocks, unevenly sharded: exactly the shard's bytes are read, straight into its place."""
     tensor = torch.randn(3 * 9 * 64, 3 * 9 * 64)
     layout = Layout.of(dim, [Block("heads", 9, 64, even_shards(9, 2)) for _ in range(3)])
     source = stored(tmp_path / "file", tensor)

@@ -51,7 +51,7 @@ class TinyModel(PreTrainedModel):
 
 
 def layouts(tp: int) -> dict[str, Layout]:
-    """What is shared out over ``tp`` ranks: fused and uneven, KV heads replicated, a vocabulary of 17."""
+    """What is sharded over ``tp`` ranks: fused and uneven, KV heads replicated, a vocabulary of 17."""
     kv = replicated_shards(KV_HEADS, tp)
     heads = aligned_shards(HEADS, KV_HEADS, kv)
     q, k = Block("heads", HEADS, WIDTH, heads), Block("kv_heads", KV_HEADS, WIDTH, kv)

@@ -1,4 +1,4 @@
-"""ZeRO-1: the user's own optimizer, its state shared out over the replicas, against one process."""
+"""ZeRO-1: the user's own optimizer, its state sharded over the replicas, against one process."""
 
 from __future__ import annotations
 

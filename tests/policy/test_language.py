@@ -25,8 +25,8 @@ blocks:
     in_proj: {column: [heads * head_dim, groups * 2 * n, ffn]}
     up: {column: ffn, inside: true}
     out: {row: heads, enter_output: true}
-    conv: {cut: [heads, groups], dim: 1}
-    sinks: {cut: heads}
+    conv: {sharded: [heads, groups], dim: 1}
+    sinks: {sharded: heads}
     norm: {norm_over: heads * 4, within: groups}
     latent: {enter_output: heads}
     select: {gathered: heads, dim: -2}
@@ -36,11 +36,11 @@ blocks:
     conv_dim: [heads * 4, groups]
     group_size: heads * 4 / groups
   inputs:
-    attn.alibi: {cut: heads, dim: 0}
+    attn.alibi: {sharded: heads, dim: 0}
 attributes:
   width: heads
 inputs:
-  shared.bias: {cut: heads, dim: 1}
+  shared.bias: {sharded: heads, dim: 1}
 head_attributes:
   classes?: ffn
 """
@@ -62,7 +62,7 @@ def test_the_new_keys_are_read() -> None:
     rules = tower.blocks
     assert rules["in_proj"].parts == (Part("heads", "head_dim"), Part("groups", "2 * n"), Part("ffn"))
     assert rules["up"].inside and rules["out"].enter_output
-    assert (rules["conv"].kind, rules["conv"].dim, rules["sinks"].dim) == ("cut", 1, None)
+    assert (rules["conv"].kind, rules["conv"].dim, rules["sinks"].dim) == ("sharded", 1, None)
     assert (rules["norm"].parts, rules["norm"].within) == ((Part("heads", "4"),), "groups")
     assert (rules["latent"].kind, rules["latent"].enter_output) == ("enter_output", False)
     assert (rules["select"].kind, rules["select"].dim) == ("gathered", -2)
@@ -107,9 +107,14 @@ WRONG = [
         13,
         "the rule of out must name exactly one of column, ",
     ),
-    ("cut: [heads, groups], dim: 1", "cut: heads, dim: one", 14, "'dim' must be an integer, not 'one'"),
-    ("{cut: heads}", "{row: heads, dim: 0}", 15, "'dim' belongs to 'cut' and 'gathered', not to 'row' (sinks)"),
-    ("norm_over: heads * 4, within", "cut: heads, within", 16, "'within' belongs to 'norm_over', not to 'cut' (norm)"),
+    ("sharded: [heads, groups], dim: 1", "sharded: heads, dim: one", 14, "'dim' must be an integer, not 'one'"),
+    ("{sharded: heads}", "{row: heads, dim: 0}", 15, "'dim' belongs to 'sharded' and 'gathered', not to 'row' (sinks)"),
+    (
+        "norm_over: heads * 4, within",
+        "sharded: heads, within",
+        16,
+        "'within' belongs to 'norm_over', not to 'sharded' (norm)",
+    ),
     ("within: groups", "within: [groups, heads]", 16, "'within' takes the name of one unit, not ['groups', 'heads']"),
     ("within: groups", "within: groups * 2", 16, "'within' takes the name of one unit, not 'groups * 2'"),
     ("within: groups", "within: rows", 16, "unit 'rows' is not defined under 'units'. Did you mean 'groups'?"),
@@ -122,17 +127,22 @@ WRONG = [
         "unknown rule 'enter_output' for latent. Write {enter_output: UNIT}.",
     ),
     ("gathered: heads, dim: -2", "gathered: [heads, ffn]", 18, "'gathered' of select takes one unit, not 2"),
-    ("region: ffn, by_expert", "cut: ffn, by_expert", 19, "'by_expert' belongs to 'region', not to 'cut' (experts)"),
+    (
+        "region: ffn, by_expert",
+        "sharded: ffn, by_expert",
+        19,
+        "'by_expert' belongs to 'region', not to 'sharded' (experts)",
+    ),
     ("by_expert: inner", "by_expert: outer", 19, "unit 'outer' is not defined under 'units'."),
     ("by_expert: inner", "by_experts: inner", 19, "unknown key 'by_experts' in the rule of experts. Did you mean 'by_"),
-    ("{cut: heads}", "{row: heads, opens: true}", 15, "'opens' belongs to 'region', not to 'row' (sinks)"),
+    ("{sharded: heads}", "{row: heads, opens: true}", 15, "'opens' belongs to 'region', not to 'row' (sinks)"),
     (
         "region: ffn, by_expert",
         "region: ffn, closes: true, by_expert",
         19,
         "of 'opens', 'closes' and 'by_expert' one goes with a region (experts)",
     ),
-    ("{cut: heads}", "{row: heads, repeat: 2}", 15, "'repeat' belongs to 'cut', not to 'row' (sinks)"),
+    ("{sharded: heads}", "{row: heads, repeat: 2}", 15, "'repeat' belongs to 'sharded', not to 'row' (sinks)"),
     ("{once: ffn}", "{once: [ffn, ffn]}", 20, "'once' of experts.bias takes one unit, not 2"),
     ("[heads * 4, groups]", "[heads * 4, group]", 22, "unit 'group' is not defined under 'units'."),
     (
@@ -142,18 +152,39 @@ WRONG = [
         "group_size must be a unit or the quotient of two, not 'heads / ",
     ),
     ("heads * 4 / groups", "heads / rows", 23, "unit 'rows' is not defined under 'units'."),
-    ("attn.alibi: {cut: heads, dim: 0}", "attn.alibi: heads", 25, "the input attn.alibi must hold keys, not 'heads'"),
-    ("attn.alibi: {cut: heads, dim: 0}", "attn.alibi: {cut: heads}", 25, "the input attn.alibi needs 'cut' and 'dim'"),
-    ("cut: heads, dim: 0", "cut: [heads, ffn], dim: 0", 25, "'cut' takes the name of one unit, not ['heads', 'ffn']"),
     (
-        "cut: heads, dim: 0",
+        "attn.alibi: {sharded: heads, dim: 0}",
+        "attn.alibi: heads",
+        25,
+        "the input attn.alibi must hold keys, not 'heads'",
+    ),
+    (
+        "attn.alibi: {sharded: heads, dim: 0}",
+        "attn.alibi: {sharded: heads}",
+        25,
+        "the input attn.alibi needs 'sharded' and 'dim'",
+    ),
+    (
+        "sharded: heads, dim: 0",
+        "sharded: [heads, ffn], dim: 0",
+        25,
+        "'sharded' takes the name of one unit, not ['heads', 'ffn']",
+    ),
+    (
+        "sharded: heads, dim: 0",
         "column: heads, dim: 0",
         25,
-        "unknown key 'column' in the input attn.alibi. Known: cut, dim",
+        "unknown key 'column' in the input attn.alibi. Known: sharded, dim",
     ),
     ("  shared.bias:", "  shared.bias: 1 #", 29, "the input shared.bias must hold keys, not 1"),
     ("  classes?: ffn", "  classes?: rows", 31, "unit 'rows' is not defined under 'units'."),
 ]
+
+
+def test_the_earlier_word_for_sharded_is_read_too() -> None:
+    earlier = RIGHT.replace("{sharded:", "{cut:")
+    assert earlier != RIGHT
+    assert read_user_policy(earlier) == read_user_policy(RIGHT)
 
 
 @pytest.mark.parametrize(("old", "new", "line", "message"), WRONG, ids=[f"{w[2]}-{w[3][:30]}" for w in WRONG])
@@ -172,7 +203,7 @@ towers:
   encoder:
     config: text_config
     units: {heads: encoder_heads, rows: {count: encoder_rows, follows: vocab}}
-    blocks: {path: encoder.layers, modules: {q: {column: heads}, o: {row: heads}, r?: {cut: rows}}}
+    blocks: {path: encoder.layers, modules: {q: {column: heads}, o: {row: heads}, r?: {sharded: rows}}}
     suffix: {encoder.norm: replicated}
   decoder:
     blocks: {path: decoder.layers, modules: {q: {column: heads}, o: {row: heads}}}

@@ -131,7 +131,7 @@ blocks:
   path: layers
   modules:
     everything: {column: [heads * 5, keys * 2, heads, ffn, ffn]}
-    sharpness: {cut: keys}
+    sharpness: {sharded: keys}
     back: {row: [ffn, heads * 3]}
   attributes:
     heads: heads

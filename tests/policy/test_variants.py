@@ -179,7 +179,7 @@ blocks:
     o: {row: heads}
     norm?: {replicated: heads}
   attributes: {num_heads: heads}
-  inputs: {alibi: {cut: heads, dim: 0}}
+  inputs: {alibi: {sharded: heads, dim: 0}}
 """
 TOWER = """\
 match: {model_type: inner}
@@ -189,7 +189,7 @@ every_stage: {rotary: replicated}
 blocks: {path: layers, modules: {fc: {column: ffn}, out: {row: ffn}}}
 suffix: {norm: replicated}
 attributes: {width: ffn}
-inputs: {bias: {cut: ffn, dim: 0}}
+inputs: {bias: {sharded: ffn, dim: 0}}
 """
 
 

@@ -35,8 +35,8 @@ class Conformer(nn.Module):
 
 CONFORMER_RULES: dict[str, Any] = {
     "up": {"column": ["ffn", "ffn"]},
-    "deep": {"cut": "ffn"},
-    "norm": {"cut": "ffn"},
+    "deep": {"sharded": "ffn"},
+    "norm": {"sharded": "ffn"},
     "down": {"row": "ffn"},
 }
 
@@ -103,7 +103,7 @@ class Region(nn.Module):
 
 @pooled(world_size=2)
 def test_a_module_whose_output_counts_once_in_a_region() -> None:
-    rules = {"inner": {"region": "ffn"}, "inner.weight": {"cut": "ffn"}, "inner.beside": {"once": "ffn"}}
+    rules = {"inner": {"region": "ffn"}, "inner.weight": {"sharded": "ffn"}, "inner.beside": {"once": "ffn"}}
     check(lambda: toy(Region), batches(), 2, policy=toy_policy(FFN, rules))
 
 
@@ -123,8 +123,8 @@ class Stacked(nn.Module):
 
 STACKED: dict[str, Any] = {
     "inner": {"region": "ffn"},
-    "inner.up": {"cut": ["ffn", "ffn"], "repeat": "n_experts"},
-    "inner.down": {"cut": "ffn", "dim": 1, "repeat": "3"},
+    "inner.up": {"sharded": ["ffn", "ffn"], "repeat": "n_experts"},
+    "inner.down": {"sharded": "ffn", "dim": 1, "repeat": "3"},
 }
 
 
@@ -144,7 +144,7 @@ def test_a_list_that_repeats_itself_for_each_expert() -> None:
 
 
 def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
-    rules = {**MLP_RULES, "between": {"cut": "ffn", "repeat": 2}}
+    rules = {**MLP_RULES, "between": {"sharded": "ffn", "repeat": 2}}
     model = share(toy(lambda config: MLP(config, nn.Linear(1, 10))), toy_policy(FFN, rules), 2, 0)
     assert model.layers[0].between.weight.shape == (6, 1)
     for repeat, message in [
@@ -152,7 +152,7 @@ def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
         ("n_expert", "'inner.up' is n_expert, which ToyConfig lacks. Did you mean 'n_experts'?"),
         ("2", "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not whole"),
     ]:
-        policy = toy_policy(FFN, {**STACKED, "inner.up": {"cut": ["ffn", "ffn"], "repeat": repeat}})
+        policy = toy_policy(FFN, {**STACKED, "inner.up": {"sharded": ["ffn", "ffn"], "repeat": repeat}})
         with pytest.raises(PolicyError) as info:
             checked_plan(toy(Holder, n_experts=3), policy)
         assert str(info.value) == f"policy dict:blocks.modules.inner.up: {message}"

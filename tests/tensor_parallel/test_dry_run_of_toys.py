@@ -48,7 +48,7 @@ def test_a_replicated_activation_that_meets_sharded_ones() -> None:
 
 def test_a_parameter_whose_gradient_stays_partial() -> None:
     message = "layers.0.norm.bias works on sharded activations, but its rule leaves its gradient partial: "
-    message += "write {replicated: UNIT} to have it summed, or cut it"
+    message += "write {replicated: UNIT} to have it summed, or shard it"
     refused(toy(Latent), latent(norm="replicated"), "q", message)
 
     class Scaled(MLP):
@@ -105,10 +105,10 @@ def test_what_layers_read() -> None:
     model = toy(lambda config: Cut(config, nn.Linear(config.hidden_size, config.ffn)))
     refused(
         model,
-        toy_policy(ffn, {**MLP_RULES, "between": {"cut": "ffn"}}),
+        toy_policy(ffn, {**MLP_RULES, "between": {"sharded": "ffn"}}),
         "between",
-        "layers.1.between is cut, but its input is replicated and needs a gradient: make it a column, or feed it by "
-        "one",
+        "layers.1.between is sharded, but its input is replicated and needs a gradient: make it a column, or feed it "
+        "by one",
     )
     refused(
         model,

@@ -91,8 +91,8 @@ ROUTED = toy_policy(
     {
         "router": "replicated",
         "experts": {"region": "ffn", "by_expert": "experts"},
-        "experts.up": {"cut": "ffn", "dim": 2},
-        "experts.down": {"cut": "ffn", "dim": 1},
+        "experts.up": {"sharded": "ffn", "dim": 2},
+        "experts.down": {"sharded": "ffn", "dim": 1},
         "experts.bias": {"once": "ffn"},
     },
 )

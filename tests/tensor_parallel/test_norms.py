@@ -190,7 +190,7 @@ def test_a_norm_over_groups_needs_to_know_of_them() -> None:
             checked_plan(toy(Grouped, groups=groups), policy, tp)
         message = str(info.value)
         assert message.startswith(f"policy dict:blocks.modules.norm: a norm over {what}")
-        assert message.endswith(": it has groups, write {norm_over: ..., within: GROUPS} or {cut: ...}")
+        assert message.endswith(": it has groups, write {norm_over: ..., within: GROUPS} or {sharded: ...}")
 
 
 class Varied(nn.Module):

@@ -117,14 +117,14 @@ class Ranged(nn.Module):
 
 RANGED_RULES: dict[str, Any] = {
     "up": {"region": "ffn", "opens": True},
-    "up.weight": {"cut": "ffn", "dim": 0},
-    "up.bias": {"cut": "ffn", "dim": 0},
+    "up.weight": {"sharded": "ffn", "dim": 0},
+    "up.bias": {"sharded": "ffn", "dim": 0},
     "gate": {"region": "ffn", "opens": True},
-    "gate.weight": {"cut": "ffn", "dim": 0},
-    "gate.bias": {"cut": "ffn", "dim": 0},
+    "gate.weight": {"sharded": "ffn", "dim": 0},
+    "gate.bias": {"sharded": "ffn", "dim": 0},
     "range": {"gathered": "ffn", "dim": 2},
     "down": {"region": "ffn", "closes": True},
-    "down.weight": {"cut": "ffn", "dim": 1},
+    "down.weight": {"sharded": "ffn", "dim": 1},
     "down.bias": {"once": "ffn"},
 }
 
@@ -241,9 +241,9 @@ class Mixture(nn.Module):
 MIXTURE_RULES: dict[str, Any] = {
     "router": "replicated",
     "experts": {"region": "ffn"},
-    "experts.up": {"cut": ["ffn", "ffn"], "dim": 2},
-    "experts.up_bias": {"cut": ["ffn", "ffn"], "dim": 1},
-    "experts.down": {"cut": "ffn", "dim": 1},
+    "experts.up": {"sharded": ["ffn", "ffn"], "dim": 2},
+    "experts.up_bias": {"sharded": ["ffn", "ffn"], "dim": 1},
+    "experts.down": {"sharded": "ffn", "dim": 1},
     "experts.down_bias": {"once": "ffn"},
 }
 
@@ -293,7 +293,7 @@ class Biases(Toy):
         return {"last_hidden_state": inputs_embeds}
 
 
-INPUTS = {name: {"cut": "heads", "dim": 0} for name in ("bias", "folded", "common")}
+INPUTS = {name: {"sharded": "heads", "dim": 0} for name in ("bias", "folded", "common")}
 
 
 def biased(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:
         ("k.input", "Biased has no module 'k'"),
     ]:
         with pytest.raises(PolicyError) as info:
-            checked_plan(filled(Biases(ToyConfig())), biased({path: {"cut": "heads", "dim": 0}}))
+            checked_plan(filled(Biases(ToyConfig())), biased({path: {"sharded": "heads", "dim": 0}}))
         assert str(info.value).startswith(f"policy dict:blocks.inputs.{path}: {message}")
     policy = biased(INPUTS)
     policy["units"] = {"heads": "inferred"}

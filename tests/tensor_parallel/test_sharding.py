@@ -43,7 +43,7 @@ FUSED = toy_policy(
     {"heads": "heads", "ffn": "ffn"},
     {
         "in_proj": {"column": ["heads * 3", "ffn", "heads"]},
-        "conv": {"cut": "heads * 3"},
+        "conv": {"sharded": "heads * 3"},
         "out_proj": {"row": ["heads * 3", "ffn"]},
     },
     attributes={"heads": "heads", "inner": "heads", "ffn": "ffn"},
@@ -108,11 +108,11 @@ class Attention(nn.Module):
 
 ATTENTION_RULES: dict[str, Any] = {
     "qkv": {"column": "heads"},
-    "distance": {"cut": "heads", "dim": 1},
-    "sinks": {"cut": "heads"},
-    "scale": {"cut": "heads", "dim": -1},
-    "slopes": {"cut": "heads", "dim": 1},
-    "kept": {"cut": "heads"},
+    "distance": {"sharded": "heads", "dim": 1},
+    "sinks": {"sharded": "heads"},
+    "scale": {"sharded": "heads", "dim": -1},
+    "slopes": {"sharded": "heads", "dim": 1},
+    "kept": {"sharded": "heads"},
     "out": {"row": "heads"},
 }
 ATTENTION = toy_policy({"heads": "heads"}, ATTENTION_RULES, attributes={"heads": "heads"})
@@ -159,12 +159,12 @@ def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("path", "rule", "message"),
     [
-        ("sinks", {"cut": "heads", "dim": 1}, "sinks has 1 dims, the rule shards dim 1"),
-        ("distance", {"cut": "heads", "dim": 2}, "distance.weight has 2 dims, the rule shards dim 2"),
-        ("slopes", "replicated", "slopes is a buffer, which can only be 'cut'"),
-        ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'cut' or 'once'"),
-        ("scale", {"cut": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not whole"),
-        ("sink", {"cut": "heads"}, "Attention has no module 'sink'. Did you mean 'sinks'?"),
+        ("sinks", {"sharded": "heads", "dim": 1}, "sinks has 1 dims, the rule shards dim 1"),
+        ("distance", {"sharded": "heads", "dim": 2}, "distance.weight has 2 dims, the rule shards dim 2"),
+        ("slopes", "replicated", "slopes is a buffer, which can only be 'sharded'"),
+        ("sinks", {"row": "heads"}, "sinks is a bare parameter, which can only be 'replicated', 'sharded' or 'once'"),
+        ("scale", {"sharded": "heads"}, "scale has 2 features, [heads] describes 4 equal parts: 2 / 4 is not whole"),
+        ("sink", {"sharded": "heads"}, "Attention has no module 'sink'. Did you mean 'sinks'?"),
     ],
 )
 def test_a_cut_that_does_not_fit_what_stands_there(path: str, rule: Any, message: str) -> None:
@@ -185,7 +185,7 @@ def test_a_cut_that_does_not_fit_what_stands_there(path: str, rule: Any, message
     ],
 )
 def test_a_cut_module_tells_the_sizes_that_it_has(between: Any, attributes: tuple[str, ...], expected: list) -> None:
-    policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"cut": "ffn"}})
+    policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"sharded": "ffn"}})
     model = share(toy(lambda config: MLP(config, between()), ffn=6), policy, 2, 1)
     assert [getattr(model.layers[1].between, name) for name in attributes] == expected
     assert model.layers[1].between.weight.shape[0] == 3
@@ -193,7 +193,7 @@ def test_a_cut_module_tells_the_sizes_that_it_has(between: Any, attributes: tupl
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_whose_mean_would_be_cut_is_refused(norm: Any) -> None:
-    policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"cut": "ffn"}})
+    policy = toy_policy({"ffn": "ffn"}, {**MLP_RULES, "between": {"sharded": "ffn"}})
     with pytest.raises(
         PolicyError, match=r"between takes a mean over what would be sharded: write \{norm_over: \.\.\.\}"
     ):

@@ -203,7 +203,7 @@ def central() -> Any:
 BESIDE = {
     "prefix": {"add.bias.up": {"column": "heads"}, "add.bias.down": {"row": "heads"}},
     "attributes": {"add.bias.heads": "heads", "factor": "heads"},
-    "inputs": {"add.bias.slopes": {"cut": "heads", "dim": 0}},
+    "inputs": {"add.bias.slopes": {"sharded": "heads", "dim": 0}},
 }
 
 
