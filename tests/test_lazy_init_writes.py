@@ -84,9 +84,10 @@ def test_a_new_head_may_be_written(tmp_path):
 
 
 def test_initialize_inside_is_refused(tmp_path):
-    gpt2().save_pretrained(tmp_path)
+    plain = gpt2()
+    plain.save_pretrained(tmp_path)
     with autopar.lazy_init():
-        model = GPT2LMHeadModel(gpt2().config)
+        model = GPT2LMHeadModel(plain.config)
         with pytest.raises(ConfigError, match=r"initialize inside lazy_init .* call it after the with"):
             autopar.initialize(model)
         with pytest.raises(ConfigError, match=r"from_pretrained inside lazy_init .* call it after the with"):

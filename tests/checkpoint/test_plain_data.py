@@ -85,7 +85,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(VALUES)])
 def test_there_and_back(value: object):
     data, tensors = encode(value, "extra")
     assert same(decode(through_json(data), tensors), value)
@@ -262,7 +262,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize("data", DAMAGED, ids=repr)
+@pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
 def test_damage_is_an_error_of_ours_and_names_the_place(data: object):
     with pytest.raises(CheckpointError, match=r"^extra\.x\[0\]"):
         decode({"x": [data]}, where="extra")
