@@ -67,7 +67,7 @@ def _die(tp: int, pp: int, doomed: int, when: str) -> None:
         optimizer.step()
     assert f"rank {doomed} has ended: its process " in str(info.value)
     assert time.monotonic() - started < 15, "not at once, but after the timeout"
-    _stay_until_done(set(range(4)) - {doomed})
+    time.sleep(2)  # the others may still be asking this one; then its end tells those that wait for it
 
 
 @pytest.mark.parametrize(
