@@ -45,6 +45,9 @@ class ParallelConfig:
         consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
             ``every N`` forwards, ``always``, or ``auto``: always on the CPU, every 10 on GPUs. Shapes are compared
             on every forward, but for ``first``.
+        loss_chunk: tokens whose logits exist at a time in the loss of a language model; 0: all of them.
+        loss_gather_logits: when ranks gather the logits of a forward with gradients or labels: ``on_read``, or
+            ``always``.
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
@@ -71,6 +74,8 @@ class ParallelConfig:
     activation_checkpointing: bool = False
     consistency_check: bool = True
     consistency_inputs: str = "auto"
+    loss_chunk: int = 0
+    loss_gather_logits: str = "on_read"
     cpu_checkpointing: bool = False
     zero_stage: int = 0
     zero_cpu_offload: bool = False
@@ -187,6 +192,9 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
             f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
             "be collected for each micro-batch. Use zero.stage 1."
         )
+    if values["loss_chunk"] and values["loss_gather_logits"] == "always":
+        chunk = values["loss_chunk"]
+        problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
     return problems

@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "hysteresis": int,
     },
     "consistency_check": {"enable": bool, "inputs": str},
+    "loss": {"chunk": int, "gather_logits": str},
     "pipeline": {
         "schedule": str,
         "microbatch_size": int,
@@ -58,8 +59,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 3),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision": ("fp32", "bf16", "fp16"),
+    "loss.gather_logits": ("on_read", "always"),
+    "loss_gather_logits": ("on_read", "always"),
 }
-
+_FROM_ZERO = ("loss.chunk", "loss_chunk")
 
 _INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
 _STAGE_2 = ": 1 shards what the optimizer keeps, 3 weights and gradients too"
@@ -73,6 +76,8 @@ FIELDS = {
     ("consistency_check", "inputs"): "consistency_inputs",
     ("activation_checkpointing", "enable"): "activation_checkpointing",
     ("consistency_check", "enable"): "consistency_check",
+    ("loss", "chunk"): "loss_chunk",
+    ("loss", "gather_logits"): "loss_gather_logits",
 }
 
 
@@ -111,7 +116,8 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
     number: Any = value
     if kind is float and not (0 < number < math.inf or (name in NUMBERS and number == 0)):
         return f"{name} must be above 0, not {value}"
-    return f"{name} must be at least 1, not {value}" if kind is int and number < 1 else None
+    least = 0 if name in _FROM_ZERO else 1
+    return f"{name} must be at least {least}, not {value}" if kind is int and number < least else None
 
 
 def explain_unknown(section: object, content: object) -> str:

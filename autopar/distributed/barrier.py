@@ -1,4 +1,4 @@
-"""A barrier of all ranks that ends: in an error on those that came, if some never do.
+"""Barriers that end: in an error on the ranks that came, if some never do.
 
 It goes through the key-value store of the default process group, in which no rank can get stuck: a call on some of the
 ranks only raises within the time-out and leaves nothing behind, so a later call works again.
@@ -13,10 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, ConsistencyError
 
-__all__ = ["barrier", "name_ranks"]
+__all__ = ["barrier", "meet", "name_ranks"]
 
 _PREFIX = "autopar/barrier"
 
@@ -30,7 +31,8 @@ def barrier(mpu: MPU, caller: str, timeout: float) -> None:
     if not dist.is_initialized():
         raise CheckpointError(f"{caller} needs the process group, which has been destroyed")
     try:
-        arrived = _arrive(mpu.rank, mpu.world_size, timeout)
+        store = PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        arrived = _arrive(store, mpu.rank, mpu.world_size, timeout)
     except RuntimeError as error:
         raise CheckpointError(f"{caller} cannot reach the store of torch.distributed: {error}") from error
     if arrived is not None:
@@ -43,24 +45,50 @@ def barrier(mpu: MPU, caller: str, timeout: float) -> None:
         )
 
 
-def _arrive(rank: int, world_size: int, timeout: float) -> list[int] | None:
-    """None once everybody is here, else the ranks that were.
+def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
+    """Wait until all ranks of an axis are about to do the same, before a collective that some might not come to.
+
+    Args:
+        what: the same text on every rank, or they do not mean the same.
+        advice: what to do about ranks that do not come; lines of the message.
+
+    Raises:
+        ConsistencyError: on all ranks that came.
+    """
+    mine = axis.ranks[axis.rank]
+    store = PrefixStore(f"{_PREFIX}/{axis.name} {axis.ranks}", dist.distributed_c10d._get_default_store())
+    said: dict[int, str] = {}
+    arrived = _arrive(store, axis.rank, axis.size, timeout, what, said)
+    if arrived is not None:
+        came = [axis.ranks[place] for place in arrived]
+        missing = [rank for rank in axis.ranks if rank not in came]
+        raise ConsistencyError(
+            f"rank {mine} reads {what}, and {name_ranks(missing)} did not within {timeout:g} s.\n  {advice}"
+        )
+    if len(set(said.values())) > 1:
+        each = "; ".join(f"rank {axis.ranks[place]} reads {text}" for place, text in sorted(said.items()))
+        raise ConsistencyError(f"the ranks do not read the same: {each}.\n  {advice}")
+
+
+def _arrive(
+    store: Any, rank: int, size: int, timeout: float, what: str = "here", said: dict[int, str] | None = None
+) -> list[int] | None:
+    """None once everybody is here, else the ranks that were. ``said`` takes up what each brought.
 
     Meetings are numbered. Each ends with one atomic decision, ``go`` by the last rank to arrive or the list of those
     present by the first one to lose patience; all follow it, so nobody leaves while somebody else goes ahead.
     """
-    store = PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
     deadline = time.monotonic() + timeout
     while True:
         number = store.add("number", 0)
         decision = f"{number}/decision"
-        store.set(f"{number}/{rank}", "here")
-        if store.add(f"{number}/count", 1) == world_size:
+        store.set(f"{number}/{rank}", what)
+        if store.add(f"{number}/count", 1) == size:
             store.compare_set(decision, "", "go")
         pause = 0.001
         while not store.check([decision]):
             if time.monotonic() > deadline:
-                present = [other for other in range(world_size) if store.check([f"{number}/{other}"])]
+                present = [other for other in range(size) if store.check([f"{number}/{other}"])]
                 store.compare_set(decision, "", json.dumps(present))
                 break
             time.sleep(pause)
@@ -68,8 +96,10 @@ def _arrive(rank: int, world_size: int, timeout: float) -> list[int] | None:
         verdict = store.get(decision).decode()
         store.compare_set("number", str(number), str(number + 1))  # whoever sees the next number has left this one
         if verdict == "go":
+            if said is not None:
+                said.update({other: store.get(f"{number}/{other}").decode() for other in range(size)})
             if rank == 0:
-                _forget(store, number - 1, world_size)  # all came here from there: nobody reads it any more
+                _forget(store, number - 1, size)  # all came here from there: nobody reads it any more
             return None
         arrived: list[int] = json.loads(verdict)
         if rank in arrived:
@@ -77,8 +107,8 @@ def _arrive(rank: int, world_size: int, timeout: float) -> list[int] | None:
         # came after the others had given up: they may be calling again
 
 
-def _forget(store: Any, number: int, world_size: int) -> None:
-    for key in ("count", "decision", *map(str, range(world_size))):
+def _forget(store: Any, number: int, size: int) -> None:
+    for key in ("count", "decision", *map(str, range(size))):
         try:
             store.delete_key(f"{number}/{key}")
         except (RuntimeError, NotImplementedError):

@@ -240,8 +240,20 @@ class _SumReplicas(torch.autograd.Function):
         return layout.shard(_sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
 
 
+class _NoGraph:
+    """Takes the place of autograd's context where no gradient will come back."""
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        pass
+
+
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
-    result: torch.Tensor = x if axis.size == 1 else function.apply(x, axis, *args)
+    if axis.size == 1:
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = function.apply(x, axis, *args)
+    else:  # as autograd would, without its cost
+        result = function.forward(_NoGraph(), x, axis, *args)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.replica_check import StepCheck
@@ -13,6 +14,7 @@ from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import hooks, parallelize
 from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.megatron import parameter_marks
+from autopar.tensor_parallel.parallel_layer import ParallelLayer
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "attach", "mark_parameters", "undo"]
@@ -49,6 +51,20 @@ def attach(
         check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
         check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
+    if plan.tp > 1 and config.loss_gather_logits == "on_read":
+        _keep_logits_sharded(inner, config.loss_chunk)
+
+
+def _keep_logits_sharded(model: nn.Module, chunk: int) -> None:
+    """Let the head of a language model leave its logits sharded until they are read."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:
+        return
+    layout = head.autopar_layouts["weight"]
+    ranges = [list(layout.ranges(rank)) for rank in range(head.tp.size)]
+    one_each = all(len(held) <= 1 for held in ranges) and sorted(ranges) == ranges
+    if isinstance(head, nn.Linear) and one_each and not layout.replicated:
+        head.chunk = chunk
 
 
 def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:

@@ -23,7 +23,6 @@ from autopar.plan.plan import Plan
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
-from autopar.tensor_parallel.loss import attach_loss, detach_loss
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 
@@ -58,13 +57,10 @@ def attach(
                 bind(module, _OWNER, generate=_generate)
         module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
-    if plan.tp > 1 and isinstance(model, PreTrainedModel):
-        attach_loss(model, region, mpu.tp)
 
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
-    detach_loss(model)
     unbind(model, _OWNER)
     for module in _callable_alone(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -101,6 +97,8 @@ class BeforeForward(Hook):
                     self.check.reset()
             if self.check is not None:
                 self.check.before_forward(model, args, kwargs)
+            self.region.number += 1
+            self.region.has_labels = kwargs.get("labels") is not None
         self.region.start()
 
     def _has_changed(self, model: nn.Module) -> bool:

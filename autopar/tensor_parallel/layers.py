@@ -31,9 +31,11 @@ from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
 from autopar.tensor_parallel.experts import ExpertParallel
+from autopar.tensor_parallel.logits_shards import Head, Shards
 from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
 from autopar.tensor_parallel.region_modules import RegionModule, region_class
+from autopar.tensor_parallel.sharded_logits import sharded_logits
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -54,16 +56,25 @@ class _Column(ParallelLayer):
         plan = self.autopar
         bias = None if self.bias is None else self._parameter("bias")
         x = x if plan.inside else self.region.enter(x)
+        if self.chunk is not None and self.region.keeps_logits_sharded():
+            return self._logits(x)
         y = self._multiply(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
             full = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
-            if self.keeps_local:
-                self.region.keep_local(full, y)
             if self.skip_bias_add:
                 return full, bias if bias is None else gather(bias, self.tp, self.autopar_layouts["bias"])
             return full
         self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
         return (y, bias) if self.skip_bias_add else y
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole logits, which are gathered when somebody reads them."""
+        weight, bias = self.weight, self.bias
+        layout, number = self.autopar_layouts["weight"], self.region.number
+        if self.chunk:
+            return sharded_logits(Shards(x, self.tp, layout, x.dtype, number, self.chunk, Head(weight, bias)))
+        y = self._multiply(x, weight, bias)  # [..., vocab/tp]
+        return sharded_logits(Shards(y, self.tp, layout, y.dtype, number))
 
 
 class _Row(ParallelLayer):

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is sharded, and the loss of Hugging Face language models by it.
+"""Cross entropy of logits whose vocabulary is sharded.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3, has the idea; upstream is
 ``megatron/core/tensor_parallel/cross_entropy.py``. With ``x`` a token's logits and ``t`` its target,
@@ -12,23 +12,28 @@ all-gather (Megatron: three all-reduces); no rank has the full logits. Every ran
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
 from autopar.layout import even_shards
-from autopar.tensor_parallel.regions import Region
 
-__all__ = ["CausalLoss", "attach_loss", "detach_loss", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "Targets",
+    "VocabParallelCrossEntropy",
+    "check_options",
+    "gradient",
+    "losses_of",
+    "reduced",
+    "stats_of",
+    "vocab_parallel_cross_entropy",
+    "wide",
+]
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -73,20 +78,32 @@ def vocab_parallel_cross_entropy(
     else:
         widths = [stop - start for start, stop in even_shards(vocab_size, axis.size)]
 
-    flat_target = target.reshape(-1).long()  # [tokens]
-    ignored = flat_target == ignore_index
-    _check_targets(flat_target, ignored, sum(widths))
-    losses: torch.Tensor = _VocabParallelCrossEntropy.apply(
-        logits.reshape(target.numel(), logits.shape[-1]),  # [tokens, vocab/tp]
-        flat_target,
-        ignored,
-        label_smoothing,
-        widths,
-        axis,
-    )
+    rows = logits.reshape(target.numel(), logits.shape[-1])  # [tokens, vocab/tp]
+
+    def losses(targets: Targets) -> torch.Tensor:
+        made: torch.Tensor = VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
+        return made
+
+    return reduced(losses, target, ignore_index, reduction, widths, logits.shape[-1], axis)
+
+
+def reduced(
+    losses: Callable[[Targets], torch.Tensor],
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    widths: list[int],
+    width: int,
+    axis: Axis,
+) -> torch.Tensor:
+    """Check the targets, compute their ``losses`` and reduce them; ``width``: columns that this rank really has."""
+    flat = target.reshape(-1).long()  # [tokens]
+    ignored = flat == ignore_index
+    _check_targets(flat, ignored, sum(widths))
+    found = losses(_find(flat, ignored, sum(widths[: axis.rank]), width))  # [tokens]
     if reduction == "none":
-        return losses.view(target.shape)
-    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+        return found.view(target.shape)
+    return found.sum() if reduction == "sum" else found.sum() / (~ignored).sum()
 
 
 def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str) -> None:
@@ -98,6 +115,11 @@ def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing
         raise ConfigError(f"target of shape {list(target.shape)} does not fit logits of shape {list(logits.shape)}")
     if target.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"target must hold class indices (int64 or int32), not {target.dtype}")
+    check_options(label_smoothing, reduction)
+
+
+def check_options(label_smoothing: float, reduction: str) -> None:
+    """Raise ConfigError for what torch's cross entropy does not take either."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
     if reduction not in ("none", "mean", "sum"):
@@ -129,130 +151,101 @@ def _check_widths(found: torch.Tensor, widths: list[int]) -> None:
         )
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class Targets(NamedTuple):
+    """Where this rank finds the tokens' targets; each ``[tokens]``."""
+
+    column: torch.Tensor  # 0 where the target is another rank's
+    mine: torch.Tensor
+    ignored: torch.Tensor
+
+    def of(self, some: slice) -> Targets:
+        """Return those of some tokens."""
+        return Targets(self.column[some], self.mine[some], self.ignored[some])
+
+
+def _find(target: torch.Tensor, ignored: torch.Tensor, start: int, width: int) -> Targets:
+    column = target - start
+    mine = (column >= 0) & (column < width)
+    return Targets(column.masked_fill(~mine, 0), mine, ignored)
+
+
+def stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch.Tensor:
+    """Return this rank's part, ``[3 or 4, tokens]``: maximum, sum of exponentials, logit of the target, sum."""
+    tokens, width = x.shape  # [tokens, vocab/tp]
+    if width:
+        top = x.amax(1)  # [tokens]
+        at_target = x.gather(1, targets.column.unsqueeze(1)).squeeze(1).masked_fill(~targets.mine, 0.0)
+    else:  # the vocabulary has fewer entries than the group has ranks
+        top = x.new_full((tokens,), -torch.inf)
+        at_target = x.new_zeros(tokens)
+    # A shard of nothing but -inf (a masked vocabulary) adds 0 to the sum, not exp(-inf + inf).
+    shift = top.masked_fill(top == -torch.inf, 0.0).unsqueeze(1)
+    stats = [top, (x - shift).exp_().sum(1), at_target]
+    return torch.stack([*stats, x.sum(1)] if label_smoothing else stats)
+
+
+def losses_of(
+    stats: torch.Tensor, width: int, label_smoothing: float, widths: list[int], axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's loss, and the logarithm of its sum of exponentials; ``[tokens]``, the same on all ranks."""
+    kinds, tokens = stats.shape
+    sent = torch.cat([stats.view(-1), stats.new_full((1,), width)])  # [kinds * tokens + 1]
+    gathered = collectives.gather(sent.unsqueeze(0), axis, even_layout(axis.size, axis.size), 0)
+    _check_widths(gathered[:, -1], widths)
+    table = gathered[:, :-1].view(axis.size, kinds, tokens)
+    tops, sums, at_targets, *rest = table.unbind(1)  # [axis.size, tokens] each
+
+    top = tops.amax(0)  # [tokens]
+    log_sum = (sums * (tops - top).exp()).sum(0).log()
+    loss = top - at_targets.sum(0) + log_sum  # this order: exactly 0 where the target is all of the probability
+    if label_smoothing:
+        smooth = top - rest[0].sum(0) / sum(widths) + log_sum
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * smooth
+    return loss, top + log_sum
+
+
+def gradient(
+    logits: torch.Tensor,
+    log_total: torch.Tensor,
+    targets: Targets,
+    grad: torch.Tensor,
+    label_smoothing: float,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Return the gradient ``[tokens, vocab/tp]`` of the logits from that of the losses, ``[tokens]``."""
+    out = (wide(logits) - log_total.unsqueeze(1)).exp_()  # softmax
+    if logits.shape[1]:
+        at_target = targets.mine.to(out.dtype).unsqueeze(1) * (label_smoothing - 1.0)
+        out.scatter_add_(1, targets.column.unsqueeze(1), at_target)
+    if label_smoothing:
+        out -= label_smoothing / vocab_size
+    out *= grad.unsqueeze(1)
+    # Not by multiplication with 0: the mean over no token at all has an infinite gradient.
+    out.masked_fill_(targets.ignored.unsqueeze(1), 0.0)
+    return out.to(logits.dtype)
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
     """Losses ``[tokens]``, Replicate, of logits ``[tokens, vocab/tp]``, Shard(1). Keeps no copy of the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        ignored: torch.Tensor,
-        label_smoothing: float,
-        widths: list[int],
-        axis: Axis,
+        ctx: Any, logits: torch.Tensor, targets: Targets, label_smoothing: float, widths: list[int], axis: Axis
     ) -> torch.Tensor:
-        tokens, width = logits.shape
-        x = _wide(logits)  # [tokens, vocab/tp]
-        start, vocab_size = sum(widths[: axis.rank]), sum(widths)
-        column = target - start  # [tokens]
-        mine = (column >= 0) & (column < width)
-        column = column.masked_fill(~mine, 0).unsqueeze(1)  # [tokens, 1]
-        if width:
-            top = x.amax(1)  # [tokens]
-            at_target = x.gather(1, column).squeeze(1).masked_fill(~mine, 0.0)
-        else:  # the vocabulary has fewer entries than the group has ranks
-            top = x.new_full((tokens,), -torch.inf)
-            at_target = x.new_zeros(tokens)
-        # A shard of nothing but -inf (a masked vocabulary) adds 0 to the sum, not exp(-inf + inf).
-        shift = top.masked_fill(top == -torch.inf, 0.0).unsqueeze(1)
-        stats = [top, (x - shift).exp_().sum(1), at_target]
-        if label_smoothing:
-            stats.append(x.sum(1))
-        sent = torch.cat([*stats, x.new_full((1,), width)])  # [(3 or 4) * tokens + 1]
-
-        gathered = collectives.gather(sent.unsqueeze(0), axis, even_layout(axis.size, axis.size), 0)
-        _check_widths(gathered[:, -1], widths)
-        table = gathered[:, :-1].view(axis.size, len(stats), tokens)
-        tops, sums, at_targets, *rest = table.unbind(1)  # [axis.size, tokens] each
-
-        top = tops.amax(0)  # [tokens]
-        log_sum = (sums * (tops - top).exp()).sum(0).log()
-        loss = top - at_targets.sum(0) + log_sum  # this order: exactly 0 where the target is all of the probability
-        if label_smoothing:
-            smooth = top - rest[0].sum(0) / vocab_size + log_sum
-            loss = (1.0 - label_smoothing) * loss + label_smoothing * smooth
-        ctx.save_for_backward(logits, top + log_sum, column, mine, ignored)
-        ctx.label_smoothing, ctx.vocab_size = label_smoothing, vocab_size
-        return loss.masked_fill(ignored, 0.0)
+        stats = stats_of(wide(logits), targets, label_smoothing)
+        loss, log_total = losses_of(stats, logits.shape[1], label_smoothing, widths, axis)
+        ctx.save_for_backward(logits, log_total, targets.column, targets.mine, targets.ignored)
+        ctx.label_smoothing, ctx.vocab_size = label_smoothing, sum(widths)
+        return loss.masked_fill(targets.ignored, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, log_total, column, mine, ignored = ctx.saved_tensors
-        out = (_wide(logits) - log_total.unsqueeze(1)).exp_()  # [tokens, vocab/tp]: softmax
-        if logits.shape[1]:
-            out.scatter_add_(1, column, mine.to(out.dtype).unsqueeze(1) * (ctx.label_smoothing - 1.0))
-        if ctx.label_smoothing:
-            out -= ctx.label_smoothing / ctx.vocab_size
-        out *= grad.unsqueeze(1)
-        # Not by multiplication with 0: the mean over no token at all has an infinite gradient.
-        out.masked_fill_(ignored.unsqueeze(1), 0.0)
-        return out.to(logits.dtype), None, None, None, None, None
+        logits, log_total, *targets = ctx.saved_tensors
+        found = gradient(logits, log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size)
+        return found, None, None, None, None
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """At least float32; the tensor itself if it is that already."""
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return at least float32; the tensor itself if it is that already."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
-class CausalLoss:
-    """``transformers.loss.loss_utils.ForCausalLMLoss``, from sharded logits where they are known.
-
-    A head with ``gather_output`` gives every rank the full logits, and the model computes its loss from them: the same
-    softmax over the whole vocabulary on every rank, in fp32. This loss recognises the tensor that the head gathered,
-    and takes the loss from this rank's shard of it instead: 1/tp of the work and of the fp32 memory, the same value
-    and gradients. Logits that were changed in between (soft-capping, scaling) are not recognised, and the plain loss is
-    taken.
-
-    Args:
-        plain: the loss function that the model had.
-        region: knows which local logits a gathered tensor was made from.
-        axis: the tp axis.
-    """
-
-    def __init__(self, plain: Callable[..., torch.Tensor], region: Region, axis: Axis) -> None:
-        self.plain, self.region, self.axis = plain, region, axis
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        local = self.region.local_of(logits)  # [batch, seq, vocab/tp]
-        if local is None or vocab_size != logits.shape[-1]:
-            return self.plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        if shift_labels is None:  # tokens < n predict n
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        target = shift_labels.to(local.device).reshape(-1)
-        loss = vocab_parallel_cross_entropy(
-            (local.float() if local.dtype == torch.float64 else local).reshape(target.numel(), local.shape[-1]),
-            target,
-            ignore_index=ignore_index,
-            reduction="mean" if num_items_in_batch is None else "sum",
-            vocab_size=vocab_size,
-            group=self.axis.group,
-        )
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-def attach_loss(model: PreTrainedModel, region: Region, axis: Axis) -> None:
-    """Give ``model`` the loss from sharded logits, if it is a language model with transformers' standard loss."""
-    head = model.get_output_embeddings()
-    plan = getattr(head, "autopar", None)
-    if not isinstance(head, nn.Module) or plan is None or not plan.gather_output or "_loss_function" in vars(model):
-        return
-    if getattr(model, "loss_function", None) is ForCausalLMLoss:
-        model.loss_function = CausalLoss(ForCausalLMLoss, region, axis)
-        head.keeps_local = True  # type: ignore[assignment]
-
-
-def detach_loss(model: nn.Module) -> None:
-    """Undo :func:`attach_loss`."""
-    if isinstance(vars(model).get("_loss_function"), CausalLoss):
-        del model._loss_function

@@ -36,7 +36,7 @@ class ParallelLayer:
     region: Region
     autopar: ModulePlan
     autopar_layouts: dict[str, Layout]
-    keeps_local = False  # a language model's head, whose loss is taken from the local logits
+    chunk: int | None = None  # a language model's head: tokens whose logits are made at a time, 0 for all
     skip_bias_add = False  # a layer that returns its bias beside its output
     weight: Any
     bias: Any

@@ -148,7 +148,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                 module._buffers[name] = all_gather(buffer, axis, layout)
         _resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "keeps_local", WARNED):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "chunk", WARNED):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

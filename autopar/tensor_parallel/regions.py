@@ -51,13 +51,13 @@ class Region:
         self._in_evaluation = False
         self._source: torch.Tensor | None = None
         self._copied: torch.Tensor | None = None
-        self._gathered: torch.Tensor | None = None
-        self._local: torch.Tensor | None = None
         self._version = 0
         self._outside: TorchGenerators | None = None
         self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many region modules are running inside each other
+        self.has_labels = False  # the forward that runs was given labels
+        self.number = 0  # of forwards so far
         self.tracking: Any = None  # of a dry run: an ActivationTracking
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
@@ -110,16 +110,11 @@ class Region:
     def release(self) -> None:
         """Release the references to activations."""
         self._source = self._copied = None
-        self._gathered = self._local = None
 
-    def keep_local(self, gathered: torch.Tensor, local: torch.Tensor) -> None:
-        """Keep, until the forward ends, the local part that a tensor was gathered from."""
-        if torch.is_grad_enabled():
-            self._gathered, self._local = gathered, local
-
-    def local_of(self, gathered: torch.Tensor) -> torch.Tensor | None:
-        """Return the local part that exactly this tensor was gathered from, if it is the last one that was."""
-        return self._local if gathered is self._gathered else None
+    def keeps_logits_sharded(self) -> bool:
+        """Whether the head may leave its logits sharded: probably a loss is all that reads them."""
+        wanted = self.has_labels or torch.is_grad_enabled()
+        return wanted and self.tracking is None and not torch.compiler.is_compiling()
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce."""

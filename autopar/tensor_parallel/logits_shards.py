@@ -1,0 +1,237 @@
+"""This rank's part of logits whose vocabulary is sharded, and what may be done to it instead of to the whole logits.
+
+A loss does little to logits before the cross entropy: it takes some tokens, flattens them, casts, scales, caps, adds a
+bias. Each of that can be done to ``[..., vocab/tp]``, and what works on tokens even to ``[..., hidden]``, before the
+head's product. The functions here are pure and know no process group but the axis of an operand's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import copy, scatter
+from autopar.layout import Layout
+
+__all__ = ["Change", "Head", "Shards", "after"]
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Head(NamedTuple):
+    """The product that makes logits: ``[..., hidden] -> [..., vocab/tp]``."""
+
+    weight: torch.Tensor  # [vocab/tp, hidden]
+    bias: torch.Tensor | None  # [vocab/tp]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """This rank's part of the logits, or what it is made of.
+
+    Attributes:
+        rows: ``[..., vocab/tp]``, or ``[..., hidden]`` with a ``head``.
+        layout: of the vocabulary over ``axis``; each rank has one range.
+        dtype: of the logits; ``rows`` may still be narrower.
+        number: which of the model's forwards made them.
+        chunk: tokens whose logits the loss makes at a time, with a ``head``.
+        head: makes ``[..., vocab/tp]`` of ``rows``; None if they are that.
+        changes: what is done to the product, element by element.
+    """
+
+    rows: torch.Tensor
+    axis: Axis
+    layout: Layout
+    dtype: torch.dtype
+    number: int = 0
+    chunk: int = 0
+    head: Head | None = None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[..., vocab]``, of the whole logits."""
+        return (*self.rows.shape[:-1], self.layout.size)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """What gradients go to."""
+        return [self.rows, *(x for x in self.head or () if x is not None)]
+
+    def of_inputs(self, inputs: list[torch.Tensor]) -> Shards:
+        """Return the same shards made of other ``inputs``."""
+        if self.head is None:
+            return replace(self, rows=inputs[0])
+        return replace(self, rows=inputs[0], head=Head(inputs[1], inputs[2] if len(inputs) > 2 else None))
+
+    def local(self) -> torch.Tensor:
+        """Return ``[..., vocab/tp]``; without a ``head`` in the dtype of ``rows``."""
+        if self.head is None:
+            return self.rows
+        local = self.head(self.rows)
+        for change in self.changes:
+            local = change(local)
+        return local
+
+    def settled(self) -> Shards:
+        """Return shards without a ``head``: the product is made now."""
+        return self if self.head is None else replace(self, rows=self.local(), head=None, changes=())
+
+    def change(self, function: Change) -> Shards:
+        """Do something to each element, in the logits' dtype."""
+        dtype = self.dtype
+        if self.head is None:
+            return replace(self, rows=function(self.rows.to(dtype)))
+        return replace(self, changes=(*self.changes, lambda x: function(x.to(dtype))))
+
+
+def after(name: str, shards: Shards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards | None:
+    """Return the shards after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
+    operation = _OPERATIONS.get(name)
+    return None if operation is None else operation(shards, *args, **kwargs)
+
+
+def _reshape(shards: Shards, *shape: Any, **kwargs: Any) -> Shards | None:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if kwargs or not sizes or not all(type(size) is int for size in sizes):
+        return None
+    known = math.prod(size for size in sizes if size != -1)
+    total = math.prod(shards.shape)
+    if not known or not total:
+        return None
+    full = [size if size != -1 else total // known for size in sizes]
+    if full[-1] != shards.layout.size or math.prod(full) != total:
+        return None
+    return replace(shards, rows=shards.rows.reshape(*full[:-1], shards.rows.shape[-1]))
+
+
+def _index(shards: Shards, index: Any) -> Shards | None:
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(item is None or item is ... or isinstance(item, int | slice | torch.Tensor) for item in items):
+        return None
+    taken = sum(_dims(item) for item in items)
+    dims = len(shards.shape)
+    if taken >= dims:  # the vocabulary is indexed: only by a full slice
+        last = items[-1]
+        if taken > dims or not (isinstance(last, slice) and last == slice(None)):
+            return None
+    elif any(item is ... for item in items[:-1]) and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
+        return None  # what follows an ellipsis ends at the vocabulary
+    return replace(shards, rows=shards.rows[index])
+
+
+def _dims(item: Any) -> int:
+    if item is None or item is ... or isinstance(item, bool):
+        return 0
+    return item.ndim if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _to(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
+    wanted = [*args, *kwargs.values()]
+    if set(kwargs) - {"dtype", "device"} or not wanted:
+        return None
+    dtype = shards.dtype
+    for value in wanted:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif not isinstance(value, str | torch.device) or torch.device(value) != shards.rows.device:
+            return None
+    return _cast(shards, dtype)
+
+
+def _cast(shards: Shards, dtype: torch.dtype) -> Shards | None:
+    if not dtype.is_floating_point:
+        return None
+    if dtype == shards.dtype:
+        return shards
+    if torch.promote_types(dtype, shards.dtype) != dtype:  # narrower: that rounds
+        shards = shards.change(lambda x: x.to(dtype))
+    return replace(shards, dtype=dtype)
+
+
+def _detach(shards: Shards) -> Shards:
+    return shards.of_inputs([x.detach() for x in shards.inputs])
+
+
+def _same(shards: Shards) -> Shards:
+    return shards
+
+
+def _unary(function: Change) -> Callable[..., Shards | None]:
+    return lambda shards, *args, **kwargs: None if args or kwargs else shards.change(function)
+
+
+def _binary(function: Callable[[Any, Any], torch.Tensor], swapped: bool = False) -> Callable[..., Shards | None]:
+    def operate(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
+        if len(args) != 1 or kwargs:
+            return None
+        other = args[0]
+        if not isinstance(other, torch.Tensor):
+            if not isinstance(other, int | float):
+                return None
+        else:
+            if other.requires_grad or (other.ndim > 1 and other.numel() > 1):
+                shards = shards.settled()  # it gets a gradient, or differs by token
+            fitting = _operand(shards, other)
+            if fitting is None:
+                return None
+            other = fitting
+        return shards.change(lambda x: function(other, x) if swapped else function(x, other))
+
+    return operate
+
+
+def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a tensor that logits meet element by element; its gradient is summed over the axis."""
+    logits = torch.empty(shards.shape, dtype=shards.dtype, device="meta")
+    try:
+        same_shape = torch.broadcast_shapes(other.shape, shards.shape) == shards.shape
+    except RuntimeError:
+        return None
+    if not same_shape or torch.result_type(logits, other.to("meta")) != shards.dtype:
+        return None
+    if other.device != shards.rows.device and other.ndim:
+        return None
+    if other.ndim and other.shape[-1] == shards.layout.size and shards.layout.size > 1:
+        return scatter(other, shards.axis, shards.layout, -1)
+    return copy(other, shards.axis)
+
+
+def _true_divide(x: Any, y: Any) -> torch.Tensor:
+    return torch.true_divide(x, y)
+
+
+_OPERATIONS: dict[str, Callable[..., Shards | None]] = {
+    "view": _reshape,
+    "reshape": _reshape,
+    "__getitem__": _index,
+    "to": _to,
+    "float": lambda shards: _cast(shards, torch.float32),
+    "double": lambda shards: _cast(shards, torch.float64),
+    "detach": _detach,
+    "clone": _same,
+    "tanh": _unary(torch.tanh),
+    "neg": _unary(operator.neg),
+    "__neg__": _unary(operator.neg),
+    "mul": _binary(operator.mul),
+    "__mul__": _binary(operator.mul),
+    "__rmul__": _binary(operator.mul),
+    "div": _binary(_true_divide),
+    "true_divide": _binary(_true_divide),
+    "__truediv__": _binary(_true_divide),
+    "add": _binary(operator.add),
+    "__add__": _binary(operator.add),
+    "__radd__": _binary(operator.add),
+    "sub": _binary(operator.sub),
+    "__sub__": _binary(operator.sub),
+}

@@ -1,0 +1,311 @@
+"""Logits that stay sharded until somebody reads them: the plain model's values and gradients, whatever is done."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.trainer_pt_utils import LabelSmoother
+
+import autopar
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.tensor_parallel import sharded_logits
+from autopar.tensor_parallel.sharded_logits import ShardedLogits
+from tests.compare import same_gradients
+from tests.parity import close, language_batches, randomise
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+
+VOCAB = 131
+MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1], [0, 1, 1, 1, 1, 0, 1]]).bool()
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1), **options)
+
+
+def changed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    later = logits[..., :-1, :]
+    logits /= 2.0  # the view sees it
+    return F.cross_entropy(later.reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+def changed_view(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    later = logits[:, 1:]
+    later *= 0.5
+    later[:, 0] = 0.25
+    return logits.square().mean() + shifted(logits, labels)
+
+
+class Double(torch.autograd.Function):
+    """A user's own function, which no ``__torch_function__`` sees coming."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+# What users do with logits and labels [2, 7].
+FROM_SHARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "shifted": shifted,
+    "smoothed sum": lambda x, y: shifted(x, y, label_smoothing=0.2, reduction="sum"),
+    "each token": lambda x, y: shifted(x, y, reduction="none", ignore_index=3).square().mean() / 10,
+    "masked": lambda x, y: F.cross_entropy(x[MASK], y[MASK]),
+    "capped": lambda x, y: shifted(torch.tanh(x.float() / 3.0) * 3.0, y),
+    "one token": lambda x, y: F.cross_entropy(x[0, -1], y[0, -1]),
+    "last": lambda x, y: F.cross_entropy(x[:, -1, :], y[:, -1]),
+    "biased": lambda x, y: shifted(x + torch.linspace(-1, 1, VOCAB), y),
+    "tempered": lambda x, y: shifted(x / torch.tensor([[[2.0]], [[0.5]]]) - 1.0, y),
+    "double": lambda x, y: shifted(x.to(torch.float64), y).float(),
+    "module": lambda x, y: torch.nn.CrossEntropyLoss(ignore_index=5)(x.view(-1, VOCAB), y.view(-1)),
+    "joined": lambda x, y: F.cross_entropy(torch.cat([x[0], 2 * x[1]]), y.view(-1)),
+    "a copy": lambda x, y: shifted(x.clone().contiguous(), y),
+}
+GATHERED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "squares": lambda x, y: x.square().mean(),
+    "both": lambda x, y: x.float().logsumexp(-1).mean() + shifted(x, y),
+    "probabilities": lambda x, y: x.softmax(-1)[..., 7].sum(),
+    "transposed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "weighted": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), y.view(-1), weight=torch.linspace(0, 1, VOCAB)),
+    "targets as probabilities": lambda x, y: F.cross_entropy(x.view(-1, VOCAB), F.one_hot(y.view(-1), VOCAB).float()),
+    "in place": changed,
+    "a view in place": changed_view,
+    "a function": lambda x, y: shifted(Double.apply(x), y),
+    "rows": lambda x, y: sum(row.logsumexp(-1).mean() for row in x),
+    "label smoother": lambda x, y: LabelSmoother(0.1)({"logits": x}, y, shift_labels=True),
+    "some columns": lambda x, y: x[..., :40].square().mean() + x[:, 1, 3:9].mean(),
+    "two logits": lambda x, y: (x * x.detach()).mean(),
+    "numpy": lambda x, y: x.mean() * float(x.detach().numpy()[0, 0, 0]),
+}
+
+
+class Gathered:
+    """Counts how often logits are gathered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times, meet = 0, sharded_logits._meet
+
+        def counted(shards: Any) -> None:
+            self.times += 1
+            meet(shards)
+
+        monkeypatch.setattr(sharded_logits, "_meet", counted)
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+@pooled(world_size=2)
+def test_whatever_is_computed_of_them(chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = Gathered(patch)
+        for build in (gpt2, llama):
+            (batch,) = language_batches(VOCAB, count=1)
+            ids, labels = batch["input_ids"], batch["input_ids"]
+            for name, compute in {**FROM_SHARDS, **GATHERED}.items():
+                plain = build()
+                model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
+                for scale in (1.0, 0.3):  # two micro-batches
+                    before = gathered.times
+                    expected, logits = compute(plain(ids).logits, labels), model(ids).logits
+                    assert isinstance(logits, ShardedLogits)
+                    actual = compute(logits, labels)
+                    assert (gathered.times > before) == (name in GATHERED), name
+                    close(actual, expected, name)
+                    (scale * expected).backward()
+                    (scale * actual).backward()
+                same_gradients(model, plain, 2e-5, name)
+
+
+def _bert() -> Any:
+    config = BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=6, intermediate_size=37, vocab_size=VOCAB
+    )
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return randomise(BertForMaskedLM(config))
+
+
+def _encoder_decoder(model: Any, config: Any) -> Any:
+    sizes = {"d_model": 24, "vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
+    if config is T5Config:
+        sizes |= {"num_layers": 2, "num_heads": 6, "d_kv": 4, "d_ff": 37, "dropout_rate": 0.0}
+    else:
+        sizes |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+        sizes |= {"encoder_ffn_dim": 36, "decoder_ffn_dim": 36, "dropout": 0.0, "forced_eos_token_id": None}
+    return randomise(model(config(**sizes)))
+
+
+def _causal(model: Any, config: Any, **sizes: Any) -> Any:
+    return randomise(
+        model(
+            config(
+                vocab_size=VOCAB,
+                hidden_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                head_dim=4,
+                intermediate_size=37,
+                **sizes,
+            )
+        )
+    )
+
+
+@pooled(world_size=2)
+def test_no_loss_of_transformers_gathers() -> None:
+    """Masked, sequence to sequence (with a bias on the logits), soft-capped, scaled."""
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = Gathered(patch)
+        for plain in (
+            _bert(),
+            _encoder_decoder(T5ForConditionalGeneration, T5Config),
+            _encoder_decoder(BartForConditionalGeneration, BartConfig),
+            _causal(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=3.0, query_pre_attn_scalar=4),
+            _causal(CohereForCausalLM, CohereConfig, logit_scale=0.3),
+        ):
+            model = parallel(copy.deepcopy(plain), 2)
+            for batch in language_batches(VOCAB):
+                name = type(plain).__name__
+                batch["labels"][0, :2] = -100
+                outputs = model(**batch), plain(**batch)
+                close(outputs[0].loss, outputs[1].loss, name)
+                for output in outputs:
+                    output.loss.backward()
+                with torch.no_grad():  # an evaluation
+                    close(model(**batch).loss, outputs[1].loss, name)
+            same_gradients(model, plain, 2e-5, name)
+        assert gathered.times == 0
+
+
+@pooled(world_size=2)
+def test_they_are_the_outputs_users_know() -> None:
+    (batch,) = language_batches(VOCAB, count=1)
+    plain = llama()
+    expected = plain(**batch).logits
+    model = parallel(copy.deepcopy(plain), 2)
+    seen = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.detach() * 1.0))
+    for read in (
+        lambda: model(**batch).logits,
+        lambda: model(**batch)["logits"],
+        lambda: model(**batch)[1],
+        lambda: model(**batch).to_tuple()[1],
+        lambda: model(**batch, return_dict=False)[1],
+        lambda: seen[-1],
+        lambda: copy.deepcopy(model(**batch).logits.detach()),
+    ):
+        logits = read()
+        facts = (logits.shape, logits.dtype, logits.device, len(logits), logits.ndim, logits.is_floating_point())
+        assert facts == (expected.shape, expected.dtype, expected.device, 2, 3, True)
+        close(logits.tolist() and torch.tensor(logits.tolist()), expected, "logits")
+    hook.remove()
+    logits = model(batch["input_ids"], batch["attention_mask"], logits_to_keep=2).logits
+    close(logits + 0, expected[:, -2:], "the last two")
+    held = "0 to 65" if dist.get_rank() == 0 else "66 to 130"
+    assert repr(logits) == (
+        f"ShardedLogits([2, 2, 131], torch.float32: tp rank {dist.get_rank()} of 2 has columns {held})"
+    )
+    with torch.no_grad():
+        assert type(model(batch["input_ids"]).logits) is torch.Tensor  # no loss in sight: gathered at once
+    assert type(autopar.deparallelize(model)(**batch).logits) is torch.Tensor
+    always = parallel(llama(), 2, loss={"gather_logits": "always"})
+    output = always(**batch)
+    assert type(output.logits) is torch.Tensor
+    close(output.loss, plain(**batch).loss, "loss")
+    output.logits.retain_grad()
+    F.cross_entropy(output.logits.view(-1, VOCAB), batch["labels"].view(-1)).backward()
+    assert output.logits.grad is not None
+
+
+@pooled(world_size=2)
+def test_a_rank_that_reads_alone_gets_an_error() -> None:
+    rank = dist.get_rank()
+    ids = torch.arange(6)[None]
+    model = parallel(gpt2(), 2)
+    output = model(ids, labels=ids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_logits, "PATIENCE", 1.0)
+        if rank == 0:
+            with pytest.raises(ConsistencyError) as error:
+                output.logits.argmax(-1)
+            assert str(error.value) == (
+                "rank 0 reads logits [1, 6, 131] of forward 1, and rank 1 did not within 1 s.\n"
+                "  Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on "
+                "all of\n  them (if rank == 0: around the print, not around the reading), or have them gathered in "
+                "every forward:\n  loss: {gather_logits: always}"
+            )
+            print(output.logits)  # says what it is; no collective
+        time.sleep(1.5 if rank else 0.0)
+    dist.barrier()
+    later = model(ids, labels=ids)
+    with pytest.raises(ConsistencyError, match=r"rank 0 reads .* of forward 1; rank 1 reads .* of forward 2"):
+        (later if rank else output).logits.argmax(-1)
+    close(output.logits.sum() + later.logits.sum(), 2 * gpt2()(ids).logits.sum(), "read by all")
+    with pytest.raises(RuntimeError, match=r"no gradient.\n.*loss: \{gather_logits: always\}"):
+        model(ids, labels=ids).logits.retain_grad()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and type(result) is torch.Tensor:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pooled(world_size=2)
+def test_the_logits_of_a_chunk_are_the_most_that_exist() -> None:
+    vocab, seq, hidden = 4001, 40, 24
+    plain = llama(vocab_size=vocab, max_position_embeddings=64)
+    (batch,) = language_batches(vocab, count=1, batch=2, seq=seq)
+    model = parallel(copy.deepcopy(plain), 2, loss={"chunk": 8})
+    model.model.embed_tokens.requires_grad_(False)
+    with Largest() as largest:
+        model(**batch).loss.backward()
+    weight = model.lm_head.weight  # and its gradient are the largest: [vocab/2, hidden]
+    assert weight.shape[1] == hidden and 2 * seq > 3 * hidden
+    assert largest.elements == weight.numel(), (largest.elements, weight.shape)
+    plain(**batch).loss.backward()
+    plain.model.embed_tokens.weight.grad = None
+    close(model.lm_head.weight.grad, plain.lm_head.weight.grad.tensor_split(2)[dist.get_rank()], "head", 2e-5)
+
+
+def test_options_that_do_not_fit() -> None:
+    parse = autopar.ParallelConfig.parse
+    assert parse({"loss": {"chunk": 2048}}).loss_chunk == 2048
+    for option, message in {
+        ("chunk", -1): "loss.chunk must be at least 0, not -1",
+        ("gather_logits", "never"): "loss.gather_logits must be on_read or always, not never",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse({"loss": dict([option])})
+    with pytest.raises(ConfigError, match=r"loss\.chunk=8 makes no whole logits, which loss\.gather_logits"):
+        parse({"loss": {"chunk": 8, "gather_logits": "always"}})
