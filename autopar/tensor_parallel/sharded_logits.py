@@ -72,7 +72,7 @@ class ShardedLogits(torch.Tensor):
     shards: Shards
     _family: _Family
     _path: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # operations from the first of the family to this
-    _first: ShardedLogits
+    _first: ShardedLogits | None  # of the family; None: this one
     _node: Any  # its place in the graph, as it was made
     _whole: torch.Tensor | None
 
@@ -108,8 +108,7 @@ class ShardedLogits(torch.Tensor):
     def changed_in_place(self) -> torch.Tensor:
         """Return a plain tensor that shares its memory with those of all views. A collective the first time."""
         if self._family.whole is None:
-            whole = self._first.whole()
-            self._family.whole = whole
+            self._family.whole = (self if self._first is None else self._first).whole()
         return self.whole()
 
     @classmethod
@@ -159,9 +158,10 @@ def sharded_logits(shards: Shards, of: ShardedLogits | None = None, step: Any = 
     made: Any = _Wrap.apply(shards, *shards.inputs)
     made._node = made.grad_fn
     if of is None:
-        made._family, made._first, made._path = _Family(), made, ()
+        made._family, made._first, made._path = _Family(), None, ()
     else:
-        made._family, made._first, made._path = of._family, of._first, (*of._path, step)
+        first = of if of._first is None else of._first
+        made._family, made._first, made._path = of._family, first, (*of._path, step)
     return made
 
 

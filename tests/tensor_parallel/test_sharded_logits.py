@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +239,23 @@ def test_they_are_the_outputs_users_know() -> None:
     output.logits.retain_grad()
     F.cross_entropy(output.logits.view(-1, VOCAB), batch["labels"].view(-1)).backward()
     assert output.logits.grad is not None
+
+
+@pooled(world_size=2)
+def test_nothing_is_kept_alive() -> None:
+    model = parallel(gpt2(), 2)
+    ids = torch.arange(6)[None]
+    gc.collect()
+    gc.disable()
+    try:
+        for read in (lambda x: x, lambda x: x[:, :-1], lambda x: x.square(), lambda x: x[0].mul_(2)):
+            output = model(ids, labels=ids)
+            held = [weakref.ref(output.logits), weakref.ref(output.logits.shards.rows)]
+            result = read(output.logits)
+            del output, result
+            assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pooled(world_size=2)
