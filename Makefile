@@ -95,7 +95,7 @@ lint: $(VENV) ## check style, formatting and types
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
 
 bench: $(VENV) ## run the benchmarks
-	$(BIN)/python benchmarks/run.py
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks
 
 clean: ## remove caches, builds and outputs (keeps .venv and .cache)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info tutorials/out* benchmarks/out*
