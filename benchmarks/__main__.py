@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results, tables
+from benchmarks.ranks import prepare
 
 NAMES = ("step", "memory", "scaling", "planning", "pipeline", "checks", "loading", "merging")
 # What a run of all of them changes in the defaults of each, so that it takes minutes.
@@ -38,6 +39,7 @@ def run(name: str, arguments: list[str], folder: Path) -> dict[str, Any]:
     )
     module.add_arguments(parser)
     options = vars(parser.parse_args(arguments))
+    prepare()
     start = time.perf_counter()
     rows = module.measure(options)
     result = results.make(name, options, rows, time.perf_counter() - start)

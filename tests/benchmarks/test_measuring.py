@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from benchmarks import traffic, variants
 from benchmarks.models import build, tokens
 from benchmarks.pipeline import activation_peak
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import RanksTimeout, run_ranks
 from benchmarks.step import ROWS, greedy
 from benchmarks.tensor_memory import peak_of
 from tests.pool import pooled
@@ -88,12 +91,20 @@ def test_saved_activations_are_counted_once() -> None:
 
 
 def rank_main(options: dict[str, int]) -> int:
-    if options.get("fails") == dist.get_rank():
+    rank = int(os.environ["LOCAL_RANK"])
+    if options.get("hangs") == rank:
+        time.sleep(600)
+    if options.get("fails") == rank:
         raise ValueError("this rank fails")
-    return options["value"] + dist.get_rank()
+    return options["value"] + rank
 
 
-def test_ranks_return_their_results_and_name_the_one_that_fails() -> None:
-    assert run_ranks("tests.benchmarks.test_measuring:rank_main", {"value": 5}, 2) == [5, 6]
+def test_ranks_return_their_results_and_name_the_one_that_fails_or_hangs() -> None:
+    work = "tests.benchmarks.test_measuring:rank_main"
+    assert run_ranks(work, {"value": 5}, 2) == [5, 6]
     with pytest.raises(RuntimeError, match=r"(?s)on 2 ranks failed.*rank 1: .*ValueError: this rank fails"):
-        run_ranks("tests.benchmarks.test_measuring:rank_main", {"value": 5, "fails": 1}, 2)
+        run_ranks(work, {"value": 5, "fails": 1}, 2, backend="")
+    with pytest.raises(
+        RanksTimeout, match=r"(?s)on 1 ranks did not end in 5 s.*rank 0: .*test_measuring.py.* in rank_main"
+    ):
+        run_ranks(work, {"value": 5, "hangs": 0}, 1, backend="", timeout=5)
