@@ -34,7 +34,7 @@ GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv real-models demo test test-all lint bench clean
+.PHONY: help venv real-models demo test test-all lint bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -94,8 +94,12 @@ lint: $(VENV) ## check style, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
 
-bench: $(VENV) ## run the benchmarks
-	$(BIN)/python benchmarks/run.py
+# More: python -m benchmarks step --help
+bench: $(VENV) ## run the benchmarks shortly, and write their tables to benchmarks/README.md (minutes)
+	$(BIN)/python -m benchmarks
+
+gpu: $(VENV) ## run the tests and benchmarks that need a GPU: one report in benchmarks/results (8 minutes)
+	$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove caches, builds and outputs (keeps .venv and .cache)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info tutorials/out* benchmarks/out*

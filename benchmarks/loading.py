@@ -1,12 +1,13 @@
 """Memory, bytes read and time of loading a checkpoint with tensor parallelism, against its rivals, interleaved.
 
-    .venv/bin/python benchmarks/loading.py                     # 2 processes, a Llama of 1 GB in one file
-    .venv/bin/python benchmarks/loading.py --rounds 5 --shard-size 200MB
+    python -m benchmarks loading                               # 2 processes, a Llama of 1 GB in one file
+    python -m benchmarks loading --rounds 5 --shard-size 200MB
 
 Variants, each in fresh processes, which touch every parameter after loading:
 
 * ``autopar``: ``autopar.from_pretrained``, which reads each rank's own byte ranges;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;
+* ``parallelized``: ``model.from_parallelized`` of the same weights, saved as shards by the same number of ranks;
 * ``transformers``: transformers' own tensor-parallel loading, where accelerate is installed (it needs that).
 
 Peak is that of the resident memory (VmHWM) above what the process had before it loaded; pages of a mapped file count,
@@ -17,20 +18,27 @@ brings in does not appear there. The checkpoint was written just before: it is r
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-VARIANTS = ("autopar", "initialize", "transformers")
+from benchmarks.process_memory import bytes_read, high_water, status
+from benchmarks.ranks import run_ranks
+from benchmarks.variants import first_line
+
+VARIANTS = ("autopar", "parallelized", "initialize", "transformers")
 MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's arguments."""
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=16, help="48 MB each")
+    parser.add_argument("--shard-size", default="50GB", help="of the checkpoint's files")
+    parser.add_argument("--disk", help="where to write the checkpoint (default: a temporary folder)")
 
 
 def make(folder: str, layers: int, shard_size: str) -> None:
@@ -50,15 +58,33 @@ def make(folder: str, layers: int, shard_size: str) -> None:
         LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=shard_size)
 
 
-def load(variant: str, folder: str, world: int) -> Any:
+def save_parallelized(options: dict[str, Any]) -> None:
+    """On every rank: write the same weights as shards."""
     import torch
+    import torch.distributed as dist
     from transformers import AutoModelForCausalLM
+
+    import autopar
+
+    sizes = {"model_parallelism": {"tensor_parallel_size": dist.get_world_size()}}
+    model = autopar.from_pretrained(AutoModelForCausalLM, options["source"], sizes, dtype=torch.float32)
+    model.save_parallelized(options["source"] + "/parallelized", timeout=600)
+
+
+def load(variant: str, folder: str, world: int) -> Any:
+    """Load the checkpoint as a variant does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import autopar
 
     sizes = {"model_parallelism": {"tensor_parallel_size": world}}
     if variant == "autopar":
         return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, dtype=torch.float32)
+    if variant == "parallelized":
+        with autopar.lazy_init():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        return autopar.initialize(model, sizes).from_parallelized(f"{folder}/parallelized", timeout=600)
     if variant == "initialize":
         return autopar.initialize(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), sizes)
     from transformers.distributed import DistributedConfig
@@ -67,119 +93,70 @@ def load(variant: str, folder: str, world: int) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=settings, dtype=torch.float32)
 
 
-def status(key: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    return next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(key + ":")
-    )
-
-
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
-
-
-def worker(variant: str, folder: str) -> None:
-    """One rank: load once, and tell what it took."""
-    import torch
+def rank_main(options: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: load once, touch every page, and tell what it took."""
     import torch.distributed as dist
     import transformers.models.llama.modeling_llama  # noqa: F401  (what every variant imports is no part of it)
 
     import autopar.pretrained  # noqa: F401
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
-    result: dict[str, Any] = {}
     dist.barrier()
     memory, read, start = status("VmRSS"), bytes_read(), time.perf_counter()
+    share = 0
     try:
-        model = load(variant, folder, world)
+        model = load(options["variant"], options["source"], dist.get_world_size())
         for parameter in model.parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.detach().view(-1)[:: 4096 // local.element_size()].sum().item()  # every page once
-            result["share"] = result.get("share", 0) + local.numel() * local.element_size()
-        result |= {"s": time.perf_counter() - start, "read": bytes_read() - read, "peak": status("VmHWM") - memory}
+            share += local.numel() * local.element_size()
     except Exception as error:  # no accelerate
-        result = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"}
-    results: list[Any] = [None] * world
-    dist.all_gather_object(results, result)
-    if rank == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads do not always end well
+        return {"missing": first_line(error)}
+    taken = time.perf_counter() - start
+    return {"share": share, "s": taken, "read": bytes_read() - read, "peak": high_water() - memory}
 
 
-def measure(variant: str, folder: str, world: int) -> list[dict[str, Any]]:
-    """Load once in ``world`` fresh processes; the result of each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    tools = ROOT / ".cache" / "gguf-tools"  # holds accelerate
-    path = [str(ROOT), *([str(tools)] if tools.is_dir() else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ranks = []
-    for rank in range(world):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(path),
-        }
-        command = [sys.executable, __file__, "--worker", variant, "--folder", folder]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    outputs = [rank.communicate() for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{variant} failed:\n" + outputs[0][1].decode())
-    return json.loads(outputs[0][0].decode().strip().splitlines()[-1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=16, help="48 MB each")
-    parser.add_argument("--shard-size", default="50GB", help="of the checkpoint's files")
-    parser.add_argument("--folder", help="where to write the checkpoint (default: a temporary folder)")
-    parser.add_argument("--json", help="also write the results there")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments.worker, arguments.folder)
-        return
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        make(folder, arguments.layers, arguments.shard_size)
-        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-        print(f"checkpoint of {size / MIB:.0f} MiB, {arguments.processes} processes, {arguments.rounds} rounds")
-        rounds: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in VARIANTS}
-        for _ in range(arguments.rounds):
+def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Load by every variant in turn, each time in fresh processes; and read the bytes alone, as a limit."""
+    world = options["processes"]
+    rounds: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in VARIANTS}
+    reading = []
+    with tempfile.TemporaryDirectory(dir=options["disk"]) as folder:
+        make(folder, options["layers"], options["shard_size"])
+        run_ranks("benchmarks.loading:save_parallelized", {"source": folder}, world)
+        for _ in range(options["rounds"]):
+            reading.append(read_files(Path(folder)))
             for variant in VARIANTS:
-                rounds[variant].append(measure(variant, folder, arguments.processes))
-    print(f"{'variant':14}{'share MiB':>11}{'peak MiB':>10}{'of share':>10}{'read MiB':>10}{'of share':>10}{'s':>8}")
-    table = {}
-    for variant, measured in rounds.items():
-        ranks = [rank for one in measured for rank in one]
-        if "error" in ranks[0]:
-            print(f"{variant:14} {ranks[0]['error']}")
-            table[variant] = ranks[0]
-            continue
-        worst = max(ranks, key=lambda rank: rank["peak"] / rank["share"])
-        most = max(ranks, key=lambda rank: rank["read"] / rank["share"])
-        seconds = statistics.median(max(rank["s"] for rank in one) for one in measured)
-        table[variant] = {"share": worst["share"], "peak": worst["peak"], "read": most["read"], "s": seconds}
-        print(
-            f"{variant:14}{worst['share'] / MIB:11.0f}{worst['peak'] / MIB:10.0f}{worst['peak'] / worst['share']:10.2f}"
-            f"{most['read'] / MIB:10.0f}{most['read'] / most['share']:10.2f}{seconds:8.2f}"
-        )
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(table, indent=1))
+                given = {"variant": variant, "source": folder}
+                rounds[variant].append(run_ranks("benchmarks.loading:rank_main", given, world))
+        size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    rows = [{"variant": f"read all {size / MIB:.0f} MiB, one process", "s": round(statistics.median(reading), 3)}]
+    return rows + [row_of(variant, measured) for variant, measured in rounds.items()]
 
 
-if __name__ == "__main__":
-    main()
+def row_of(variant: str, measured: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Make a row: the worst rank's memory and bytes against its share, and the median of the slowest rank's time."""
+    ranks = [rank for one in measured for rank in one]
+    if any("missing" in rank for rank in ranks):
+        return {"variant": variant, "missing": next(rank["missing"] for rank in ranks if "missing" in rank)}
+    worst = max(ranks, key=lambda rank: rank["peak"] / rank["share"])
+    most = max(ranks, key=lambda rank: rank["read"] / rank["share"])
+    return {
+        "variant": variant,
+        "share, MiB": round(worst["share"] / MIB),
+        "peak, MiB": round(worst["peak"] / MIB),
+        "peak / share": round(worst["peak"] / worst["share"], 3),
+        "read, MiB": round(most["read"] / MIB),
+        "read / share": round(most["read"] / most["share"], 3),
+        "s": round(statistics.median(max(rank["s"] for rank in one) for one in measured), 3),
+    }
+
+
+def read_files(folder: Path) -> float:
+    """Read all weights once; seconds."""
+    start = time.perf_counter()
+    buffer = bytearray(16 * MIB)
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - start

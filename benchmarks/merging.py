@@ -1,14 +1,15 @@
-"""Merging a sharded checkpoint against copying the same bytes with ``cp -r``, interleaved in one run: medians, ratio.
+"""Merging and resharding a sharded checkpoint against copying the same bytes with ``cp -r``, interleaved in one run.
 
-    .venv/bin/python benchmarks/merging.py                    # 1 GB, 2 shards
-    .venv/bin/python benchmarks/merging.py --gigabytes 0.2 --rounds 3 --folder /mnt/disk
+    python -m benchmarks merging                    # 1 GB, 2 shards
+    python -m benchmarks merging --gigabytes 0.2 --rounds 3 --disk /mnt/disk
 
 The checkpoint is that of a Llama with random fp32 weights, written by ``save_parallelized`` from ``--shards``
 processes. Every measurement is a process of its own. Before each of them the source is read once, so that it lies in
-the page cache (how much of it does is measured and printed), and what earlier ones wrote is forced to the disk.
+the page cache (the last row says how much of it did), and what earlier ones wrote is forced to the disk.
 
-* Seconds: of ``merge_checkpoint``, without the start of Python; it verifies checksums and ends with an fsync of every
-  file. Of ``cp -r``, and of ``cp -r`` followed by ``sync`` of every file that it wrote: only the latter is on the disk.
+* Seconds: of ``merge_checkpoint``, and of ``reshard_checkpoint`` to twice as many shards, without the start of Python;
+  both end with an fsync of every file. Of ``cp -r``, and of ``cp -r`` followed by ``sync`` of every file that it wrote:
+  only the latter is on the disk. ``/ cp`` is the median of the ratios to that in the same round.
 * Memory: the highest resident set (VmHWM) of the process above what it was once everything was imported; for ``cp``
   the whole of it.
 """
@@ -17,31 +18,34 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import mmap
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.process_memory import forget_high_water, high_water
+from benchmarks.ranks import run_ranks
+from benchmarks.rounds import ratio
+
 MIB = 2**20
 LAYER = 2048  # hidden size; the number of layers makes up the bytes
 
 
-def make(folder: Path, gigabytes: float, shards: int) -> None:
-    """Write the sharded checkpoint, with one process a shard."""
-    worker = [__file__, "--worker", "make", "--folder", str(folder), "--gigabytes", str(gigabytes)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(shards)]
-    subprocess.run([*command, *worker], env=environment(), check=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's arguments."""
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--disk", help="where to make the temporary folder: the disk to measure")
 
 
-def make_worker(folder: Path, gigabytes: float) -> None:
+def save_shards(options: dict[str, Any]) -> None:
     """On every rank: the whole model without its random initialisation, its share, random values, save."""
     import torch
     import torch.distributed as dist
@@ -50,18 +54,16 @@ def make_worker(folder: Path, gigabytes: float) -> None:
 
     import autopar
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     ffn, vocab = LAYER * 11 // 4, 8192
     layer = LAYER * (4 * LAYER + 3 * ffn) * 4
-    count = max(1, round((gigabytes * 1e9 - 2 * vocab * LAYER * 4) / layer))
+    count = max(1, round((options["gigabytes"] * 1e9 - 2 * vocab * LAYER * 4) / layer))
     config = LlamaConfig(
         hidden_size=LAYER, intermediate_size=ffn, num_hidden_layers=count, num_attention_heads=LAYER // 64
     )
     config.vocab_size = vocab
     with no_init_weights():
         model = LlamaForCausalLM(config)
-    # The ranks must agree on what they hold before they share it out; the values come afterwards.
+    # The ranks must agree on what they hold before they shard it; the values come afterwards.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -71,42 +73,34 @@ def make_worker(folder: Path, gigabytes: float) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(generator=generator)
-    model.save_parallelized(folder, timeout=600)  # type: ignore[operator]
-    dist.barrier()
-    dist.destroy_process_group()
+    model.save_parallelized(options["source"], timeout=600)  # type: ignore[operator]
 
 
-def merge_worker(source: Path, target: Path) -> None:
-    """In a process of its own: prints seconds and bytes as JSON."""
+def convert(options: dict[str, Any]) -> dict[str, float]:
+    """In a process of its own: merge or reshard."""
     import tqdm  # noqa: F401  (what merging imports late is no part of the measurement)
     from huggingface_hub import split_state_dict_into_shards_factory  # noqa: F401
 
-    from autopar.checkpoint import merge_checkpoint
+    from autopar.checkpoint import merge_checkpoint, reshard_checkpoint
 
-    Path("/proc/self/clear_refs").write_text("5")  # the resident set of now is the highest
-    baseline = high_water()
+    baseline = forget_high_water()
     start = time.perf_counter()
-    merge_checkpoint(source, target, progress=False)
-    seconds = time.perf_counter() - start
-    print(json.dumps({"seconds": seconds, "memory": high_water() - baseline}))
+    if options["tp"]:
+        reshard_checkpoint(options["source"], options["target"], tp=options["tp"], progress=False)
+    else:
+        merge_checkpoint(options["source"], options["target"], progress=False)
+    return {"s": time.perf_counter() - start, "memory": high_water() - baseline}
 
 
-def high_water(process: str = "self") -> int:
-    """Bytes of the highest resident set of a process so far; 0 if it has ended."""
-    for line in Path(f"/proc/{process}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def merge(source: Path, target: Path) -> dict[str, float]:
-    worker = [__file__, "--worker", "merge", "--folder", str(source), "--target", str(target)]
-    done = subprocess.run([sys.executable, *worker], env=environment(), check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+def in_process(tp: int, source: Path, target: Path) -> dict[str, float]:
+    """Call :func:`convert` in a fresh process."""
+    options = {"source": str(source), "target": str(target), "tp": tp}
+    result: dict[str, float] = run_ranks("benchmarks.merging:convert", options, 1, backend="")[0]
     return result
 
 
 def copy(source: Path, target: Path) -> dict[str, float]:
+    """Copy with ``cp -r``, then force the files to the disk."""
     start = time.perf_counter()
     process = subprocess.Popen(["cp", "-r", str(source), str(target)])
     memory = 0
@@ -118,11 +112,7 @@ def copy(source: Path, target: Path) -> dict[str, float]:
         raise RuntimeError(f"cp ended with {process.returncode}")
     subprocess.run(["sync", *map(str, sorted(target.iterdir()))], check=True)
     synced = time.perf_counter() - start
-    return {"seconds": synced, "without_sync": seconds, "memory": memory}
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return {"s": synced, "without_sync": seconds, "memory": memory}
 
 
 def warm(folder: Path) -> float:
@@ -153,87 +143,46 @@ def resident_pages(path: Path) -> tuple[int, int]:
         return count, sum(flag & 1 for flag in flags)
 
 
-def measure(source: Path, work: Path, rounds: int) -> dict[str, Any]:
-    """Both, in turns; the first round is not counted."""
-    variants = {"merge": merge, "cp": copy}
-    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    cached = []
-    for turn in range(rounds + 1):
-        for variant, run in variants.items():
-            target = work / variant
-            cached.append(warm(source))
-            os.sync()
-            result = run(source, target)
-            result["bytes"] = sum(path.stat().st_size for path in target.iterdir())
-            shutil.rmtree(target)
-            if turn:
-                results[variant].append(result)
-
-    def median(variant: str, key: str) -> float:
-        return statistics.median(result[key] for result in results[variant])
-
-    return {
-        "rounds": rounds,
-        "source_bytes": sum(path.stat().st_size for path in source.iterdir()),
-        "page_cache": min(cached),
-        "merge": {key: median("merge", key) for key in ("seconds", "memory", "bytes")},
-        "cp": {key: median("cp", key) for key in ("seconds", "without_sync", "memory", "bytes")},
-    }
-
-
-def report(result: dict[str, Any], largest: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    merging, copying = result["merge"], result["cp"]
-    title = f"{result['source_bytes'] / 1e9:.2f} GB, {result['page_cache']:.0%} of it in the page cache (warm); medians"
-    table = Table(title=f"{title} of {result['rounds']}")
-    for column in ("", "seconds", "MB/s", "written MB", "peak memory MiB"):
-        table.add_column(column)
-    rows = [
-        ("merge, fsync", merging["seconds"], merging),
-        ("cp -r, sync", copying["seconds"], copying),
-        ("cp -r", copying["without_sync"], copying),
-    ]
-    for name, seconds, row in rows:
-        speed = row["bytes"] / seconds / 1e6
-        table.add_row(name, f"{seconds:.2f}", f"{speed:.0f}", f"{row['bytes'] / 1e6:.0f}", f"{row['memory'] / MIB:.1f}")
-    console = Console(width=140)
-    console.print(table)
-    console.print(
-        f"merge / (cp -r, sync) = {merging['seconds'] / copying['seconds']:.2f}, "
-        f"merge / cp -r = {merging['seconds'] / copying['without_sync']:.2f}; "
-        f"largest tensor {largest / MIB:.1f} MiB",
-        highlight=False,
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where to make the temporary folder: the disk to measure")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", choices=["make", "merge"], help=argparse.SUPPRESS)
-    parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker == "make":
-        make_worker(arguments.folder, arguments.gigabytes)
-        return
-    if arguments.worker == "merge":
-        merge_worker(arguments.folder, arguments.target)
-        return
-    with tempfile.TemporaryDirectory(prefix="autopar-merging-", dir=arguments.folder) as name:
+def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Do all in turns; the first round is not counted."""
+    with tempfile.TemporaryDirectory(prefix="autopar-merging-", dir=options["disk"]) as name:
         work = Path(name)
-        make(work / "sharded", arguments.gigabytes, arguments.shards)
-        result = measure(work / "sharded", work, arguments.rounds)
-    largest = 4 * LAYER * max(LAYER * 11 // 4, 8192)
-    if arguments.json:
-        print(json.dumps({**result, "largest_tensor": largest}, indent=2))
-    else:
-        report(result, largest)
+        source = work / "sharded"
+        given = {"gigabytes": options["gigabytes"], "source": str(source)}
+        run_ranks("benchmarks.merging:save_shards", given, options["shards"])
+        variants: dict[str, Any] = {
+            "merge, fsync": partial(in_process, 0),
+            f"reshard to tp {2 * options['shards']}, fsync": partial(in_process, 2 * options["shards"]),
+            "cp -r, sync": copy,
+        }
+        results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+        cached = []
+        for turn in range(options["rounds"] + 1):
+            for variant, run in variants.items():
+                target = work / "target"
+                cached.append(warm(source))
+                os.sync()
+                result = run(source, target)
+                result["bytes"] = sum(path.stat().st_size for path in target.iterdir())
+                shutil.rmtree(target)
+                if turn:
+                    results[variant].append(result)
+        results["cp -r"] = [{**one, "s": one["without_sync"]} for one in results["cp -r, sync"]]
+        size = sum(path.stat().st_size for path in source.iterdir())
+    base = [one["s"] for one in results["cp -r, sync"]]
+    rows = [row_of(variant, measured, base) for variant, measured in results.items()]
+    return [*rows, {"source, MB": round(size / 1e6), "of it in the page cache": round(min(cached), 3)}]
 
 
-if __name__ == "__main__":
-    main()
+def row_of(variant: str, measured: list[dict[str, float]], base: list[float]) -> dict[str, Any]:
+    """Make a row of medians."""
+    seconds = [one["s"] for one in measured]
+    median = statistics.median(seconds)
+    return {
+        "variant": variant,
+        "s": round(median, 3),
+        "/ cp": round(ratio(seconds, base), 3),
+        "MB/s": round(measured[0]["bytes"] / median / 1e6),
+        "written, MB": round(measured[0]["bytes"] / 1e6),
+        "peak memory, MiB": round(statistics.median(one["memory"] for one in measured) / MIB, 1),
+    }

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.profiling import named_collective
 from autopar.layout import Block, Layout, even_shards
 
 __all__ = [
@@ -126,6 +127,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @named_collective("all-reduce: gradient at the entry of a sharded region")
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_reduce(grad, ctx.axis), None
@@ -133,6 +135,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
+    @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return _all_reduce(x, axis)
 
@@ -144,6 +147,7 @@ class _Reduce(torch.autograd.Function):
 
 class _ReduceInPlace(_Reduce):
     @staticmethod
+    @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
         if not x.is_meta:
@@ -153,6 +157,7 @@ class _ReduceInPlace(_Reduce):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
+    @named_collective("all-gather: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
         ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
         return all_gather(x, axis, layout, dim)
@@ -177,6 +182,7 @@ class _Scatter(torch.autograd.Function):
         return layout.shard(x, axis.rank, dim)
 
     @staticmethod
+    @named_collective("all-gather: gradient at the entry of a sharded region")
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         layout: Layout = ctx.layout
@@ -187,11 +193,13 @@ class _Scatter(torch.autograd.Function):
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
+    @named_collective("all-gather: entry of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return all_gather(x, axis, even_layout(x.shape[dim] * axis.size, axis.size), dim)
 
     @staticmethod
+    @named_collective("reduce-scatter: gradient at the entry of a sharded region")
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
@@ -199,11 +207,13 @@ class _GatherSum(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
+    @named_collective("reduce-scatter: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return _reduce_scatter(x, axis, dim)
 
     @staticmethod
+    @named_collective("all-gather: gradient at the exit of a sharded region")
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         size = grad.shape[ctx.dim] * ctx.axis.size
@@ -212,6 +222,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
+    @named_collective("all-to-all: rows")
     def forward(
         ctx: Any, x: torch.Tensor, axis: Axis, output_splits: list[int] | None, input_splits: list[int] | None
     ) -> torch.Tensor:
@@ -234,6 +245,7 @@ class _SumReplicas(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
+    @named_collective("all-reduce: gradient of a weight with replicated units")
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout: Layout = ctx.layout

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.distributed.profiling import record
 from autopar.distributed.rng import base_seed, stream
 from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight
 from autopar.pipeline_parallel.batch_checks import check_microbatch, digest_of, end_pass
@@ -116,7 +117,7 @@ class Engine:
                 self._digests = [self._digest(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
                 with base_seed(draws) as self._seed:
                     for action in lists[self.rank]:
-                        with self._blame(action):
+                        with self._blame(action), record(_described, action):
                             do[action.kind](action.stage, action.microbatch, step)
                     end_pass(self.p2p)
         finally:
@@ -233,7 +234,9 @@ class Engine:
         place = self.plan.rank_of[origin]
         if place == self.rank:
             return self._here.pop((kind, stage, microbatch))
-        value = self.p2p.receive(place, _message(kind, origin, stage, microbatch))
+        message = _message(kind, origin, stage, microbatch)
+        with record("receive: {0.name}".format, message):
+            value = self.p2p.receive(place, message)
         self.p2p.release(place, self._turn_of(kind, origin, microbatch))  # what that rank received before this
         return value
 
@@ -241,6 +244,11 @@ class Engine:
         """The number of an action in its rank's list; a backward may be split."""
         split = Action("I", stage, microbatch)
         return self._turn[split if kind == "B" and split in self._turn else Action(kind, stage, microbatch)]
+
+
+def _described(action: Action) -> str:
+    kind, stage, microbatch = action
+    return f"stage {stage}: {_NAMES[kind]} of micro-batch {microbatch}"
 
 
 def _message(kind: str, origin: int, to: int, microbatch: int) -> Message:

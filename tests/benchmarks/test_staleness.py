@@ -1,0 +1,75 @@
+"""A result knows the code that it measured, and says so when that has changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__, machine, results, tables
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "autopar" / "plan").mkdir(parents=True)
+    (tmp_path / "autopar" / "api.py").write_text("a = 1\n")
+    (tmp_path / "autopar" / "plan" / "rules.py").write_text("b = 2\n")
+    return tmp_path
+
+
+def test_the_digest_follows_contents_names_and_policies(tree: Path) -> None:
+    seen = {machine.code_digest(tree)}
+
+    def changed() -> bool:
+        before = len(seen)
+        seen.add(machine.code_digest(tree))
+        return len(seen) > before
+
+    assert not changed()
+    (tree / "autopar" / "plan" / "rules.py").write_text("b = 3\n")
+    assert changed()
+    (tree / "autopar" / "plan" / "rules.py").rename(tree / "autopar" / "rules.py")
+    assert changed()
+    (tree / "policies").mkdir()
+    (tree / "policies" / "llama.yaml").write_text("match: {}\n")
+    assert changed()
+    (tree / "autopar" / "__pycache__").mkdir()
+    (tree / "autopar" / "__pycache__" / "api.pyc").write_text("")
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_api.py").write_text("")
+    assert not changed()
+
+
+def test_a_result_of_other_code_says_so(tmp_path: Path) -> None:
+    result = results.make("checks", {"rounds": 1}, [{"row": "tiny", "on, ms": 1.5}], 2.0)
+    assert not results.is_stale(result)
+    assert results.STALE not in tables.section(result)
+    assert results.is_stale(result, "another")
+    assert f"code `{result['code']}` **older than the code**" in tables.section(result, "another")
+    assert results.is_stale({**result, "code": None})
+    results.write(result, tmp_path)
+    assert results.read_all(tmp_path) == {"checks": result}
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_command_lists_results_that_are_older_than_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.write(results.make("checks", {}, [], 1.0), tmp_path)
+    assert __main__.main(["tables", "--folder", str(tmp_path)]) == 0
+    assert results.STALE not in capsys.readouterr().out
+    monkeypatch.setattr(results, "code_digest", lambda: "another")
+    __main__.main(["tables", "--folder", str(tmp_path)])
+    assert "benchmarks/results/checks.json of " in (printed := capsys.readouterr().out)
+    assert results.STALE in printed
+
+
+def test_readme_and_charts_are_written_from_the_results(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    shutil.copy(tables.README, readme)
+    row = {"schedule": "1f1b", "of textbook": 0.9}
+    results.write(results.make("pipeline", {}, [row], 1.0), tmp_path)
+    tables.update(tmp_path, readme)
+    assert "| 1f1b | 0.9 |" in readme.read_text()
+    assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")

@@ -1,0 +1,18 @@
+"""Where the tests of this folder run: each on the CPU, where there is no GPU, and on the GPU, where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+CPU = pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the same test runs on the GPU"))
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not HAS_GPU, reason="torch sees no GPU (torch.cuda.is_available() is False)"),
+        pytest.mark.filterwarnings("default"),  # those of drivers and nccl are not this project's
+    ],
+)
+on_each = pytest.mark.parametrize("place", [CPU, GPU])

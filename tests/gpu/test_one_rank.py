@@ -1,0 +1,218 @@
+"""One rank, whose process group ``initialize`` starts: what only a GPU does otherwise than the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.tensor_parallel import vocab_parallel_cross_entropy
+from tests.gpu.places import on_each
+from tests.parity import close
+from tests.small import gpt2, llama
+
+TP1: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 1}}
+IDS = torch.randint(0, 131, (3, 9), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def started(model: Any, place: str, **config: Any) -> Any:
+    model = autopar.initialize(model, {**TP1, **config})
+    assert model.mpu.device.type == place
+    assert {parameter.device.type for parameter in model.parameters()} == {place}
+    return model
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@on_each
+def test_outputs_loss_and_gradients_are_the_plain_models(place: str) -> None:
+    for build in (gpt2, llama):
+        plain, model, ids = build().to(place), started(build(), place), IDS.to(place)
+        expected, found = plain(ids, labels=ids), model(ids, labels=ids)
+        assert torch.equal(found.logits, expected.logits)
+        expected.loss.backward()
+        found.loss.backward()
+        close(found.loss.detach(), expected.loss.detach(), "loss")
+        for name, gradient in gradients(model).items():
+            close(gradient, plain.get_parameter(name).grad, name)
+        model.mpu.destroy()
+
+
+@on_each
+def test_the_device_computes_what_the_cpu_computes(place: str) -> None:
+    plain = llama()
+    expected = plain(IDS, labels=IDS)
+    expected.loss.backward()
+    model = started(copy.deepcopy(plain), place)
+    model.zero_grad()
+    ids = IDS.to(place)
+    found = model(ids, labels=ids)
+    found.loss.backward()
+    close(found.logits.cpu(), expected.logits, "logits", 1e-4)
+    for name, gradient in gradients(model).items():
+        close(gradient.cpu(), plain.get_parameter(name).grad, name, 1e-4)
+
+
+@on_each
+def test_dropout_draws_what_the_plain_model_draws(place: str) -> None:
+    plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
+    model = started(copy.deepcopy(plain), place).train()
+    plain, ids = plain.to(place), IDS.to(place)
+    torch.manual_seed(5)
+    expected = plain(ids).logits
+    torch.manual_seed(5)
+    assert torch.equal(model(ids).logits, expected)
+    assert not torch.equal(model(ids).logits, expected)
+
+
+@on_each
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_recomputed_activations_give_the_same_gradients(place: str, on_cpu: bool) -> None:
+    plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
+    section = {"enable": True, "cpu_checkpointing": on_cpu}
+    model = started(copy.deepcopy(plain), place, activation_checkpointing=section).train()
+    plain, ids = plain.to(place), IDS.to(place)
+    for each in (plain, model):
+        torch.manual_seed(5)
+        each(ids, labels=ids).loss.backward()
+    for name, gradient in gradients(model).items():
+        close(gradient, plain.get_parameter(name).grad, name)
+
+
+@on_each
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_with_zero_1_learns(place: str, dtype: str) -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = {**TP1, "precision": {"dtype": dtype}, "zero": {"stage": 1}, "gradient_clipping": 1.0}
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    ids, losses = IDS.to(place), []
+    for _ in range(12):
+        loss = model(ids, labels=ids).loss
+        (optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert next(model.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert {value.device.type for value in held if value.dim()} == {place}
+
+
+@on_each
+def test_generation_is_the_plain_models(place: str) -> None:
+    plain = llama()
+    model = started(copy.deepcopy(plain), place).eval()
+    plain, ids = plain.to(place).eval(), IDS[:1].to(place)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+@on_each
+def test_a_checkpoint_comes_back_on_the_device(place: str, tmp_path: Any) -> None:
+    model, ids = gpt2(), IDS.to(place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = autopar.initialize(model, TP1, optimizer=optimizer)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = {name: optimizer.state[value]["exp_avg"].clone() for name, value in model.named_parameters()}
+    model.save_parallelized(tmp_path, timeout=60, optimizer=optimizer)
+    drawn = torch.rand(3, device=place)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            optimizer.state[parameter]["exp_avg"].zero_()
+            parameter.zero_()
+    model.from_parallelized(tmp_path, timeout=60, optimizer=optimizer)
+    for name, value in model.state_dict().items():
+        assert value.device.type == place
+        assert torch.equal(value, before[name]), name
+    for name, parameter in model.named_parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert moment.device.type == place
+        assert torch.equal(moment, moments[name]), name
+    assert torch.equal(torch.rand(3, device=place), drawn)
+
+
+@on_each
+def test_a_model_without_memory_is_loaded_onto_the_device(place: str, tmp_path: Any) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = llama()
+    plain.save_pretrained(tmp_path)
+    model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, TP1)
+    assert {parameter.device.type for parameter in model.parameters()} == {place}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), plain.state_dict()[name]), name
+    ids = IDS.to(place)
+    close(model(ids).logits.cpu(), plain(IDS).logits, "logits", 1e-4)
+
+
+@on_each
+def test_the_plain_model_stays_on_the_device(place: str) -> None:
+    plain = llama()
+    model = autopar.deparallelize(started(copy.deepcopy(plain), place))
+    assert {parameter.device.type for parameter in model.parameters()} == {place}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), plain.state_dict()[name]), name
+
+
+@on_each
+def test_cross_entropy_and_its_gradient_are_torchs(place: str) -> None:
+    model = started(llama(), place)
+    logits = torch.randn(4, 5, 131, device=place, requires_grad=True)
+    target = torch.randint(0, 131, (4, 5), device=place)
+    target[0, 0] = -100
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    settings: dict[str, Any] = {"label_smoothing": 0.1, "reduction": "mean", "vocab_size": 131}
+    found = vocab_parallel_cross_entropy(logits, target, group=model.mpu, **settings)
+    (gradient,) = torch.autograd.grad(found, logits)
+    close(found.detach(), expected.detach(), "loss")
+    close(gradient, wanted, "gradient")
+
+
+@on_each
+@pytest.mark.parametrize("offload", [False, True])
+def test_fully_sharded_training_learns(place: str, offload: bool) -> None:
+    if offload and place == "cpu":
+        pytest.skip("cpu_offload is for GPUs")
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    config = {**TP1, "zero": {"stage": 3, "cpu_offload": offload}}
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    ids, losses = IDS.to(place), []
+    for _ in range(6):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+    assert {p.to_local().device.type for p in model.parameters()} == {"cpu" if offload else place}
+
+
+@pytest.mark.every
+@on_each
+def test_a_compiled_model_computes_the_same(place: str) -> None:
+    plain = llama()
+    model = started(copy.deepcopy(plain), place)
+    ids = IDS.to(place)
+    compiled = torch.compile(model, backend="inductor" if place == "cuda" else "eager")
+    close(compiled(ids).logits, plain.to(place)(ids).logits, "logits", 1e-4)
