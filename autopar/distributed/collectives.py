@@ -56,7 +56,7 @@ def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
     """Run a collective of torch's by what carries it; if a rank failed, the error names it and its reason."""
     transport = axis.transport
     try:
-        if transport is None or not transport.run(collective.__name__, *args):
+        if transport is None or not transport.run(getattr(collective, "__name__", ""), *args):
             collective(*args, group=axis.group)
     except RuntimeError as error:
         failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
