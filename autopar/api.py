@@ -106,7 +106,8 @@ def initialize(
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
     checked = same_on_every_rank(lambda: _check_call(model, config, policy, optimizer, lr_scheduler), _Call.fingerprint)
-    mpu = MPU(checked.config.tensor_parallel_size, checked.config.pipeline_parallel_size)
+    config = checked.config
+    mpu = MPU(config.tensor_parallel_size, config.pipeline_parallel_size, config.cpu_transport)
     try:  # every check is in here: the model is untouched so far
         plans = _make_plans(model, checked, mpu, optimizer)
     except Exception:

@@ -301,6 +301,10 @@ def test_a_whole_foreign_config_is_refused_in_ten_lines():
     ("source", "message"),
     [
         ({"zero": {"stage": 1, "cpu_offload": True}}, "zero.cpu_offload needs zero.stage 3, not 1"),
+        (
+            {"model_parallelism": {"cpu_transport": "mpi"}},
+            "model_parallelism.cpu_transport must be auto, gloo or shm, not mpi",
+        ),
         ({"precision": {"dtype": "half"}}, "precision.dtype must be fp32, bf16 or fp16, not half"),
         ({"precision": {"dtype": 16}}, r"precision.dtype must be a word, not 16 \(int\)"),
         ({"precision": {"min_scale": 0}}, "precision.min_scale must be above 0, not 0"),

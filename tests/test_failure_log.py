@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.failures import GRACE, FailureLog, Process
+from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.distributed.process import Process
 from autopar.errors import PipelineError
 from tests.pool import pooled
 from tests.worlds import distributed, spawn
@@ -60,8 +61,8 @@ def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
     def fail(path):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("autopar.distributed.failures._place", lambda: here.place)
-    monkeypatch.setattr("autopar.distributed.failures.Path.read_text", fail)
+    monkeypatch.setattr("autopar.distributed.process._place", lambda: here.place)
+    monkeypatch.setattr("autopar.distributed.process.Path.read_text", fail)
     assert here.is_alive() is None
 
 

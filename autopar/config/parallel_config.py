@@ -39,6 +39,8 @@ class ParallelConfig:
         pipeline_parallel_size: stages into which the blocks of one model replica are split.
         expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
             travel to them, instead of a part of each expert.
+        cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
+            ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
         consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
             weights of the replicas when an optimizer steps.
@@ -71,6 +73,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
+    cpu_transport: str = "auto"
     activation_checkpointing: bool = False
     consistency_check: bool = True
     consistency_inputs: str = "auto"

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "tensor_parallel_size": int,
         "pipeline_parallel_size": int,
         "expert_parallel_size": int,
+        "cpu_transport": str,
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
     "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
@@ -55,6 +56,8 @@ SECTIONS: dict[str, dict[str, type]] = {
 }
 NUMBERS = ("gradient_clipping",)  # plain numbers at the top level
 _CHOICES: dict[str, tuple[Any, ...]] = {
+    "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
+    "cpu_transport": ("auto", "gloo", "shm"),
     "zero.stage": (0, 1, 3),
     "zero_stage": (0, 1, 3),
     "precision.dtype": ("fp32", "bf16", "fp16"),

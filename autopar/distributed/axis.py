@@ -10,7 +10,17 @@ import torch.distributed as dist
 
 from autopar.errors import ConfigError
 
-__all__ = ["Axis", "Group", "HasTensorAxis", "axis_of", "check_divides", "device_of"]
+__all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divides", "device_of"]
+
+
+class Transport(Protocol):
+    """What carries collectives of an axis instead of its process group, where it can."""
+
+    def run(self, collective: str, *args: Any) -> bool:
+        """Run a collective of torch's name; False if the process group has to. The same on every rank."""
+
+    def close(self) -> None:
+        """Give up what it holds."""
 
 
 class Axis:
@@ -19,10 +29,13 @@ class Axis:
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
     """
 
-    __slots__ = ("explain", "group", "name", "rank", "ranks", "size")
+    __slots__ = ("explain", "group", "name", "rank", "ranks", "size", "transport")
 
     explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
     """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
+
+    transport: Transport | None
+    """Carries collectives of tensors on the CPU; None: the process group carries all."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -31,6 +44,7 @@ class Axis:
         self.rank = rank
         self.size = len(self.ranks)
         self.explain = None
+        self.transport = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:

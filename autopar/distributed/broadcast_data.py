@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autopar.distributed import collectives
 from autopar.distributed.axis import Group, axis_of, device_of
 from autopar.errors import ConfigError, nearest
 
@@ -77,8 +78,8 @@ def broadcast_data(
     size = sum(spec.numel * spec.dtype.itemsize for spec in specs)
     if axis.rank != 0:
         payload = torch.empty(size, dtype=torch.uint8, device=device)
-    if axis.size > 1 and size:
-        dist.broadcast(payload, group_src=0, group=axis.group)
+    if size:
+        collectives.broadcast(payload, axis)
     return _unpack(specs, payload)
 
 

@@ -36,6 +36,7 @@ from autopar.layout import Block, Layout, even_shards
 __all__ = [
     "all_gather",
     "all_to_all",
+    "broadcast",
     "copy",
     "even_layout",
     "gather",
@@ -53,9 +54,11 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
-    """Call a collective of torch's; if a rank of the axis failed, the error names it and its reason."""
+    """Run a collective of torch's by what carries it; if a rank failed, the error names it and its reason."""
+    transport = axis.transport
     try:
-        collective(*args, group=axis.group)
+        if transport is None or not transport.run(getattr(collective, "__name__", ""), *args):
+            collective(*args, group=axis.group)
     except RuntimeError as error:
         failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
         if failure is None:
@@ -115,6 +118,12 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     out = torch.empty_like(parts[0])
     _run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
     return out
+
+
+def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
+    """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
+    if axis.size > 1:
+        _run(dist.broadcast, axis, x, axis.ranks[source])
 
 
 # -- autograd -----------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from autopar.distributed.accessors import MeshAccessors
 from autopar.distributed.axis import Axis, check_divides
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
+from autopar.distributed.cpu_transport import choose_transport
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError
 
@@ -97,6 +98,8 @@ class MPU(MeshAccessors):
     Args:
         tensor_parallel_size: ranks over which layers are sharded.
         pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * pp).
+        cpu_transport: what carries collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
+            the ranks of one machine share), or ``auto``.
 
     Attributes:
         tp, dp, pp, model: the axes (:class:`~autopar.distributed.Axis`) through this rank.
@@ -106,11 +109,13 @@ class MPU(MeshAccessors):
             with this MPU.
 
     Raises:
-        ConfigError: if the sizes do not divide the world; says which would fit.
+        ConfigError: if the sizes do not divide the world, with those that would fit; if ``shm`` is impossible.
     """
 
-    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
-        config = ParallelConfig(tensor_parallel_size, pipeline_parallel_size)
+    def __init__(
+        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, cpu_transport: str = "auto"
+    ) -> None:
+        config = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, cpu_transport=cpu_transport)
         start_process_group()
         world = dist.get_world_size()
         self.sizes = MeshSizes(tensor_parallel_size, pipeline_parallel_size, config.data_parallel_size(world))
@@ -123,7 +128,8 @@ class MPU(MeshAccessors):
         self._mesh: DeviceMesh | None = None
         self._alive = True
         made: dict[tuple[int, ...], Any] = {}
-        axes = {name: self._make_axis(name, groups, made) for name, groups in rank_groups(self.sizes).items()}
+        groups = rank_groups(self.sizes)
+        axes = {name: self._make_axis(name, groups[name], made) for name in groups}
         self.tp, self.dp, self.pp, self.model = axes["tp"], axes["dp"], axes["pp"], axes["model"]
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
@@ -132,6 +138,11 @@ class MPU(MeshAccessors):
             self._owned.append(self.control)
         else:
             self.control = dist.group.WORLD
+        try:
+            self.tp.transport = choose_transport(self.tp, groups["tp"], cpu_transport, self.control)
+        except ConfigError:
+            self.destroy()
+            raise
 
     def _make_axis(self, name: str, groups: list[list[int]], made: dict[tuple[int, ...], Any]) -> Any:
         mine: Axis | None = None
@@ -172,6 +183,9 @@ class MPU(MeshAccessors):
     def destroy(self) -> None:
         """Destroy the process groups that this MPU made; the default group is left alone. Every rank calls it."""
         if self._alive:
+            if self.tp.transport is not None:
+                self.tp.transport.close()
+                self.tp.transport = None
             for group in self._owned:
                 dist.destroy_process_group(group)
             self._owned.clear()

@@ -13,6 +13,7 @@ from autopar.errors import ConfigError
 from autopar.layout import even_shards
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.pool import pooled
+from tests.transports import both_transports
 from tests.worlds import raises_everywhere
 
 
@@ -51,9 +52,10 @@ def check(mpu, logits, target, grad=None, tell_size=True, tolerance=1e-5, **opti
     return loss.detach(), local.grad
 
 
+@both_transports
 @pooled(world_size=8)
-def test_the_numbers_of_megatron():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_the_numbers_of_megatron(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     logits = torch.arange(0.0, 8.0).repeat(16, 4)  # [16, 32], the vocabulary has 128
     target = torch.arange(0, 32, 2)
     for vocab_size in (None, 128):
@@ -65,11 +67,12 @@ def test_the_numbers_of_megatron():
 
 
 @pytest.mark.parametrize("vocab", [50257, 100, 17, 3])
+@both_transports
 @pooled(world_size=4)
-def test_equal_to_torch(vocab):
+def test_equal_to_torch(vocab, transport):
     """tp 1, 2 and 4; a vocabulary of 3 leaves rank 3 of 4 without a column."""
     for tp in (1, 2, 4):
-        mpu = MPU(tensor_parallel_size=tp)
+        mpu = MPU(tensor_parallel_size=tp, cpu_transport=transport)
         logits = whole((2, 5), vocab)
         target = torch.randint(0, vocab, (2, 5), generator=torch.Generator().manual_seed(1))
         target[0, 0], target[0, 1] = 0, vocab - 1  # both ends
@@ -84,9 +87,10 @@ def test_equal_to_torch(vocab):
         mpu.destroy()
 
 
+@both_transports
 @pooled(world_size=4)
-def test_ignore_index_of_any_value():
-    mpu = MPU(tensor_parallel_size=4)
+def test_ignore_index_of_any_value(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     target = torch.tensor([3, 16, 0, 7, 3])
     for ignore_index in (3, 16, 0, -1):  # also where it is a class of the vocabulary
         target[3] = ignore_index
@@ -102,9 +106,10 @@ def test_ignore_index_of_any_value():
                 )
 
 
+@both_transports
 @pooled(world_size=4)
-def test_all_targets_ignored():
-    mpu = MPU(tensor_parallel_size=4)
+def test_all_targets_ignored(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     target = torch.full((4,), -100)
     for smoothing in (0.0, 0.1):
         loss, grad = check(mpu, whole((4,), 100), target, reduction="mean", label_smoothing=smoothing)
@@ -115,9 +120,10 @@ def test_all_targets_ignored():
             assert not loss.any() and not grad.any()
 
 
+@both_transports
 @pooled(world_size=4)
-def test_a_token_whose_loss_is_exactly_zero_counts_in_the_mean():
-    mpu = MPU(tensor_parallel_size=4)
+def test_a_token_whose_loss_is_exactly_zero_counts_in_the_mean(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     logits = whole((3,), 17)
     logits[1, 9] = 200.0
     target = torch.tensor([2, 9, -100])
@@ -127,9 +133,10 @@ def test_a_token_whose_loss_is_exactly_zero_counts_in_the_mean():
     torch.testing.assert_close(mean, loss[0] / 2)
 
 
+@both_transports
 @pooled(world_size=4)
-def test_half_precision_logits_are_computed_in_float32():
-    mpu = MPU(tensor_parallel_size=4)
+def test_half_precision_logits_are_computed_in_float32(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     for dtype, tolerance in ((torch.float16, 1e-3), (torch.bfloat16, 8e-3), (torch.float64, 1e-12)):
         logits = whole((2, 3), 50257, dtype, scale=8.0)
         target = torch.tensor([[0, 50256, -100], [25000, 12564, 12565]])
@@ -138,9 +145,10 @@ def test_half_precision_logits_are_computed_in_float32():
             assert grad.dtype == dtype
 
 
+@both_transports
 @pooled(world_size=4)
-def test_large_and_infinite_logits():
-    mpu = MPU(tensor_parallel_size=4)
+def test_large_and_infinite_logits(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     target = torch.tensor([0, 9, 16])
     check(mpu, whole((3,), 17, scale=1e4), target)
     masked = whole((3,), 17)
@@ -154,9 +162,10 @@ def test_large_and_infinite_logits():
     check(mpu, masked, target)
 
 
+@both_transports
 @pooled(world_size=4)
-def test_shapes_without_tokens_strided_logits_and_int32_targets():
-    mpu = MPU(tensor_parallel_size=4)
+def test_shapes_without_tokens_strided_logits_and_int32_targets(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     check(mpu, whole((0,), 17), torch.empty(0, dtype=torch.int64))
     check(mpu, whole((0, 3), 17), torch.empty(0, 3, dtype=torch.int64), reduction="sum")
     logits = whole((3, 2), 16).transpose(0, 1)  # [2, 3, 16], not contiguous
@@ -167,9 +176,10 @@ def test_shapes_without_tokens_strided_logits_and_int32_targets():
     assert torch.equal(again, loss)
 
 
+@both_transports
 @pooled(world_size=4)
-def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather():
-    mpu = MPU(tensor_parallel_size=4)
+def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     low, high = even_shards(1000, 4)[mpu.tp.rank]
     logits = whole((64,), 1000)[:, low:high].requires_grad_()
     target = torch.arange(64) * 15
@@ -188,9 +198,10 @@ def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather():
     assert all(torch.equal(losses[0], other) for other in losses)
 
 
+@both_transports
 @pooled(world_size=4)
-def test_wrong_arguments_are_the_same_error_on_every_rank():
-    mpu = MPU(tensor_parallel_size=4)
+def test_wrong_arguments_are_the_same_error_on_every_rank(transport):
+    mpu = MPU(tensor_parallel_size=4, cpu_transport=transport)
     logits, target = torch.ones(2, 3, 3), torch.ones(2, 3, dtype=torch.int64)  # 3 columns each: a vocabulary of 12
     far = target.clone()
     far[0, 1], far[1, 2] = 12, -1

@@ -18,6 +18,7 @@ from autopar.tensor_parallel.megatron.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from tests.pool import pooled
+from tests.transports import both_transports
 from tests.worlds import raises_everywhere
 
 
@@ -38,9 +39,10 @@ def same(found, wanted):
     assert torch.equal(found, wanted), f"rank {dist.get_rank()}: {found} is not {wanted}"
 
 
+@both_transports
 @pooled(world_size=8)
-def test_copy_and_reduce_are_conjugate():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_copy_and_reduce_are_conjugate(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank = dist.get_rank()
     mine, total = torch.tensor([float(rank)]), torch.tensor([6.0 if rank < 4 else 22.0])
     for group in (mpu, mpu.get_tensor_parallel_group()):
@@ -55,17 +57,19 @@ def test_copy_and_reduce_are_conjugate():
     same(y, torch.tensor([float(2 * (rank % 4) + 4)]))
 
 
+@both_transports
 @pooled(world_size=8)
-def test_copy_gives_one_gradient_to_two_branches():
+def test_copy_gives_one_gradient_to_two_branches(transport):
     """An in-place all-reduce in backward would be seen by the other branch, which autograd hands the same tensor."""
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     _, grad = run(lambda x: copy_to_tensor_model_parallel_region(x, mpu) + x, torch.ones(2))
     same(grad, torch.full((2,), 5.0))
 
 
+@both_transports
 @pooled(world_size=8)
-def test_scatter_and_gather_along_the_last_dim():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_scatter_and_gather_along_the_last_dim(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank, t = dist.get_rank(), dist.get_rank() % 4
     shared = torch.arange(32.0).view(8, 4)
     y, grad = run(lambda x: scatter_to_tensor_model_parallel_region(x, mpu), shared, torch.full((8, 1), float(rank)))
@@ -83,9 +87,10 @@ def test_scatter_and_gather_along_the_last_dim():
     same(y, columns.expand(2, 3, 4))
 
 
+@both_transports
 @pooled(world_size=8)
-def test_gather_of_uneven_shards_needs_the_whole_size():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_gather_of_uneven_shards_needs_the_whole_size(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     t = mpu.tp.rank
     full = torch.arange(12.0).view(2, 6)
     low, high = [(0, 2), (2, 4), (4, 5), (5, 6)][t]
@@ -96,9 +101,10 @@ def test_gather_of_uneven_shards_needs_the_whole_size():
         gather_from_tensor_model_parallel_region(torch.ones(2, 5), mpu, size=6)
 
 
+@both_transports
 @pooled(world_size=8)
-def test_sequence_parallel_regions():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_sequence_parallel_regions(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank, t = dist.get_rank(), dist.get_rank() % 4
     first = rank - t
     shared = torch.arange(32.0).view(8, 4)
@@ -122,9 +128,10 @@ def test_sequence_parallel_regions():
     same(grad, torch.arange(first, first + 4.0)[:, None].expand(4, 4))
 
 
+@both_transports
 @pooled(world_size=8)
-def test_sequence_parallel_regions_of_models_that_put_the_batch_first():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_sequence_parallel_regions_of_models_that_put_the_batch_first(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     t = mpu.tp.rank
     shared = torch.arange(48.0).view(2, 8, 3)
     part, _ = run(lambda x: scatter_to_sequence_parallel_region(x, mpu, dim=1), shared)
@@ -138,9 +145,10 @@ def test_sequence_parallel_regions_of_models_that_put_the_batch_first():
     same(grad, shared)
 
 
+@both_transports
 @pooled(world_size=8)
-def test_all_to_all_even_and_uneven():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_all_to_all_even_and_uneven(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank, t = dist.get_rank(), dist.get_rank() % 4
     first = rank - t
     # Each row tells where it is from and where it goes. What two ranks send each other is not equally many rows.
@@ -164,9 +172,10 @@ def test_all_to_all_even_and_uneven():
     same(grad, y)
 
 
+@both_transports
 @pooled(world_size=8)
-def test_sizes_that_do_not_divide_are_the_same_error_on_every_rank():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_sizes_that_do_not_divide_are_the_same_error_on_every_rank(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     x = torch.ones(6, 6)
     for function, what in [
         (scatter_to_tensor_model_parallel_region, "last dim"),
@@ -183,9 +192,10 @@ def test_sizes_that_do_not_divide_are_the_same_error_on_every_rank():
         all_to_all(mpu, x, [1, 2, 3], [1, 2, 3, 0])
 
 
+@both_transports
 @pooled(world_size=8)
-def test_the_mpu_has_oslos_operations():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_the_mpu_has_oslos_operations(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank, t = dist.get_rank(), dist.get_rank() % 4
     first = rank - t
     mine, total = torch.tensor([float(rank)]), torch.tensor([4.0 * first + 6])
@@ -209,9 +219,10 @@ def test_the_mpu_has_oslos_operations():
     same(y, shared.T[t : t + 1])
 
 
+@both_transports
 @pooled(world_size=8)
-def test_what_a_group_may_be():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
+def test_what_a_group_may_be(transport):
+    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank = dist.get_rank()
     assert axis_of(mpu) is mpu.tp
     assert axis_of(mpu.pp) is mpu.pp

@@ -1,0 +1,332 @@
+"""Collectives of CPU tensors through memory that the ranks of one machine share, instead of gloo's sockets.
+
+vLLM, SGLang and DeepSpeed have the same for inference on CPUs, in C++. Here every step is one operation of torch on
+views made beforehand, and a flag of 8 bytes.
+
+**Protocol.** Every rank has a slot in each of two buffers, and a flag. A collective is: copy into the own slot of the
+buffer whose turn it is, set the own flag to the number of the collective, wait until no flag is behind, read the slots.
+Two buffers suffice: who writes into a buffer again has seen all flags of the collective between, which a rank sets
+only after it has read. Sums are added up in the order of ranks on every rank: the same bits everywhere. Large sums go
+over three ranks and more in two steps (reduce-scatter, all-gather); what is larger than a slot goes in parts.
+
+**Memory order.** A flag must not be seen before the data that it announces. On x86 stores become visible in the order
+of the program, and loads are done in it (Intel SDM 3A 8.2.2; AMD APM 2 7.2); string instructions are ordered with a
+later store to a flag (8.2.4), and the non-temporal stores of memcpy end with a fence. Flag and data are written by
+separate calls into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has
+no barrier for weaker orders, as that of ARM: there gloo is used.
+
+**Waiting.** Spin for a millisecond, giving the core to whoever wants it, then sleep, and look for processes that have
+ended. A rank that fails inside a collective says so to the others, and can use the transport no more.
+
+**Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
+that could stay behind, and the kernel frees it with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.process import Process
+
+__all__ = ["HostTransport", "segment_bytes"]
+
+_SLOT = 1 << 20  # bytes
+_ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves
+_LINE = 16  # flags are so many words apart: two cache lines, which are fetched together
+_PAGE = 4096
+_SIGNATURE = 24  # bits of a flag that say which collective it is, below its number
+_SPIN = 1e-3  # seconds
+_SLEEPS = (5e-5, 1e-3)  # seconds: shortest and longest
+_LOOK_AFTER = 0.1  # seconds between two looks at the other processes
+_CACHED = 256  # shapes of which views are kept
+_HALF = (torch.float16, torch.bfloat16)
+_METHODS = {  # torch's name of a collective -> ours
+    "all_reduce": "_all_reduce",
+    "reduce_scatter_single": "_reduce_scatter",
+    "reduce_scatter_tensor": "_reduce_scatter",
+    "all_gather_single": "_all_gather",
+    "all_gather_into_tensor": "_all_gather",
+    "broadcast": "_broadcast",
+}
+_SUMMABLE = {*_HALF, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+
+
+def segment_bytes(size: int) -> int:
+    """Return the size of the memory that so many ranks share."""
+    return _header_bytes(size) + 2 * size * _SLOT
+
+
+def _header_bytes(size: int) -> int:
+    return -(-size * _LINE * 8 // _PAGE) * _PAGE
+
+
+class _Views(NamedTuple):
+    """The slots as tensors of one dtype and shape.
+
+    Attributes:
+        blocks: of each buffer all slots, ``[size, *shape]``.
+        slots: of each buffer each rank's, ``[*shape]``.
+    """
+
+    signature: int
+    blocks: list[torch.Tensor]
+    slots: list[list[torch.Tensor]]
+
+
+class HostTransport:
+    """Collectives of one axis through shared memory; one at a time, whichever thread calls them.
+
+    Args:
+        axis: whose ranks all run on this machine.
+        processes: theirs.
+        segment: mapped memory of :func:`segment_bytes`, zeros at first.
+    """
+
+    def __init__(self, axis: Axis, processes: Sequence[Process], segment: mmap.mmap) -> None:
+        self._axis, self._processes, self._rank, self._size = axis, tuple(processes), axis.rank, axis.size
+        header = _header_bytes(axis.size)
+        self._flags = memoryview(segment)[:header].cast("q")
+        self._own = axis.rank * _LINE
+        self._others = [rank * _LINE for rank in range(axis.size) if rank != axis.rank]
+        with torch.inference_mode(False):
+            self._data = torch.frombuffer(segment, dtype=torch.uint8, offset=header).view(2, axis.size, _SLOT)
+        self._views: dict[tuple[torch.dtype, torch.Size], _Views] = {}
+        self._count = 0  # collectives so far
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._failed = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostTransport:
+        return self
+
+    def run(self, collective: str, *args: Any) -> bool:
+        """Run a collective of torch's name, all ranks with the same sizes; False if it is none for shared memory.
+
+        ``all_reduce(x)`` sums in place, ``all_gather_single(out, x)`` and ``reduce_scatter_single(out, x)`` take
+        flat contiguous tensors, ``broadcast(x, source)`` has a global rank. The answer depends on what is the
+        same on all ranks.
+
+        Raises:
+            DistBackendError: a rank has ended, has failed, or did not come within the timeout of the axis's group.
+            RuntimeError: ranks are in different collectives; or this process is a fork of a rank.
+        """
+        name = _METHODS.get(collective, "")
+        first: torch.Tensor = args[0]
+        if not name or not first.is_cpu or torch.compiler.is_compiling():
+            return False
+        if first.dtype not in _SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
+            return False
+        if first.numel() == 0:
+            return True
+        if torch.is_grad_enabled():
+            args = tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        method = getattr(self, name)
+        if not is_in_torch_dispatch_mode():
+            self._call(method, args)
+            return True
+        # Whoever follows tensors through operations sees of what the result is made, and nothing of the slots.
+        if name == "_all_gather":
+            args[0].view(self._size, -1).copy_(args[1])
+        elif name == "_reduce_scatter":
+            args[0].copy_(args[1].view(self._size, -1)[0])
+        with _disable_current_modes():
+            self._call(method, args)
+        return True
+
+    def close(self) -> None:
+        """Give up the memory; a rank that waits for this one learns it."""
+        with self._lock:
+            self._leave("the transport was closed")
+            self._views.clear()
+            del self._flags, self._data
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def _call(self, method: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self._axis.ranks[self._rank]} (process {self._pid}): "
+                "only the rank itself takes part in collectives"
+            )
+        with self._lock:
+            if self._failed:
+                raise dist.DistBackendError(f"{self}: no collective is possible any more: {self._failed}")
+            try:
+                method(*args)
+            except BaseException as error:  # an interrupt, too: the others must not take what is half written
+                self._leave(f"{type(error).__name__}: {error}")
+                raise
+
+    def _all_reduce(self, x: torch.Tensor) -> None:
+        two_steps = self._size > 2 and x.nbytes > _ONE_STEP
+        if x.nbytes <= _SLOT and not two_steps:
+            self._sum(x)
+            return
+        flat = x.reshape(-1)
+        for part in flat.split(_SLOT // x.itemsize):
+            (self._sum_in_two_steps if two_steps else self._sum)(part)
+        if flat.data_ptr() != x.data_ptr() or not x.is_contiguous():
+            x.copy_(flat.view(x.shape))
+
+    def _sum(self, x: torch.Tensor) -> None:
+        views, turn = self._next(x)
+        slots = views.slots[turn]
+        slots[self._rank].copy_(x)
+        self._meet(views.signature ^ 1)
+        _add(slots, x)
+
+    def _sum_in_two_steps(self, x: torch.Tensor) -> None:
+        views, turn = self._next(x)
+        slots = views.slots[turn]
+        slots[self._rank].copy_(x)
+        self._meet(views.signature ^ 2)
+        bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
+        parts = list(itertools.pairwise(bounds))
+        start, stop = parts[self._rank]
+        _add([slot[start:stop] for slot in slots], x[start:stop])
+        slots[self._rank][start:stop].copy_(x[start:stop])
+        self._meet(views.signature ^ 3, step=1)
+        for rank, (start, stop) in enumerate(parts):
+            if rank != self._rank:
+                x[start:stop].copy_(slots[rank][start:stop])
+
+    def _all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        rows, width = out.view(self._size, -1), _SLOT // x.itemsize
+        for start in range(0, x.numel(), width):
+            part = x if x.numel() <= width else x[start : start + width]
+            views, turn = self._next(part)
+            views.slots[turn][self._rank].copy_(part)
+            self._meet(views.signature ^ 4)
+            rows[:, start : start + width].copy_(views.blocks[turn])
+
+    def _reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        rows, width = x.view(self._size, -1), _SLOT // (self._size * x.itemsize)
+        for start in range(0, out.numel(), width):
+            part = rows[:, start : start + width]
+            views, turn = self._next(part)
+            views.slots[turn][self._rank].copy_(part)
+            self._meet(views.signature ^ 5)
+            _add([slot[self._rank] for slot in views.slots[turn]], out[start : start + width])
+
+    def _broadcast(self, x: torch.Tensor, global_source: int) -> None:
+        source = self._axis.ranks.index(global_source)
+        flat = x.reshape(-1)
+        for part in flat.split(_SLOT // x.itemsize):
+            views, turn = self._next(part)
+            if self._rank == source:
+                views.slots[turn][source].copy_(part)
+            self._meet(views.signature ^ 6)
+            if self._rank != source:
+                part.copy_(views.slots[turn][source])
+        if self._rank != source and (flat.data_ptr() != x.data_ptr() or not x.is_contiguous()):
+            x.copy_(flat.view(x.shape))
+
+    # -- the protocol ----------------------------------------------------------------------------------------------
+
+    def _next(self, x: torch.Tensor) -> tuple[_Views, int]:
+        """Begin a collective: the slots as tensors like ``x``, and the buffer whose turn it is."""
+        views = self._views.get((x.dtype, x.shape))
+        if views is None:
+            views = self._make_views(x)
+        self._count += 1
+        return views, self._count & 1
+
+    def _make_views(self, x: torch.Tensor) -> _Views:
+        if len(self._views) >= _CACHED:
+            self._views.clear()
+        with torch.inference_mode(False):  # they are used in any mode
+            blocks = [buffer[:, : x.nbytes].view(x.dtype).view(self._size, *x.shape) for buffer in self._data]
+            slots = [list(block.unbind(0)) for block in blocks]
+        signature = zlib.crc32(f"{x.dtype} {x.numel()}".encode()) >> (32 - _SIGNATURE)
+        made = self._views[x.dtype, x.shape] = _Views(signature, blocks, slots)
+        return made
+
+    def _meet(self, signature: int, step: int = 0) -> None:
+        """Announce that this rank has come so far, and wait until all have."""
+        flags = self._flags
+        mark = (2 * self._count + step) << _SIGNATURE | signature
+        flags[self._own] = mark
+        for place in self._others:
+            if flags[place] != mark:
+                self._wait(place, mark)
+
+    def _wait(self, place: int, mark: int) -> None:
+        flags, number = self._flags, mark >> _SIGNATURE
+        start = time.monotonic()
+        while True:
+            found = flags[place]
+            if found == mark or found >> _SIGNATURE > number:  # that rank may have gone on
+                return
+            if time.monotonic() - start > _SPIN:
+                break
+            os.sched_yield()
+        seconds = _timeout(self._axis.group)
+        pause, looked = _SLEEPS[0], start
+        while True:
+            found, now = flags[place], time.monotonic()
+            if found == mark or found >> _SIGNATURE > number:
+                return
+            if found >> _SIGNATURE == number:
+                raise RuntimeError(
+                    f"{self}: rank {self._axis.ranks[place // _LINE]} is in another collective than this rank, or in "
+                    "one of another size or dtype"
+                )
+            left = any(flags[other + 1] for other in self._others)
+            if left or now - looked > _LOOK_AFTER:
+                self._look(left)
+                looked = now
+            if now - start > seconds:
+                late = [self._axis.ranks[o // _LINE] for o in self._others if flags[o] >> _SIGNATURE < number]
+                raise dist.DistBackendError(f"{self}: timed out after {seconds:g} s of waiting for ranks {late}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _SLEEPS[1])
+
+    def _look(self, left: bool) -> None:
+        """Raise for ranks that have ended, or have left after an error."""
+        for rank, process in zip(self._axis.ranks, self._processes, strict=True):
+            if process.is_alive() is False:
+                raise dist.DistBackendError(f"{self}: rank {rank} has ended: its process {process.pid} is gone")
+        if left:
+            gone = [self._axis.ranks[other // _LINE] for other in self._others if self._flags[other + 1]]
+            raise dist.DistBackendError(f"{self}: ranks {gone} have left it, after an error or at their end")
+
+    def _leave(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = reason
+            self._flags[self._own + 1] = 1
+
+    def __str__(self) -> str:
+        return f"shared memory of ranks {list(self._axis.ranks)} ({self._axis.name} axis)"
+
+
+def _add(slots: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of the slots, in their order; halves are added up in fp32 and rounded once."""
+    if out.dtype in _HALF and len(slots) > 2:
+        total = slots[0].float()
+        for slot in slots[1:]:
+            total.add_(slot)
+        out.copy_(total)
+        return
+    torch.add(slots[0], slots[1], out=out)
+    for slot in slots[2:]:
+        out.add_(slot)
+
+
+def _timeout(group: Any) -> float:
+    """Return the seconds that a collective of the group may take now (FailureLog.deadline sets them)."""
+    backend = group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
