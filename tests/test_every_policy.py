@@ -265,9 +265,12 @@ def _merges(case: Case) -> None:
 @pytest.mark.parametrize("name", one_of_each_structure(WHOLE))
 @pooled(world_size=4, timeout=600)
 def test_one_of_each_structure_on_four(name: str) -> None:
-    """More ranks than KV heads: without ranks that is planned and rehearsed for every model type."""
+    """More ranks than KV heads, where those may be replicated: without ranks that is planned for every model type."""
     first = next(model_type for model_type in _types(name) if model_type in WHOLE)
-    _run(_of_policy(name, _main(first))[:1], 4, thorough=False)
+    units = [unit for tower in own_policies()[name].towers for unit in tower.units.values()]
+    heads, kv_heads = SIZES[4]
+    kv_heads = kv_heads if any(unit.replicate for unit in units) else heads // 2
+    _run(_of_policy(name, _main(first))[:1], 4, heads, kv_heads, thorough=False)
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------

@@ -195,6 +195,7 @@ KINDS: dict[str, Kind] = {
         inputs=with_images(4, _packed),
     ),
     "lfm3_vl": Kind(
+        double=_ROUNDING,
         make=vlm(
             "lfm3_vl",
             {
