@@ -98,7 +98,7 @@ def training(options: dict[str, Any], device: Device, notes: Notes) -> None:
     notes("bf16 peak, TFLOP/s", None if flops is None else flops / 1e12)
     config = {**TP1, "precision": {"dtype": "bf16"}, "zero": {"stage": 1}, "gradient_clipping": 1.0}
     with notes.part("setup"):
-        with torch.device(device.torch):
+        with device.torch:
             model = build("llama", size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
@@ -179,7 +179,10 @@ def loading(options: dict[str, Any], device: Device, notes: Notes) -> None:
     kind = AutoModelForCausalLM
     with tempfile.TemporaryDirectory(dir=options["folder"]) as folder:
         dtype = _bf16(device)
-        written = build("llama", size).to(dtype)
+        with device.torch:
+            written = build("llama", size).to(dtype)
+        written = written.cpu()
+        device.release()
         written.save_pretrained(folder)
         total = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         notes("checkpoint, MiB", round(total / 2**20, 1))
