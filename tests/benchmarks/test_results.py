@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import shutil
 from pathlib import Path
 
@@ -73,3 +75,26 @@ def test_readme_and_charts_are_written_from_the_results(tmp_path: Path) -> None:
     tables.update(tmp_path, readme)
     assert "| 1f1b | 0.9 |" in readme.read_text()
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("name", __main__.NAMES)
+def test_every_benchmark_takes_the_arguments_of_the_short_run(name: str) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    parser.parse_args(__main__.SHORT.get(name, []))
+    assert f"python -m benchmarks {name}" in module.__doc__
+    assert callable(module.measure)
+
+
+@pytest.mark.every
+def test_a_benchmark_runs_from_its_arguments_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["step", "--folder", str(tmp_path), "--rows", "tiny", "--rounds", "1", "--decode-rounds", "1"]
+    assert __main__.main([*arguments, "--decode-tokens", "3"]) == 0
+    (result,) = results.read_all(tmp_path).values()
+    assert [row["kind"] for row in result["rows"]] == ["step", "forward", "prefill", "decode"]
+    for row in result["rows"]:
+        assert {"plain", "autopar", "limit", "DTensor", "collectives, gloo"} <= set(row["variants"])
+        assert set(row["missing"]) | set(row["variants"]) >= {"transformers", "autopar, shm"}
+    assert "**tiny, decode**" in capsys.readouterr().out
+    tables.step_chart(result)
