@@ -108,6 +108,11 @@ def training(options: dict[str, Any], device: Device, notes: Notes) -> None:
     for name, call in {"eager": model, "compiled": compiled}.items():
         with notes.part(name):
             notes(name, _trained(call, optimizer, size, options, device, flops))
+    with notes.part("graph breaks"):
+        from torch._dynamo.utils import counters
+
+        found = sorted(counters["graph_break"].items(), key=lambda item: -item[1])
+        notes("graph breaks", [f"{number} x {reason[:300]}".replace("\n", " ") for reason, number in found[:10]])
 
 
 def _trained(

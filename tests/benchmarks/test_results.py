@@ -63,7 +63,7 @@ def test_the_command_lists_results_that_are_older_than_the_code(
     assert results.STALE not in capsys.readouterr().out
     monkeypatch.setattr(results, "code_digest", lambda: "another")
     __main__.main(["tables", "--folder", str(tmp_path)])
-    assert "benchmarks/results/checks.json of " in (printed := capsys.readouterr().out)
+    assert f"{tmp_path}/checks.json of " in (printed := capsys.readouterr().out)
     assert results.STALE in printed
 
 
@@ -75,6 +75,28 @@ def test_readme_and_charts_are_written_from_the_results(tmp_path: Path) -> None:
     tables.update(tmp_path, readme)
     assert "| 1f1b | 0.9 |" in readme.read_text()
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
+
+
+def test_a_short_run_of_all_does_not_touch_the_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, list[str], Path]] = []
+
+    def fake(name: str, arguments: list[str], folder: Path) -> None:
+        ran.append((name, arguments, folder))
+        if name == "loading":
+            raise RuntimeError("no disk")
+
+    monkeypatch.setattr(__main__, "run", fake)
+    monkeypatch.setattr(tables, "update", lambda: None)
+    assert __main__.main([]) == 1  # one failed, all others ran
+    assert "loading failed: no disk" in capsys.readouterr().err
+    assert [name for name, _, _ in ran] == list(__main__.NAMES)
+    assert {folder for _, _, folder in ran} == {__main__.OUT}
+    ran.clear()
+    __main__.main(["--full"])
+    assert {tuple(arguments) for _, arguments, _ in ran} == {()}
+    assert {folder for _, _, folder in ran} == {results.FOLDER}
 
 
 @pytest.mark.parametrize("name", __main__.NAMES)
