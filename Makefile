@@ -94,8 +94,8 @@ lint: $(VENV) ## check style, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
 
-# More: python -m benchmarks step --help
-bench: $(VENV) ## run the benchmarks shortly, and write their tables to benchmarks/README.md (minutes)
+# One of them, and its arguments: python -m benchmarks step --help
+bench: $(VENV) ## run the benchmarks shortly (minutes); python -m benchmarks --full is for a quiet machine
 	$(BIN)/python -m benchmarks
 
 gpu: $(VENV) ## run the tests and benchmarks that need a GPU: one report in benchmarks/results (8 minutes)

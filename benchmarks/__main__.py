@@ -20,13 +20,15 @@ from benchmarks.ranks import prepare
 NAMES = ("step", "memory", "scaling", "planning", "pipeline", "checks", "loading", "merging")
 # What a run of all of them changes in the defaults of each, so that it takes minutes.
 SHORT: dict[str, list[str]] = {
-    "step": ["--rounds", "7", "--decode-rounds", "3", "--kinds", "step", "forward", "decode"],
-    "scaling": ["--rounds", "3"],
-    "pipeline": ["--rounds", "3"],
-    "checks": ["--rounds", "20"],
+    "step": ["--rows", "llama", "small", "--kinds", "step", "decode", "--rounds", "5", "--decode-rounds", "2"],
+    "scaling": ["--rounds", "2", "--what", "ranks", "types"],
+    "planning": ["--rounds", "1", "--models", "405b"],
+    "pipeline": ["--rounds", "2"],
+    "checks": ["--rounds", "20", "--rows", "small"],
     "loading": ["--rounds", "1", "--layers", "4"],
     "merging": ["--rounds", "2", "--gigabytes", "0.3"],
 }
+OUT = results.ROOT / "benchmarks" / "out"
 
 
 def run(name: str, arguments: list[str], folder: Path) -> dict[str, Any]:
@@ -54,24 +56,28 @@ def main(arguments: list[str]) -> int:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", choices=["all", *NAMES, "tables"], default="all")
-    parser.add_argument("--folder", type=Path, default=results.FOLDER, help="of the results")
+    parser.add_argument("--folder", type=Path, help="of the results")
+    parser.add_argument("--full", action="store_true", help="all with their own defaults")
     chosen, rest = parser.parse_known_args(arguments)
     failed = []
+    short = chosen.name == "all" and not chosen.full
+    folder = chosen.folder or (OUT if short else results.FOLDER)
     if chosen.name == "all" and rest:
         parser.error(f"{rest[0]} belongs to one benchmark: name it")
     for name in {"all": NAMES, "tables": ()}.get(chosen.name, (chosen.name,)):
         try:
-            run(name, SHORT.get(name, []) if chosen.name == "all" else rest, chosen.folder)
+            run(name, SHORT.get(name, []) if short else rest, folder)
         except Exception as error:  # the others are measured all the same
             if chosen.name != "all":
                 raise
             failed.append(name)
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-    if chosen.folder == results.FOLDER:
+    if folder == results.FOLDER:
         tables.update()
-    for name, result in results.read_all(chosen.folder).items():
+    kept = chosen.folder or results.FOLDER
+    for name, result in results.read_all(kept).items():
         if results.is_stale(result):
-            print(f"benchmarks/results/{name}.json of {result['date']} is {results.STALE}")
+            print(f"{kept / name}.json of {result['date']} is {results.STALE}")
     return 1 if failed else 0
 
 

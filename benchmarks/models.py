@@ -18,7 +18,7 @@ def build(family: str, size: Size, **changes: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
     torch.manual_seed(0)
-    hidden, heads = size["hidden"], size.get("heads", size["hidden"] // 64)
+    hidden, heads = size["hidden"], size.get("heads", max(4, size["hidden"] // 64))
     positions = size.get("positions", 2048)
     if family == "gpt2":
         config: Any = GPT2Config(

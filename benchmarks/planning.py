@@ -56,14 +56,17 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
 
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
     from autopar.plan.make_plan import make_plan
     from autopar.policy.match import find_policy
 
     tp, pp, world = MESHES[options["model"]]
     size = MODELS[options["model"]]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world)
+    new_group = dist.new_group
+    dist.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})  # also those over gloo
     forget_high_water()
     config = llama_config(size, size["heads"], 8192)
     times: dict[str, list[float]] = {"build": [], "plan": []}

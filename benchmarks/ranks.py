@@ -32,8 +32,10 @@ class RanksTimeout(RuntimeError):
 def prepare() -> None:
     """Set the environment of the ranks, before any is started: one thread, offline, accelerate if it is there."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if TOOLS.is_dir() and str(TOOLS) not in sys.path:
-        sys.path.append(str(TOOLS))
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks for GPUs without touching them: processes fork later
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"  # of locks of tqdm's, when a rank is ended
+    path = [str(ROOT), *([str(TOOLS)] if TOOLS.is_dir() else []), *filter(None, [os.getenv("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
 
 
 def run_ranks(

@@ -41,7 +41,7 @@ def step_table(result: Result) -> str:
         lines = []
         for name, found in row["variants"].items():
             alone = name.startswith("collectives")
-            share = found["speedup"] / limit if limit and not alone else None
+            share = found["speedup"] / limit if limit and not alone and name != "plain" else None
             speedup = None if alone else found["speedup"]
             lines.append([name, found["ms"], found["p10_ms"], found["cpu_ms"], speedup, share])
             lines[-1] += [found["tokens_per_s"] if not alone else None] if row["kind"] == "decode" else []

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks for GPUs without touching them: worlds are forked
 
 import pytest
 import torch

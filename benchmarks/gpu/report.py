@@ -25,14 +25,19 @@ class Section(NamedTuple):
 
     Attributes:
         backend: of the default process group; empty where ``initialize`` makes it.
+        environment: of its ranks; ``{rank}`` is the rank.
     """
 
     function: str
     limit: float
     world: int = 1
     backend: str = ""
+    environment: Mapping[str, str] = {}
 
 
+# nccl takes one rank a GPU, and knows a GPU by its host: with a host of its own each rank may have the same one.
+TWO_HOSTS = {"NCCL_HOSTID": "host-{rank}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+BOTH = "cpu:gloo,cuda:nccl"
 _SINGLE, _SHARED = "benchmarks.gpu.single:", "benchmarks.gpu.shared:"
 SECTIONS: dict[str, Section] = {
     "tests": Section("", 150),
@@ -43,15 +48,22 @@ SECTIONS: dict[str, Section] = {
     "loading": Section(_SINGLE + "loading", 90),
     "fsdp": Section(_SINGLE + "fsdp", 60),
     "tensor parallel, shared": Section(_SHARED + "tensor_parallel", 75, 2, "gloo"),
-    "pipeline, shared": Section(_SHARED + "pipeline", 90, 2, "gloo"),
+    "tensor parallel, shared, nccl": Section(_SHARED + "tensor_parallel", 75, 2, BOTH, TWO_HOSTS),
+    "pipeline, shared, nccl": Section(_SHARED + "pipeline", 75, 2, BOTH, TWO_HOSTS),
+    "pipeline, shared": Section(_SHARED + "pipeline", 75, 2, "gloo"),
 }
 BUDGET = 460.0  # seconds of all sections: below 8 minutes with what starting takes
 
 
 def section_main(options: dict[str, Any]) -> None:
     """On every rank of a section: call it with a device and a file for its notes."""
+    import torch
+
     from benchmarks.gpu.device import Device, Notes
 
+    if options["device"] == "cuda":  # what the CPU does there is only preparation
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4))
+    os.environ |= {key: value.format(rank=os.environ["LOCAL_RANK"]) for key, value in options["environment"].items()}
     module, _, name = options["function"].partition(":")
     notes = Notes(Path(options["notes"]) / f"{os.environ['LOCAL_RANK']}.json")
     getattr(importlib.import_module(module), name)(options, Device(options["device"]), notes)
@@ -64,10 +76,12 @@ def run_section(section: Section, options: Mapping[str, Any], limit: float) -> d
         try:
             if not section.function:
                 return run_tests(limit)
-            given = {**options, "function": section.function, "notes": folder}
-            method = "spawn" if options["device"] == "cuda" else "forkserver"
+            cuda = options["device"] == "cuda"
+            given = {**options, "function": section.function, "notes": folder, "environment": dict(section.environment)}
+            backend = section.backend if cuda or not section.backend else "gloo"
+            method = "spawn" if cuda else "forkserver"
             main = "benchmarks.gpu.report:section_main"
-            run_ranks(main, given, section.world, backend=section.backend, timeout=limit, method=method)
+            run_ranks(main, given, section.world, backend=backend, timeout=limit, method=method)
         except Exception as failure:
             late = isinstance(failure, RanksTimeout)
             error = str(failure) if isinstance(failure, RuntimeError) else traceback.format_exc()

@@ -1,4 +1,7 @@
-"""Sections on two processes that share one GPU, over gloo: tensor parallelism, a pipeline; against the plain model."""
+"""Sections on two processes that share one GPU: tensor parallelism and a pipeline against the plain model.
+
+What counts is that they compute the same. Two processes take turns on a GPU, so the times say what sharing costs.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def tensor_parallel(options: dict[str, Any], device: Device, notes: Notes) -> No
     plain = build("llama", size).to(device.torch)
     ids = tokens(size).to(device.torch)
     ours = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    notes("device of the mesh", str(ours.mpu.device))
     notes("device of the shards", str(next(ours.parameters()).device))
     expected = plain(input_ids=ids, labels=ids).loss
     found = ours(input_ids=ids, labels=ids).loss

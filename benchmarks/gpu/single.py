@@ -98,7 +98,7 @@ def training(options: dict[str, Any], device: Device, notes: Notes) -> None:
     notes("bf16 peak, TFLOP/s", None if flops is None else flops / 1e12)
     config = {**TP1, "precision": {"dtype": "bf16"}, "zero": {"stage": 1}, "gradient_clipping": 1.0}
     with notes.part("setup"):
-        with torch.device(device.torch):
+        with device.torch:
             model = build("llama", size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
@@ -108,6 +108,11 @@ def training(options: dict[str, Any], device: Device, notes: Notes) -> None:
     for name, call in {"eager": model, "compiled": compiled}.items():
         with notes.part(name):
             notes(name, _trained(call, optimizer, size, options, device, flops))
+    with notes.part("graph breaks"):
+        from torch._dynamo.utils import counters
+
+        found = sorted(counters["graph_break"].items(), key=lambda item: -item[1])
+        notes("graph breaks", [f"{number} x {reason[:300]}".replace("\n", " ") for reason, number in found[:10]])
 
 
 def _trained(
@@ -179,7 +184,10 @@ def loading(options: dict[str, Any], device: Device, notes: Notes) -> None:
     kind = AutoModelForCausalLM
     with tempfile.TemporaryDirectory(dir=options["folder"]) as folder:
         dtype = _bf16(device)
-        written = build("llama", size).to(dtype)
+        with device.torch:
+            written = build("llama", size).to(dtype)
+        written = written.cpu()
+        device.release()
         written.save_pretrained(folder)
         total = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         notes("checkpoint, MiB", round(total / 2**20, 1))

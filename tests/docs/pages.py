@@ -11,6 +11,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 POLICIES = ROOT / "policies" / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), POLICIES, ROOT / "tutorials" / "README.md"]
+PAGES.append(ROOT / "benchmarks" / "README.md")
 
 
 class Code(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import shutil
 from pathlib import Path
 
@@ -61,7 +63,7 @@ def test_the_command_lists_results_that_are_older_than_the_code(
     assert results.STALE not in capsys.readouterr().out
     monkeypatch.setattr(results, "code_digest", lambda: "another")
     __main__.main(["tables", "--folder", str(tmp_path)])
-    assert "benchmarks/results/checks.json of " in (printed := capsys.readouterr().out)
+    assert f"{tmp_path}/checks.json of " in (printed := capsys.readouterr().out)
     assert results.STALE in printed
 
 
@@ -73,3 +75,48 @@ def test_readme_and_charts_are_written_from_the_results(tmp_path: Path) -> None:
     tables.update(tmp_path, readme)
     assert "| 1f1b | 0.9 |" in readme.read_text()
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
+
+
+def test_a_short_run_of_all_does_not_touch_the_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, list[str], Path]] = []
+
+    def fake(name: str, arguments: list[str], folder: Path) -> None:
+        ran.append((name, arguments, folder))
+        if name == "loading":
+            raise RuntimeError("no disk")
+
+    monkeypatch.setattr(__main__, "run", fake)
+    monkeypatch.setattr(tables, "update", lambda: None)
+    assert __main__.main([]) == 1  # one failed, all others ran
+    assert "loading failed: no disk" in capsys.readouterr().err
+    assert [name for name, _, _ in ran] == list(__main__.NAMES)
+    assert {folder for _, _, folder in ran} == {__main__.OUT}
+    ran.clear()
+    __main__.main(["--full"])
+    assert {tuple(arguments) for _, arguments, _ in ran} == {()}
+    assert {folder for _, _, folder in ran} == {results.FOLDER}
+
+
+@pytest.mark.parametrize("name", __main__.NAMES)
+def test_every_benchmark_takes_the_arguments_of_the_short_run(name: str) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    parser.parse_args(__main__.SHORT.get(name, []))
+    assert f"python -m benchmarks {name}" in module.__doc__
+    assert callable(module.measure)
+
+
+@pytest.mark.every
+def test_a_benchmark_runs_from_its_arguments_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["step", "--folder", str(tmp_path), "--rows", "tiny", "--rounds", "1", "--decode-rounds", "1"]
+    assert __main__.main([*arguments, "--decode-tokens", "3"]) == 0
+    (result,) = results.read_all(tmp_path).values()
+    assert [row["kind"] for row in result["rows"]] == ["step", "forward", "prefill", "decode"]
+    for row in result["rows"]:
+        assert {"plain", "autopar", "limit", "DTensor", "collectives, gloo"} <= set(row["variants"])
+        assert set(row["missing"]) | set(row["variants"]) >= {"transformers", "autopar, shm"}
+    assert "**tiny, decode**" in capsys.readouterr().out
+    tables.step_chart(result)
