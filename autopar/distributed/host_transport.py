@@ -44,6 +44,7 @@ __all__ = ["HostTransport", "segment_bytes"]
 
 _SLOT = 1 << 20  # bytes
 _ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves
+_BROADCAST = 1 << 18  # bytes above which gloo's broadcast is the faster one (benchmarks/collectives.py)
 _LINE = 16  # flags are so many words apart: two cache lines, which are fetched together
 _PAGE = 4096
 _SIGNATURE = 24  # bits of a flag that say which collective it is, below its number
@@ -127,6 +128,8 @@ class HostTransport:
         if not name or not first.is_cpu or torch.compiler.is_compiling():
             return False
         if first.dtype not in _SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
+            return False
+        if name == "_broadcast" and first.nbytes > _BROADCAST:
             return False
         if first.numel() == 0:
             return True
@@ -222,16 +225,12 @@ class HostTransport:
 
     def _broadcast(self, x: torch.Tensor, global_source: int) -> None:
         source = self._axis.ranks.index(global_source)
-        flat = x.reshape(-1)
-        for part in flat.split(_SLOT // x.itemsize):
-            views, turn = self._next(part)
-            if self._rank == source:
-                views.slots[turn][source].copy_(part)
-            self._meet(views.signature ^ 6)
-            if self._rank != source:
-                part.copy_(views.slots[turn][source])
-        if self._rank != source and (flat.data_ptr() != x.data_ptr() or not x.is_contiguous()):
-            x.copy_(flat.view(x.shape))
+        views, turn = self._next(x)
+        if self._rank == source:
+            views.slots[turn][source].copy_(x)
+        self._meet(views.signature ^ 6)
+        if self._rank != source:
+            x.copy_(views.slots[turn][source])
 
     # -- the protocol ----------------------------------------------------------------------------------------------
 
