@@ -18,6 +18,7 @@ from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
+from tests.transports import both_transports
 from tests.worlds import distributed, spawn
 
 TIMEOUT = 4
@@ -25,9 +26,11 @@ MESHES = [(2, 2, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
 SOME_MESHES = [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.every) for mesh in MESHES[1:])]
 
 
-def _parallel(tp: int, pp: int, timeout: int = TIMEOUT, **config: Any) -> tuple[torch.nn.Module, Any]:
+def _parallel(
+    tp: int, pp: int, timeout: int = TIMEOUT, transport: str = "gloo", **config: Any
+) -> tuple[torch.nn.Module, Any]:
     model = deep("gpt2", 4)
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "cpu_transport": transport}
     sections = {"model_parallelism": sizes, "pipeline": {"timeout": timeout, "microbatch_size": 1}, **config}
     return autopar.initialize(model, sections, optimizer=torch.optim.SGD(model.parameters(), 1e-3))
 
@@ -44,9 +47,9 @@ def _stay_until_done(ranks: set[int]) -> None:
     store.wait([f"done on {rank}" for rank in sorted(ranks)], timedelta(seconds=8 * TIMEOUT))
 
 
-def _die(tp: int, pp: int, doomed: int, when: str) -> None:
+def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> None:
     zero = {"zero": {"stage": 1}, "gradient_clipping": 1.0} if when == "step" else {}
-    model, optimizer = _parallel(tp, pp, 30, **zero)
+    model, optimizer = _parallel(tp, pp, 30, transport, **zero)
     model.execute_pipeline(_batch(model))
     optimizer.step()
     forwards = []
@@ -85,10 +88,16 @@ def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str) ->
     spawn(__name__, "_die", 4, 60.0, (*mesh[:2], doomed, when), expect_dead=(doomed,))
 
 
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.every)])
+def test_a_rank_that_dies_while_others_wait_in_shared_memory(tp: int) -> None:
+    spawn(__name__, "_die", 4, 60.0, (tp, 4 // tp, 3, "forward", "shm"), expect_dead=(3,))
+
+
+@both_transports
 @pytest.mark.parametrize("mesh", SOME_MESHES, ids=str)
 @distributed(world_size=4)
-def test_a_rank_that_fails(mesh: tuple[int, int, int]) -> None:
-    model, _ = _parallel(*mesh[:2])
+def test_a_rank_that_fails(mesh: tuple[int, int, int], transport: str) -> None:
+    model, _ = _parallel(*mesh[:2], transport=transport)
     model.execute_pipeline(_batch(model))
 
     def fail(*_: object) -> None:
@@ -103,13 +112,14 @@ def test_a_rank_that_fails(mesh: tuple[int, int, int]) -> None:
     _stay_until_done({0, 1, 2, 3})
 
 
+@both_transports
 @pytest.mark.parametrize("mesh", SOME_MESHES[:3], ids=str)
-def test_a_rank_that_hangs(mesh: tuple[int, int, int]) -> None:
-    spawn(__name__, "_hang", 4, 60.0, mesh[:2], expect_dead=(3,))
+def test_a_rank_that_hangs(mesh: tuple[int, int, int], transport: str) -> None:
+    spawn(__name__, "_hang", 4, 60.0, (*mesh[:2], transport), expect_dead=(3,))
 
 
-def _hang(tp: int, pp: int) -> None:
-    model, _ = _parallel(tp, pp)
+def _hang(tp: int, pp: int, transport: str) -> None:
+    model, _ = _parallel(tp, pp, transport=transport)
     model.execute_pipeline(_batch(model))
 
     def hang(*_: object) -> None:
