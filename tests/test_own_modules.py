@@ -247,7 +247,7 @@ def test_dropout_and_inputs_are_watched() -> None:
 def test_a_policy_that_is_wrong_is_found_at_the_first_call() -> None:
     unscaled = GPT_POLICY.replace("    attn.n_embd: heads\n", "")
     model = parallel(gpt(), 2, policy=unscaled)
-    with pytest.raises(PolicyError, match=r"fails in transformer\.h\.0\.attn, where the whole model does not"):
+    with pytest.raises(PolicyError, match=r"fails in transformer\.h\.0\.attn, where the full model does not"):
         model(**tokens(1))
     partial = {**PATCHES, "units": {"heads": 3}}
     partial["blocks"] = {**partial["blocks"], "modules": {**partial["blocks"]["modules"], "query": "replicated"}}

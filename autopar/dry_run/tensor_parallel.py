@@ -39,7 +39,9 @@ __all__ = ["check_plan", "check_plan_with"]
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
-    """Run the shards of the first and the last tp rank on the meta device; False if the model does not run there.
+    """Run the shard of the first tp rank on the meta device, and that of the last one where it is another.
+
+    False if the model does not run there.
 
     A task model that reads values (the end of each sequence) is run without its head. Models inside the model are run
     by themselves too: text alone does not reach an image encoder.
@@ -74,7 +76,7 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 
 
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run the shards of the first and the last tp rank with these arguments, on the meta device.
+    """Run the shard of the first tp rank with these arguments, and that of the last one, on the meta device.
 
     Returns:
         whether the full model runs there.
@@ -93,7 +95,7 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
             continue
     if expected is None:
         return False
-    for rank in sorted({0, plan.tp - 1}):
+    for rank in _different_ranks(plan):
         try:
             call.check(rank, equal, expected)
         except PolicyError:
@@ -101,6 +103,23 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
                 raise
             call.check(rank, [], expected)  # every block speaks for itself
     return True
+
+
+def _different_ranks(plan: Plan) -> list[int]:
+    """The first and the last rank, or the first alone where the last one has the same sizes throughout.
+
+    Uneven shards and units that several ranks hold make a difference, and experts, whose tokens are sharded by number.
+    """
+    last = plan.tp - 1
+    layouts = [tensor.layout for tensor in plan.tensors.values()]
+    for rule in plan.modules.values():
+        layouts += [rule.layout, rule.groups, *rule.layouts.values(), *(sliced.layout for sliced in rule.inputs)]
+    alike = (
+        all(a.values[0] == a.values[last] for a in plan.attributes)
+        and all(rule.rule != "experts" for rule in plan.modules.values())
+        and all(x is None or (x.local_size(0) == x.local_size(last) and not x.replicated) for x in layouts)
+    )
+    return [0] if alike else [0, last]
 
 
 class _Call(NamedTuple):

@@ -21,7 +21,9 @@ from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import AttributePlan
 from autopar.plan.stages import make_stages
+from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from tests.pipeline_parallel.deep import deep
 from tests.small import gpt2, llama
@@ -38,8 +40,8 @@ class Deep(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "inputs_embeds"
 
-    def __init__(self, block: Callable[[int], nn.Module]) -> None:
-        super().__init__(ToyConfig())
+    def __init__(self, block: Callable[[int], nn.Module], ffn: int = 5) -> None:
+        super().__init__(ToyConfig(ffn=ffn))
         self.layers = nn.ModuleList(map(block, range(8)))
 
     def forward(self, inputs_embeds: torch.Tensor) -> BaseModelOutput:
@@ -80,6 +82,28 @@ def test_one_of_equal_blocks_computes():
     assert differing == (("", "layer"), ("", "leaks"))
     checked_plan(model, RULES)
     assert Counted.computed == {"Counted": 5}  # one of the plain model; of two ranks one on inputs, one on activations
+
+
+def test_the_last_rank_runs_where_it_is_another():
+    class Even(Counted):
+        def __init__(self, layer: int) -> None:
+            MLP.__init__(self, ToyConfig(ffn=4))
+
+    even = Deep(Even, ffn=4)
+    assert different_ranks(even, 2) == [0]
+    assert different_ranks(even, 3) == [0, 2]
+    checked_plan(even, RULES)
+    assert Even.computed["Even"] == 3
+    assert different_ranks(llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4), 4) == [0, 3]  # KV heads
+    plan = make_plan(even, read_user_policy(RULES), 2)
+    assert dry_run._different_ranks(replace(plan, attributes=(AttributePlan("", "n", "", 3, (2, 1)),))) == [0, 1]
+    experts = replace(plan.modules["layers.0.up"], rule="experts")
+    assert dry_run._different_ranks(replace(plan, modules={**plan.modules, "layers.0.up": experts})) == [0, 1]
+
+
+def different_ranks(model: Any, tp: int) -> list[int]:
+    policy = RULES if isinstance(model, Deep) else find_policy(model)
+    return dry_run._different_ranks(make_plan(model, read_user_policy(policy), tp))
 
 
 def test_what_a_forward_reads_makes_a_difference():
