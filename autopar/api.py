@@ -28,7 +28,8 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.tensor_parallel import FirstForward, check_plan, warn_no_dry_run
+from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan

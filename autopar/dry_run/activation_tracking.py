@@ -14,19 +14,21 @@ summed; a replicated activation in it has one too, and that is never summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
+from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.dry_run.meta_results import on_meta
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_tracking import TensorTracking, tensors_in
 
-__all__ = ["ActivationTracking", "tracking_hooks"]
+__all__ = ["ActivationTracking", "TrackedReplay", "tracking_hooks"]
 
 
 class _Kind(NamedTuple):
@@ -120,6 +122,16 @@ class ActivationTracking(TensorTracking):
             for tensor in tensors_in(result):
                 self._set(tensor, kind)
 
+    def kind_of(self, tensor: torch.Tensor) -> _Kind | None:
+        """Return what is known of a tensor; None: a constant."""
+        return self._kinds.get(tensor)
+
+    def set_kind(self, tensor: torch.Tensor, kind: _Kind | None) -> torch.Tensor:
+        """Give a tensor a kind that :meth:`kind_of` returned; returns the tensor."""
+        if kind is not None:
+            self._kinds[tensor] = kind
+        return tensor
+
     def _combine(self, kinds: list[_Kind]) -> _Kind:
         parameters = frozenset().union(*(kind.parameters for kind in kinds))
         names = {kind.name for kind in kinds}
@@ -142,6 +154,27 @@ class ActivationTracking(TensorTracking):
         base = tensor._base
         if base is not None and kind == _SHARDED and self._kinds.get(base) is None:
             self._kinds[base] = kind  # a slice of a fresh tensor was written to
+
+
+class TrackedReplay(BlockReplay):
+    """The replay of equal blocks while activations are tracked: outputs get the kinds that the first block's got."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[EqualBlocks], tracking: ActivationTracking) -> None:
+        super().__init__(model, groups)
+        self._tracking = tracking
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        return (self._tracking.kind_of(tensor),)
+
+    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        kind = self._tracking.kind_of(output)
+        if kind is not None and kind.parameters and all(self._tracking.kind_of(x) != kind for x in arguments):
+            return None  # it names parameters of its own block
+        return form_of(output), kind
+
+    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
+        form, kind = kept
+        return self._tracking.set_kind(tensor_of(form), kind)
 
 
 def _places(index: Any) -> list[Any]:

@@ -12,13 +12,15 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
+from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.pipeline_parallel import evaluating, rehearse_stages
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -61,25 +63,34 @@ def trace_reads(
         elements: module paths in forward order, ``encoder`` the place of the encoder among them.
         inputs: small inputs on the meta device.
     """
-    for copied in (meta_copy(model, gradients=True), model):
+    start = f"{prefix}." if prefix else ""
+    around = {".".join(path.split(".")[:end]) for path in elements for end in range(1, path.count(".") + 1)}
+    equal = [group for group in equal_blocks(model) if around.isdisjoint(start + path for path in group.paths)]
+    for copied, blocks in ((meta_copy(model, gradients=True, equal=equal), equal), (model, [])):
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None
         real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
         for variant in (real, _with_mask(copied, real), _with_images(copied, real)):
-            start = f"{prefix}." if prefix else ""
-            try:
-                reads = _trace(copied, start, elements, encoder, variant)
-            except Exception:  # it does not run so, which says nothing about the model
-                continue
-            reads.within = start
-            reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=_without_cache(copied, variant))
-            return reads
+            for replayed in (blocks, []) if blocks else ([],):
+                try:
+                    reads = _trace(copied, start, elements, encoder, variant, replayed)
+                except Exception:  # it does not run so, which says nothing about the model
+                    continue
+                given = _without_cache(copied, variant)
+                reads.within = start
+                reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given, equal=replayed)
+                return reads
     return None
 
 
 def _trace(
-    model: PreTrainedModel, start: str, elements: tuple[str, ...], encoder: int | None, inputs: dict[str, Any]
+    model: PreTrainedModel,
+    start: str,
+    elements: tuple[str, ...],
+    encoder: int | None,
+    inputs: dict[str, Any],
+    equal: Sequence[EqualBlocks],
 ) -> Reads:
     reading = _Reading({id(p): start + name for name, p in model.named_parameters()}, encoder)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -87,7 +98,7 @@ def _trace(
     try:
         for place, path in enumerate(elements):
             hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
-        with evaluating(model), torch.enable_grad(), warnings.catch_warnings():
+        with evaluating(model), _ReadsReplay(model, equal), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reading.note(len(elements), model(**_without_cache(model, inputs)))
     finally:
@@ -155,20 +166,76 @@ class _Reading:
                 self.reads.parameters.setdefault(self.names[id(leaf)], set()).add(place)
 
 
+class _Again(torch.autograd.Function):
+    """A tensor of a form, computed from others as far as the graph tells."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, *read: torch.Tensor) -> torch.Tensor:
+        return tensor_of(form)
+
+
+class _ReadsReplay(BlockReplay):
+    """The replay of equal blocks while their reads are traced: an output hangs on its own block's parameters."""
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        return (tensor.requires_grad,)
+
+    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        if not output.requires_grad:
+            return form_of(output), (), ()
+        if output.grad_fn is None:
+            return None
+        own = {id(parameter): name for name, parameter in block.named_parameters()}
+        read, names = set(), []
+        ends = {_edge(argument): place for place, argument in enumerate(arguments) if argument.requires_grad}
+        for leaf, end in _below([output], ends):
+            if end is not None:
+                read.add(ends[end])
+            elif id(leaf) in own:
+                names.append(own[id(leaf)])
+            else:
+                return None  # read past the arguments
+        return form_of(output), tuple(names), tuple(sorted(read))
+
+    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
+        form, names, places = kept
+        made: torch.Tensor = _Again.apply(
+            form, *(block.get_parameter(name) for name in names), *(arguments[place] for place in places)
+        )
+        return made
+
+
 def _leaves_below(value: Any) -> list[torch.Tensor]:
     """The leaves of the graph that made the tensors in ``value``."""
     tensors: list[torch.Tensor] = []
     map_tensors(value, tensors.append)
-    found = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return found
+    below = _below([tensor for tensor in tensors if tensor.requires_grad], {})
+    return [leaf for leaf, _ in below if leaf is not None]
+
+
+_Edge = tuple[Any, int]
+
+
+def _edge(tensor: torch.Tensor) -> _Edge:
+    """Where a tensor hangs in the graph: the number of an output of a node; for a leaf the tensor itself."""
+    return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def _below(tensors: list[torch.Tensor], ends: Collection[_Edge]) -> Iterator[tuple[torch.Tensor | None, _Edge | None]]:
+    """Walk the graph that made some tensors, down to its leaves, or to ``ends``: yields the one or the other."""
+    edges = [_edge(tensor) for tensor in tensors]
+    seen = set(edges)
+    while edges:
+        edge = edges.pop()
+        node, _ = edge
+        leaf = node if isinstance(node, torch.Tensor) else getattr(node, "variable", None)
+        if leaf is not None:
+            edge = (leaf, 0)
+        if edge in ends:
+            yield None, edge
+        elif leaf is not None:
+            yield leaf, None
+        else:
+            following = {edge for edge in node.next_functions if edge[0] is not None} - seen
+            seen |= following
+            edges += following

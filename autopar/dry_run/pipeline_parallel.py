@@ -7,7 +7,7 @@ so what goes through whole numbers, comparisons and masks is seen too, and what 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.failures import first_line
 from autopar.distributed.rng import kept
+from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
+from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.errors import UnsupportedModelError
-from autopar.pipeline_parallel.provenance import examine
+from autopar.pipeline_parallel.provenance import Provenance, examine
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,
     StageForward,
@@ -26,22 +28,39 @@ from autopar.pipeline_parallel.stage_forward import (
     unmark_boundaries,
 )
 from autopar.plan.stages import StagePlan
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 __all__ = ["evaluating", "rehearse_stages"]
 
 
 def rehearse_stages(
-    model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any]
+    model: PreTrainedModel,
+    start: str,
+    plan: StagePlan,
+    inputs: Mapping[str, Any],
+    equal: Sequence[EqualBlocks] = (),
 ) -> dict[str, set[int]]:
     """Find the tensors that stages read though the plan does not give them: name -> stages.
 
     Args:
         model: whole; changed while this runs. Names in the plan begin with ``start``.
         inputs: with which the whole model runs.
+        equal: blocks of the model that are; with some it is on the meta device.
 
     Raises:
         UnsupportedModelError: a stage fails, or needs what no stage could hold.
     """
+    if equal:
+        try:
+            return _rehearse(model, start, plan, inputs, equal)
+        except UnsupportedModelError:  # every block speaks for itself
+            pass
+    return _rehearse(model, start, plan, inputs, ())
+
+
+def _rehearse(
+    model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any], equal: Sequence[EqualBlocks]
+) -> dict[str, set[int]]:
     names: dict[int, list[str]] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
@@ -51,7 +70,14 @@ def rehearse_stages(
     missing: dict[str, set[int]] = {}
     received: Any = None
     context = StageContext(plan.encoder)
-    with torch.no_grad(), warnings.catch_warnings(), evaluating(model), _boundaries(model, start, plan, context):
+    replay = _StageReplay(model, equal, context)
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        evaluating(model),
+        _boundaries(model, start, plan, context),
+        replay,
+    ):
         warnings.simplefilter("ignore")
         for stage in range(plan.stages):
             context.placeholders = {
@@ -78,6 +104,57 @@ def rehearse_stages(
                     missing.setdefault(same, set()).add(stage)
             received = examined.result
     return missing
+
+
+class _StageReplay(BlockReplay):
+    """The replay of equal blocks while stages run: of those that hold their tensors, and are given nothing else's."""
+
+    def __init__(self, model: nn.Module, equal: Sequence[EqualBlocks], context: StageContext) -> None:
+        super().__init__(model, equal)
+        self._context = context
+        self._held: dict[str, torch.Tensor] | None = None  # the placeholders that _elsewhere is of
+        self._elsewhere: set[int] = set()
+        self._all = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())} if equal else set()
+
+    @property
+    def _provenance(self) -> Provenance | None:
+        return None if self._context.forward is None else self._context.forward.provenance
+
+    def comparable(self, block: nn.Module) -> bool:
+        if self._held is not self._context.placeholders:
+            self._held = self._context.placeholders
+            self._elsewhere = {id(tensor) for tensor in self._held.values()}
+        return self._elsewhere.isdisjoint(map(id, (*block.parameters(), *block.buffers())))
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        followed = self._provenance
+        return None if followed is None or followed.origins(tensor) else ()
+
+    @contextmanager
+    def running(self, block: nn.Module) -> Iterator[None]:
+        others = self._all - {storage_key(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        reads = _Reads()
+        with reads:
+            yield
+        self.alone = reads.storages.isdisjoint(others)
+
+    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        followed = self._provenance
+        return None if followed is None or followed.origins(output) else form_of(output)
+
+    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
+        return tensor_of(kept)
+
+
+class _Reads(TensorTracking):
+    """Notes the storages of all tensors that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int | None] = set()
+
+    def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.storages |= {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
 
 
 @contextmanager

@@ -5,43 +5,43 @@ A policy can be complete and still wrong: a query projection left replicated bes
 names and shapes of parameters, and some of it not even in logits. So the plan is applied to a copy of the model that
 has shapes but no data, and the copy's own ``forward`` is run while every tensor is tracked: *sharded* from a
 column-parallel layer on, *replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the
-plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result.
+plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result. Of equal
+blocks one is computed (:mod:`autopar.dry_run.block_replay`); what looks wrong then is tried again with all of them.
 
 A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
 has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward
-(:class:`FirstForward`), since its arguments are not known before.
+(:class:`autopar.dry_run.first_forward.FirstForward`), since its arguments are not known before.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
+from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, tracking_hooks
+from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import PolicyError
 from autopar.plan.plan import Plan
-from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["FirstForward", "check_plan", "check_plan_with"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["check_plan", "check_plan_with"]
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
-    """Run the shards of the first and the last tp rank on the meta device; False if the model does not run there.
+    """Run the shard of the first tp rank on the meta device, and that of the last one where it is another.
+
+    False if the model does not run there.
 
     A task model that reads values (the end of each sequence) is run without its head. Models inside the model are run
     by themselves too: text alone does not reach an image encoder.
@@ -76,7 +76,7 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 
 
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run the shards of the first and the last tp rank with these arguments, on the meta device.
+    """Run the shard of the first tp rank with these arguments, and that of the last one, on the meta device.
 
     Returns:
         whether the full model runs there.
@@ -84,28 +84,72 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
     Raises:
         PolicyError: as :func:`check_plan`.
     """
-    try:
-        with ActivationTracking():
-            expected = _shapes(_run(meta_copy(model), args, kwargs))
-    except Exception:  # the plain model does not run on the meta device, whatever the policy
+    call = _Call(model, plan, args, kwargs)
+    equal = equal_blocks(model, plan)
+    expected = None
+    for blocks in (equal, []) if equal else ([],):
+        try:
+            expected = call.expected(blocks)
+            break
+        except Exception:  # the plain model does not run on the meta device, whatever the policy
+            continue
+    if expected is None:
         return False
-    for rank in sorted({0, plan.tp - 1}):
-        shard = meta_copy(model)
-        axis = Axis("tp", None, range(plan.tp), rank)
-        region = Region(axis)
-        apply(shard, plan, axis, region)
-        _run_shard(shard, plan, region, args, kwargs, expected)
+    for rank in _different_ranks(plan):
+        try:
+            call.check(rank, equal, expected)
+        except PolicyError:
+            if not equal:
+                raise
+            call.check(rank, [], expected)  # every block speaks for itself
     return True
 
 
+def _different_ranks(plan: Plan) -> list[int]:
+    """The first and the last rank, or the first alone where the last one has the same sizes throughout.
+
+    Uneven shards and units that several ranks hold make a difference, and experts, whose tokens are sharded by number.
+    """
+    last = plan.tp - 1
+    layouts = [tensor.layout for tensor in plan.tensors.values()]
+    for rule in plan.modules.values():
+        layouts += [rule.layout, rule.groups, *rule.layouts.values(), *(sliced.layout for sliced in rule.inputs)]
+    alike = (
+        all(a.values[0] == a.values[last] for a in plan.attributes)
+        and all(rule.rule != "experts" for rule in plan.modules.values())
+        and all(x is None or (x.local_size(0) == x.local_size(last) and not x.replicated) for x in layouts)
+    )
+    return [0] if alike else [0, last]
+
+
+class _Call(NamedTuple):
+    """What is run: a model, and its arguments."""
+
+    model: nn.Module
+    plan: Plan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def expected(self, equal: Sequence[EqualBlocks]) -> list[tuple[int, ...]]:
+        """Run the plain model: return the shapes of its outputs."""
+        plain, tracking = meta_copy(self.model, equal=equal), ActivationTracking()
+        TrackedReplay(plain, equal, tracking)
+        with tracking:
+            return _shapes(_run(plain, self.args, self.kwargs))
+
+    def check(self, rank: int, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]) -> None:
+        """Run the shard of a rank. Raises PolicyError if it fails or is wrong."""
+        shard = meta_copy(self.model, equal=equal)
+        axis = Axis("tp", None, range(self.plan.tp), rank)
+        region = Region(axis)
+        apply(shard, self.plan, axis, region)
+        _run_shard(shard, self, region, equal, expected)
+
+
 def _run_shard(
-    shard: nn.Module,
-    plan: Plan,
-    region: Region,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    expected: list[tuple[int, ...]],
+    shard: nn.Module, call: _Call, region: Region, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]
 ) -> None:
+    plan, args, kwargs = call.plan, call.args, call.kwargs
     stack: list[str] = []
 
     def mixed() -> None:
@@ -124,6 +168,7 @@ def _run_shard(
     tracking.mark_inputs((args, kwargs))
     region.tracking = tracking
     hooks = list(tracking_hooks(shard, plan, tracking, stack))
+    TrackedReplay(shard, equal, tracking)
     try:
         with tracking:
             out = _run(shard, args, kwargs)
@@ -229,48 +274,3 @@ def _below(plan: Plan, prefix: str) -> Plan:
     }
     attributes = tuple(replace(a, path=relative(a.path)) for a in plan.attributes if inside(a.path))
     return replace(plan, tensors=tensors, modules=modules, attributes=attributes)
-
-
-class FirstForward(Hook):
-    """Forward pre-hook of a plain module: the dry run of its first forward, before anything is computed.
-
-    Args:
-        model: the plain module, not yet sharded; only read.
-    """
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.plan = plan
-        self.plain: nn.Module | None = None
-        if plan.tp > 1:
-            try:
-                self.plain = meta_copy(model)
-            except Exception:  # it holds something that cannot be copied
-                warn_no_dry_run(model)
-        self._handle: Any = None
-
-    def attach(self, model: nn.Module) -> None:
-        """Register the hook on ``model``, which the plan has been applied to."""
-        if self.plain is not None:
-            self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        plain = self.plain
-        if plain is None:
-            return
-        with kept():
-            args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
-            done = check_plan_with(plain, self.plan, args, kwargs)
-        if not done:
-            warn_no_dry_run(model)
-        self.plain = None
-        if self._handle is not None:
-            self._handle.remove()
-
-
-def warn_no_dry_run(model: nn.Module) -> None:
-    """Warn that a policy could not be checked by a dry run."""
-    _log.warning(
-        "%s does not run without data, so your policy got no dry run: compare its loss and gradients with the "
-        "plain model's once.",
-        type(model).__name__,
-    )

@@ -41,6 +41,7 @@ class Blocks:
         self.lists = [path for path in (first, main) if path]
         before, after = ([scope.path for scope in chains.get(path, ())] for path in (first, main))
         self.paths = [*before, *after]
+        self._place_of = {path: place for place, path in reversed(list(enumerate(self.paths)))}
         self.encoder_place = len(before) if before else None
         self._encoder = _tower(first, main) if before else ""
         self._everywhere: list[str] = []
@@ -87,7 +88,9 @@ class Blocks:
 
     def _holding(self, name: str) -> int | None:
         """Return the block in which a tensor lies; None for one outside of them."""
-        return next((place for place, path in enumerate(self.paths) if name.startswith(path + ".")), None)
+        parts = name.split(".")
+        above = (self._place_of.get(".".join(parts[:end])) for end in range(1, len(parts)))
+        return min((place for place in above if place is not None), default=None)
 
     def _beside(self, name: str) -> int | None:
         """Return the block in which or beside which a tensor is used; None: beside all."""

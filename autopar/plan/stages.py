@@ -255,11 +255,17 @@ def partition(costs: Sequence[int], stages: int) -> list[int]:
     for stage in range(1, stages + 1):
         row = {}
         for end in range(stage, count - (stages - stage) + 1):
-            options = []
-            for start, ((worst, squares), bounds) in best.items():
-                if start < end:
-                    cost = sums[end] - sums[start]
-                    options.append(((max(worst, cost), squares + cost * cost), [*bounds, end]))
-            row[end] = min(options)
+            options: list[tuple[tuple[int, int], list[int]]] = []
+            smallest = sums[count] + 1
+            for start in range(end - 1, stage - 2, -1):
+                cost = sums[end] - sums[start]
+                if cost > smallest:  # and so are those of all longer stages
+                    break
+                if start in best:
+                    (worst, squares), bounds = best[start]
+                    smallest = min(smallest, max(worst, cost))
+                    options.append(((max(worst, cost), squares + cost * cost), bounds))
+            chosen, bounds = min(options)
+            row[end] = (chosen, [*bounds, end])
         best = row
     return best[count][1]

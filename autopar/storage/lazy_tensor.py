@@ -14,11 +14,10 @@ stay resident and count (measured: 1.5 times the shard, plain reads need 1.0).
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -55,17 +54,31 @@ class RangeFile:
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
+        self.read_runs(target, [(0, offset)], len(target))
+
+    def read_runs(self, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
+        """Read runs of ``length`` bytes, for each its place in ``target`` and its offset in the file.
+
+        A row-parallel weight has one in every row, so this loop holds nothing but the calls (measured: 1.5 us each
+        beside the copying).
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+        preadv = os.preadv
         try:
             if self._handle is None:
                 self._handle = os.open(self.path, os.O_RDONLY)
-            done = os.preadv(self._handle, [target], offset)
-            while done < len(target):  # one call reads at most 2 GiB
-                more = os.preadv(self._handle, [target[done:]], offset + done)
-                if more == 0:
-                    raise CheckpointError(
-                        f"{self.path} is truncated: it ends at byte {offset + done}, {offset + len(target)} are needed"
-                    )
-                done += more
+            handle = self._handle
+            for here, there in places:
+                done = preadv(handle, [target[here : here + length]], there)
+                while done < length:  # one call reads at most 2 GiB
+                    more = preadv(handle, [target[here + done : here + length]], there + done)
+                    if more == 0:
+                        raise CheckpointError(
+                            f"{self.path} is truncated: it ends at byte {there + done}, {there + length} are needed"
+                        )
+                    done += more
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
 
@@ -169,12 +182,11 @@ class Stored(LazyTensor):
         start, stop = box[inner] if box else (0, 1)
         length = (stop - start) * (strides[inner] if box else 1) * size
         first = self.offset + sum(low * stride for (low, _), stride in zip(box, strides, strict=True)) * size
-        view = memory(out)
-        steps = list(zip(strides[:inner], out.stride()[:inner], strict=True))
-        for index in itertools.product(*(range(high - low) for low, high in box[:inner])):
-            there = sum(i * step for i, (step, _) in zip(index, steps, strict=True)) * size
-            here = sum(i * step for i, (_, step) in zip(index, steps, strict=True)) * size
-            self.file.read_into(view[here : here + length], first + there)
+        places = [(0, first)]  # of the runs: in out, and in the file
+        for (low, high), there, here in zip(box[:inner], strides, out.stride(), strict=False):
+            steps = [(i * here * size, i * there * size) for i in range(high - low)]
+            places = [(at + step, offset + further) for at, offset in places for step, further in steps]
+        self.file.read_runs(memory(out), places, length)
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
         """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""

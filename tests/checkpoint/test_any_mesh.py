@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,17 +142,18 @@ def test_every_mesh_to_tp_1_2_and_4(tmp_path, build):
 def counted_bytes():
     """Counts what this process reads from the files of checkpoints."""
     counts: dict[str, int] = {}
-    read_into = RangeFile.read_into
+    read_runs = RangeFile.read_runs
 
-    def counting(self: RangeFile, target: memoryview, offset: int) -> None:
-        counts[self.path.name] = counts.get(self.path.name, 0) + len(target)
-        read_into(self, target, offset)
+    def counting(self: RangeFile, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
+        places = list(places)
+        counts[self.path.name] = counts.get(self.path.name, 0) + len(places) * length
+        read_runs(self, target, places, length)
 
-    RangeFile.read_into = counting  # type: ignore[method-assign]
+    RangeFile.read_runs = counting  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        RangeFile.read_into = read_into  # type: ignore[method-assign]
+        RangeFile.read_runs = read_runs  # type: ignore[method-assign]
 
 
 def headers(folder: Path) -> int:

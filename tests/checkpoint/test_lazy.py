@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -26,9 +27,13 @@ class Counting(RangeFile):
 
     total = 0
 
-    def read_into(self, target: memoryview, offset: int) -> None:
-        self.total += len(target)
-        super().read_into(target, offset)
+    calls = 0
+
+    def read_runs(self, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
+        places = list(places)
+        self.total += len(places) * length
+        self.calls += 1
+        super().read_runs(target, places, length)
 
 
 def stored(path, tensor: torch.Tensor, before: int = 8) -> Stored:
@@ -136,10 +141,11 @@ def test_a_rank_reads_its_own_bytes(tmp_path, dim):
     for rank in range(2):
         due = layout.shard(tensor, rank)
         out = torch.nn.Parameter(torch.empty_like(due))
-        source.file.total = 0
+        source.file.total = source.file.calls = 0
         read_shard(source, layout, rank, out)
         assert torch.equal(out, due)
         assert source.file.total == due.numel() * 4
+        assert source.file.calls == 3  # one for each block, whatever the number of runs
 
 
 def test_a_shard_of_another_shape(tmp_path):
