@@ -16,7 +16,8 @@ separate calls into compiled code, which no compiler reorders, and an aligned fl
 no barrier for weaker orders, as that of ARM: there gloo is used.
 
 **Waiting.** Spin for a tenth of a millisecond, giving the core to whoever wants it, then sleep, and look for
-processes that have ended. A rank that fails inside a collective says so to the others, and can use the transport no more.
+processes that have ended. A rank that fails inside a collective says so to the others, and can use the transport no
+more.
 
 **Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
 that could stay behind, and the kernel frees it with the last process that maps it.
