@@ -15,8 +15,9 @@ later store to a flag (8.2.4), and the non-temporal stores of memcpy end with a 
 separate calls into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has
 no barrier for weaker orders, as that of ARM: there gloo is used.
 
-**Waiting.** Spin for a millisecond, giving the core to whoever wants it, then sleep, and look for processes that have
-ended. A rank that fails inside a collective says so to the others, and can use the transport no more.
+**Waiting.** Spin for a tenth of a millisecond, giving the core to whoever wants it, then sleep, and look for
+processes that have ended. A rank that fails inside a collective says so to the others, and can use the transport no
+more.
 
 **Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
 that could stay behind, and the kernel frees it with the last process that maps it.
@@ -48,8 +49,8 @@ _BROADCAST = 1 << 18  # bytes above which gloo's broadcast is the faster one (be
 _LINE = 16  # flags are so many words apart: two cache lines, which are fetched together
 _PAGE = 4096
 _SIGNATURE = 24  # bits of a flag that say which collective it is, below its number
-_SPIN = 1e-3  # seconds
-_SLEEPS = (5e-5, 1e-3)  # seconds: shortest and longest
+_SPIN = 1e-4  # seconds; longer ones keep from its core the rank that is waited for, where cores are shared
+_SLEEPS = (2e-5, 1e-3)  # seconds: shortest and longest
 _LOOK_AFTER = 0.1  # seconds between two looks at the other processes
 _CACHED = 256  # shapes of which views are kept
 _HALF = (torch.float16, torch.bfloat16)
