@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
@@ -271,7 +272,7 @@ class _NoGraph:
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
     if axis.size == 1:
         return x
-    if x.requires_grad and torch.is_grad_enabled():
+    if (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
         result: torch.Tensor = function.apply(x, axis, *args)
     else:  # as autograd would, without its cost
         result = function.forward(_NoGraph(), x, axis, *args)

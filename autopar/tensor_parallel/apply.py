@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,10 +21,13 @@ from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "attach", "mark_parameters", "undo"]
 
+_MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
+
 
 def apply(model: nn.Module, plan: Plan, mpu: MPU) -> Region:
     """Swap the layers of ``model`` and shard its parameters, in place; no communication."""
     region = Region(mpu.tp)
+    region.model = str(next(_MODELS))
     parallelize.apply(model, plan, mpu.tp, region)
     region.find_dropout(model)
     return region

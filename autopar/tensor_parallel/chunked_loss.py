@@ -65,6 +65,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, shards: Shards, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
     ) -> torch.Tensor:
+        assert shards.head is not None
+        shards.head.check()
         rows = inputs[0]  # [tokens, hidden]
         found = []
         for start in range(0, max(len(rows), 1), shards.chunk):
@@ -81,6 +83,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         log_total, column, mine, ignored, *inputs = ctx.saved_tensors
         shards, targets = ctx.shards, Targets(column, mine, ignored)
+        shards.head.seen.went_back = True
         # Sums over chunks are kept in fp32, as one product over all tokens would.
         sums = [torch.zeros_like(x, dtype=wide(x[:0]).dtype) if x.requires_grad else None for x in inputs[1:]]
         rows = torch.empty_like(inputs[0]) if ctx.needs_input_grad[4] else None

@@ -97,8 +97,7 @@ class BeforeForward(Hook):
                     self.check.reset()
             if self.check is not None:
                 self.check.before_forward(model, args, kwargs)
-            self.region.number += 1
-            self.region.has_labels = kwargs.get("labels") is not None
+            self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
 
     def _has_changed(self, model: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
 from autopar.tensor_parallel.experts import ExpertParallel
-from autopar.tensor_parallel.logits_shards import Head, Shards
+from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
 from autopar.tensor_parallel.region_modules import RegionModule, region_class
@@ -70,11 +70,12 @@ class _Column(ParallelLayer):
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """The whole logits, which are gathered when somebody reads them."""
         weight, bias = self.weight, self.bias
-        layout, number = self.autopar_layouts["weight"], self.region.number
-        if self.chunk:
-            return sharded_logits(Shards(x, self.tp, layout, x.dtype, number, self.chunk, Head(weight, bias)))
+        layout, name = self.autopar_layouts["weight"], self.region.name_logits()
+        if self.chunk and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            head = Head(weight, bias, HeadState([p for p in (weight, bias) if p is not None]))
+            return sharded_logits(Shards(x, self.tp, layout, x.dtype, name, self.chunk, head))
         y = self._multiply(x, weight, bias)  # [..., vocab/tp]
-        return sharded_logits(Shards(y, self.tp, layout, y.dtype, number))
+        return sharded_logits(Shards(y, self.tp, layout, y.dtype, name))
 
 
 class _Row(ParallelLayer):

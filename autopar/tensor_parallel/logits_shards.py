@@ -18,21 +18,44 @@ import torch.nn.functional as F
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, scatter
+from autopar.errors import ConsistencyError
 from autopar.layout import Layout
 
-__all__ = ["Change", "Head", "Shards", "after"]
+__all__ = ["Change", "Head", "HeadState", "Shards", "after"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Head(NamedTuple):
-    """The product that makes logits: ``[..., hidden] -> [..., vocab/tp]``."""
+    """The product that makes logits: ``[..., hidden] -> [..., vocab/tp]``.
+
+    Attributes:
+        seen: of the forward: the weights' versions then, and whether a gradient went back.
+    """
 
     weight: torch.Tensor  # [vocab/tp, hidden]
     bias: torch.Tensor | None  # [vocab/tp]
+    seen: HeadState
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def check(self) -> None:
+        """Raise ConsistencyError if the product would be another one than in the forward."""
+        state = self.seen
+        if state.went_back or any(x._version != version for x, version in state.versions):
+            raise ConsistencyError(
+                "logits are read after the backward pass or a step of the optimizer. With loss.chunk they are computed "
+                "when they are read,\n  from weights that are others by then: read them before, or use loss: {chunk: 0}"
+            )
+
+
+class HeadState:
+    """What a head's weights were when logits were asked for."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.versions = [(x, x._version) for x in weights]
+        self.went_back = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +66,7 @@ class Shards:
         rows: ``[..., vocab/tp]``, or ``[..., hidden]`` with a ``head``.
         layout: of the vocabulary over ``axis``; each rank has one range.
         dtype: of the logits; ``rows`` may still be narrower.
-        number: which of the model's forwards made them.
+        name: which logits they are, in words that are the same on all ranks.
         chunk: tokens whose logits the loss makes at a time, with a ``head``.
         head: makes ``[..., vocab/tp]`` of ``rows``; None if they are that.
         changes: what is done to the product, element by element.
@@ -53,7 +76,7 @@ class Shards:
     axis: Axis
     layout: Layout
     dtype: torch.dtype
-    number: int = 0
+    name: str = ""
     chunk: int = 0
     head: Head | None = None
     changes: tuple[Change, ...] = ()
@@ -66,13 +89,20 @@ class Shards:
     @property
     def inputs(self) -> list[torch.Tensor]:
         """What gradients go to."""
-        return [self.rows, *(x for x in self.head or () if x is not None)]
+        weights = () if self.head is None else (self.head.weight, self.head.bias)
+        return [self.rows, *(x for x in weights if x is not None)]
 
     def of_inputs(self, inputs: list[torch.Tensor]) -> Shards:
         """Return the same shards made of other ``inputs``."""
         if self.head is None:
             return replace(self, rows=inputs[0])
-        return replace(self, rows=inputs[0], head=Head(inputs[1], inputs[2] if len(inputs) > 2 else None))
+        return replace(
+            self, rows=inputs[0], head=Head(inputs[1], inputs[2] if len(inputs) > 2 else None, self.head.seen)
+        )
+
+    def detached(self) -> Shards:
+        """Return the same shards without gradients."""
+        return self.of_inputs([x.detach() for x in self.inputs])
 
     def local(self) -> torch.Tensor:
         """Return ``[..., vocab/tp]``; without a ``head`` in the dtype of ``rows``."""
@@ -85,7 +115,10 @@ class Shards:
 
     def settled(self) -> Shards:
         """Return shards without a ``head``: the product is made now."""
-        return self if self.head is None else replace(self, rows=self.local(), head=None, changes=())
+        if self.head is None:
+            return self
+        self.head.check()
+        return replace(self, rows=self.local(), head=None, changes=())
 
     def change(self, function: Change) -> Shards:
         """Do something to each element, in the logits' dtype."""
@@ -159,10 +192,6 @@ def _cast(shards: Shards, dtype: torch.dtype) -> Shards | None:
     return replace(shards, dtype=dtype)
 
 
-def _detach(shards: Shards) -> Shards:
-    return shards.of_inputs([x.detach() for x in shards.inputs])
-
-
 def _same(shards: Shards) -> Shards:
     return shards
 
@@ -203,8 +232,10 @@ def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
     if other.device != shards.rows.device and other.ndim:
         return None
     if other.ndim and other.shape[-1] == shards.layout.size and shards.layout.size > 1:
-        return scatter(other, shards.axis, shards.layout, -1)
-    return copy(other, shards.axis)
+        other = scatter(other, shards.axis, shards.layout, -1)
+    else:
+        other = copy(other, shards.axis)
+    return other if shards.head is None else other.clone()  # it may change before it is used
 
 
 def _true_divide(x: Any, y: Any) -> torch.Tensor:
@@ -218,7 +249,8 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "to": _to,
     "float": lambda shards: _cast(shards, torch.float32),
     "double": lambda shards: _cast(shards, torch.float64),
-    "detach": _detach,
+    "detach": Shards.detached,
+    "contiguous": _same,
     "clone": _same,
     "tanh": _unary(torch.tanh),
     "neg": _unary(operator.neg),

@@ -56,13 +56,15 @@ class Region:
         self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many region modules are running inside each other
-        self.has_labels = False  # the forward that runs was given labels
-        self.number = 0  # of forwards so far
+        self.model = ""  # tells models apart, the same on all ranks
+        self.forwards = 0
+        self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
         memo[id(self)] = copied
+        copied.model = f"{self.model}, copied"
         copied._dropouts = [(deepcopy(owner, memo), name) for owner, name in self._dropouts]
         return copied
 
@@ -111,10 +113,21 @@ class Region:
         """Release the references to activations."""
         self._source = self._copied = None
 
+    def expect_logits(self, has_labels: bool) -> None:
+        """Count a forward, which is given labels or is not."""
+        self.forwards += 1
+        self._has_labels, self._logits_made = has_labels, 0
+
     def keeps_logits_sharded(self) -> bool:
         """Whether the head may leave its logits sharded: probably a loss is all that reads them."""
-        wanted = self.has_labels or torch.is_grad_enabled()
+        wanted = self._has_labels or torch.is_grad_enabled()
         return wanted and self.tracking is None and not torch.compiler.is_compiling()
+
+    def name_logits(self) -> str:
+        """Return which logits the head makes now, in words that are the same on all ranks."""
+        self._logits_made += 1
+        again = f", logits {self._logits_made}" if self._logits_made > 1 else ""
+        return f"forward {self.forwards} of model {self.model}{again}"
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce."""

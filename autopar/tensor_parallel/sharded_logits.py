@@ -5,61 +5,76 @@ A language model's head makes ``[..., vocab/tp]`` on each rank. Most training st
 move more bytes than all blocks together. :class:`ShardedLogits` is the tensor ``[..., vocab]`` that the model's own
 code passes on. What a loss does to logits on the way (:func:`~autopar.tensor_parallel.logits_shards.after`) and
 ``F.cross_entropy`` itself are done to the shards; any other operation gathers them and goes on with a plain tensor, in
-the same autograd graph. So ``outputs.logits`` is what users know, by attribute, index or tuple.
+the same autograd graph, as do all views of them. So ``outputs.logits`` is what users know.
 
 Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone gets an error, not a hang.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autopar.call_site import is_library
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather
-from autopar.errors import ConsistencyError
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
-from autopar.tensor_parallel.logits_shards import Shards, after
+from autopar.tensor_parallel.logits_shards import Change, Shards, after
 
 __all__ = ["PATIENCE", "ShardedLogits", "sharded_logits"]
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds that a rank which reads logits waits for the others of its axis to read them too."""
 
 # What the tensor itself answers, without logits.
 _FACTS = frozenset(
     (
-        *(
-            "shape",
-            "size",
-            "dim",
-            "ndim",
-            "numel",
-            "nelement",
-            "stride",
-            "is_contiguous",
-            "names",
-            "__len__",
-            "__hash__",
-        ),
+        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
+        *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
         *("dtype", "device", "layout", "get_device", "element_size", "itemsize", "is_floating_point", "is_complex"),
-        *("requires_grad", "grad_fn", "is_leaf", "register_hook", "_backward_hooks", "is_inference", "is_meta"),
+        *("requires_grad", "grad_fn", "is_leaf", "_backward_hooks", "_base", "is_inference", "is_meta"),
         *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_sparse", "is_sparse_csr"),
-        *("is_quantized", "is_nested", "is_same_size"),
+        *("is_quantized", "is_nested"),
     )
 )
+# What makes another tensor of the same shape or type.
+_LIKE = frozenset(
+    (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    )
+)
+# What may share its memory with what it is made of: done again to the whole logits, if those are ever read.
+_REPEATED = frozenset(("view", "reshape", "contiguous", "__getitem__", "detach"))
 _COMMUTE = frozenset(("mul", "__mul__", "add", "__add__"))
-_VIEWS = frozenset(("view", "reshape", "__getitem__", "detach", "float", "double", "to"))
+
+
+class _Origin:
+    """What the head made, and everything after it."""
+
+    lost = False  # a loss was taken from the shards: no gradient of whole logits will exist
 
 
 class _Family:
-    """Logits and their views: changing one in place changes all."""
+    """Logits and what may share memory with them: as soon as one is read, all are whole."""
 
     def __init__(self) -> None:
-        self.whole: torch.Tensor | None = None  # of the first of them, once one was changed in place
-        self.lost = False  # a loss was taken from the shards: no gradient of whole logits will exist
+        self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
+        self.is_whole = False
+
+    def read(self) -> None:
+        """Make plain tensors of all of them. A collective of the axis."""
+        living = [member for ref in self.members if (member := ref()) is not None]
+        with torch.inference_mode(False):
+            for member in living:
+                member.materialize()
+        self.is_whole = True
 
 
 class ShardedLogits(torch.Tensor):
@@ -70,9 +85,10 @@ class ShardedLogits(torch.Tensor):
     """
 
     shards: Shards
+    _origin: _Origin
     _family: _Family
-    _path: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]  # operations from the first of the family to this
-    _first: ShardedLogits | None  # of the family; None: this one
+    _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
+    _step: Change
     _node: Any  # its place in the graph, as it was made
     _whole: torch.Tensor | None
 
@@ -86,30 +102,38 @@ class ShardedLogits(torch.Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._family.is_whole:
+            return repr(self._whole)
         axis, layout = self.shards.axis, self.shards.layout
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in layout.ranges(axis.rank)) or "none"
         place = f"{axis.name} rank {axis.rank} of {axis.size}"
         return f"ShardedLogits({list(self.shards.shape)}, {self.shards.dtype}: {place} has columns {held})"
 
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self) -> torch.Tensor:
         """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
-        family = self._family
-        if family.whole is not None:
-            tensor = family.whole
-            for operation, args, kwargs in self._path:
-                tensor = operation(tensor, *args, **kwargs)
-            return tensor
         if self._whole is None:
+            self._family.read()
+        assert self._whole is not None
+        return self._whole
+
+    def materialize(self) -> None:
+        """Make the plain tensor of these logits, from that of their source or by gathering."""
+        source = self._source()
+        if self._whole is not None:
+            return
+        if source is not None:
+            source.materialize()
+            assert source._whole is not None
+            with torch.set_grad_enabled(self.requires_grad):
+                self._whole = self._step(source._whole)
+        else:
             _meet(self.shards)
             with torch.set_grad_enabled(self.requires_grad):
                 self._whole = _Gather.apply(self)
-        return self._whole
-
-    def changed_in_place(self) -> torch.Tensor:
-        """Return a plain tensor that shares its memory with those of all views. A collective the first time."""
-        if self._family.whole is None:
-            self._family.whole = (self if self._first is None else self._first).whole()
-        return self.whole()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,26 +142,24 @@ class ShardedLogits(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = func.__self__.__name__
-        elif name == "__set__":
-            name = "set_"  # changes it
-        if name in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         first = args[0] if args else None
+        if isinstance(first, ShardedLogits) and not first._family.is_whole:
+            if name in _FACTS or (name == "register_hook" and first._origin.lost and _a_library_asks()):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name in _LIKE:
+                alike = torch.empty((), dtype=first.shards.dtype, device=first.shards.rows.device)
+                return func(alike.expand(first.shards.shape), *args[1:], **kwargs)
         result = _from_shards(func, name, args, kwargs)
         if result is not None:
             return result
-        if name == "retain_grad" and isinstance(first, ShardedLogits) and first._family.lost:
+        listed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedLogits)]
+        if name in ("retain_grad", "register_hook", "grad") and any(x._origin.lost for x in listed):
             raise RuntimeError(
-                "retain_grad(): the loss was taken from sharded logits, so the whole ones get no gradient.\n"
+                f"{name} of logits: the loss was taken from sharded logits, so the whole ones get no gradient.\n"
                 "  Gather them in every forward: loss: {gather_logits: always}"
             )
-        target = kwargs.get("out")
-        if target is None and _is_in_place(name):
-            target = first
-        plain = tree_map_only(
-            ShardedLogits, lambda x: x.changed_in_place() if x is target else x.whole(), (args, kwargs)
-        )
+        plain = tree_map_only(ShardedLogits, lambda x: x.whole(), (args, kwargs))
         return func(*plain[0], **plain[1])
 
     @classmethod
@@ -145,23 +167,27 @@ class ShardedLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Gather for what does not come through Python."""
-        plain = tree_map_only(ShardedLogits, _data, (args, kwargs or {}))
+        plain = tree_map_only(ShardedLogits, lambda x: x.whole().detach(), (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
-def sharded_logits(shards: Shards, of: ShardedLogits | None = None, step: Any = None) -> ShardedLogits:
+def sharded_logits(shards: Shards, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
     """Return the whole logits of which ``shards`` are this rank's, with gradients to what those are made of.
 
     Args:
-        of: logits that they share memory with, made by the operation ``step``: function, arguments, keyword arguments.
+        source: logits that they were made of, if not by the head.
+        step: what made them, if they may share memory with ``source``.
     """
+    if not torch.is_grad_enabled():
+        shards = shards.detached()
     made: Any = _Wrap.apply(shards, *shards.inputs)
+    made._origin = _Origin() if source is None else source._origin
+    made._family, made._source, made._step = _Family(), lambda: None, step
     made._node = made.grad_fn
-    if of is None:
-        made._family, made._first, made._path = _Family(), None, ()
-    else:
-        first = of if of._first is None else of._first
-        made._family, made._first, made._path = of._family, first, (*of._path, step)
+    if source is not None and step is not None:
+        keeps = source.grad_fn is None or made.grad_fn is not None  # one without a graph must not keep that of another
+        made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
+    made._family.members.append(weakref.ref(made))
     return made
 
 
@@ -172,39 +198,44 @@ def _from_shards(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if name in _COMMUTE and len(args) == 2 and not isinstance(args[0], ShardedLogits):
         args = (args[1], args[0])
     logits = args[0] if args else kwargs.get("input") if name == "cross_entropy" else None
-    if not isinstance(logits, ShardedLogits) or logits._family.whole is not None:
-        return None
-    if logits.grad_fn is not logits._node:  # a function's output: its gradient takes another way than the shards'
+    if not isinstance(logits, ShardedLogits) or not _is_sharded(logits):
         return None
     if any(isinstance(x, ShardedLogits) for x in tree_leaves((args[1:], kwargs)) if x is not logits):
         return None
     if name == "cross_entropy":
         return _cross_entropy(*args, **kwargs)
-    if name == "contiguous":
-        return logits
     shards = after(name, logits.shards, args[1:], kwargs)
     if shards is None:
         return None
-    if shards is logits.shards and name != "clone":
-        return logits
-    if name in _VIEWS:
-        return sharded_logits(shards, logits, (func, args[1:], kwargs))
-    return sharded_logits(shards)
+    if name in _REPEATED:
+        copied = tree_map_only(torch.Tensor, torch.clone, (args[1:], kwargs))
+        return sharded_logits(shards, logits, lambda whole: func(whole, *copied[0], **copied[1]))
+    return logits if shards is logits.shards and name != "clone" else sharded_logits(shards, logits)
+
+
+def _is_sharded(logits: ShardedLogits) -> bool:
+    """Whether the shards still say what the logits are; not of what a function of C++ returned."""
+    return not logits._family.is_whole and logits.grad_fn is logits._node
+
+
+def _a_library_asks() -> bool:
+    """Whether torch's own wrappers (FSDP) want to know when a gradient comes: they ask it of every output."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(("torch/_tensor.py", "torch/overrides.py")):
+        frame = frame.f_back
+    return is_library(frame)
 
 
 def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> ShardedLogits | None:
     listed = list(tensors)
-    if kwargs or not all(
-        isinstance(x, ShardedLogits) and x._family.whole is None and x.grad_fn is x._node for x in listed
-    ):
+    if kwargs or not all(isinstance(x, ShardedLogits) and _is_sharded(x) for x in listed):
         return None
     parts = [x.shards.settled() for x in listed]
-    dims = len(parts[0].shape)
-    if dim % dims == dims - 1 or len({(len(x.shape), x.layout.size, x.dtype, x.rows.dtype) for x in parts}) > 1:
+    first, dims = parts[0], len(parts[0].shape)
+    same = all(x.axis is first.axis and x.layout == first.layout and len(x.shape) == dims for x in parts)
+    if not same or dim % dims == dims - 1 or len({(x.dtype, x.rows.dtype) for x in parts}) > 1:
         return None
-    rows = torch.cat([x.rows for x in parts], dim)
-    first = parts[0]
-    return sharded_logits(Shards(rows, first.axis, first.layout, first.dtype, first.number))
+    return sharded_logits(replace(first, rows=torch.cat([x.rows for x in parts], dim)), listed[0])
 
 
 def _cross_entropy(
@@ -223,28 +254,14 @@ def _cross_entropy(
     if len(shards.shape) > 2 or not by_index or any(x is not None for x in (weight, size_average, reduce)):
         return None
     loss = sharded_cross_entropy(shards, target, ignore_index, label_smoothing, reduction)
-    input._family.lost = True
-    return loss.to(shards.dtype)
-
-
-def _is_in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-    return name.endswith("_")
-
-
-def _data(logits: ShardedLogits) -> torch.Tensor:
-    if logits._family.whole is not None:
-        raise ConsistencyError(
-            "logits that were changed in place are read by a function outside of Python: give it what the operation "
-            "that changed them returned"
-        )
-    return logits.whole().detach()
+    input._origin.lost = True
+    wide = torch.is_autocast_enabled(shards.rows.device.type)  # where torch computes losses in fp32
+    return loss if wide else loss.to(shards.dtype)
 
 
 def _meet(shards: Shards) -> None:
     """Raise unless all ranks of the axis are about to read the same."""
-    what = f"logits {list(shards.shape)} of forward {shards.number}"
+    what = f"logits {list(shards.shape)} of {shards.name}"
     meet(
         shards.axis,
         what,
@@ -286,6 +303,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: ShardedLogits) -> torch.Tensor:
         shards = logits.shards
+        if shards.head is not None:
+            shards.head.check()
         return all_gather(shards.local(), shards.axis, shards.layout, -1).to(shards.dtype)
 
     @staticmethod

@@ -266,11 +266,12 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
     output = model(ids, labels=ids)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_logits, "PATIENCE", 1.0)
+        name = f"forward 1 of model {model.lm_head.region.model}"
         if rank == 0:
             with pytest.raises(ConsistencyError) as error:
                 output.logits.argmax(-1)
             assert str(error.value) == (
-                "rank 0 reads logits [1, 6, 131] of forward 1, and rank 1 did not within 1 s.\n"
+                "rank 0 reads logits [1, 6, 131] of " + name + ", and rank 1 did not within 1 s.\n"
                 "  Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on "
                 "all of\n  them (if rank == 0: around the print, not around the reading), or have them gathered in "
                 "every forward:\n  loss: {gather_logits: always}"
@@ -279,10 +280,10 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
         time.sleep(1.5 if rank else 0.0)
     dist.barrier()
     later = model(ids, labels=ids)
-    with pytest.raises(ConsistencyError, match=r"rank 0 reads .* of forward 1; rank 1 reads .* of forward 2"):
+    with pytest.raises(ConsistencyError, match=r"0 reads .* of forward 1 of model \d+; rank 1 reads .* of forward 2"):
         (later if rank else output).logits.argmax(-1)
     close(output.logits.sum() + later.logits.sum(), 2 * gpt2()(ids).logits.sum(), "read by all")
-    with pytest.raises(RuntimeError, match=r"no gradient.\n.*loss: \{gather_logits: always\}"):
+    with pytest.raises(RuntimeError, match=r"get no gradient.\n.*loss: \{gather_logits: always\}"):
         model(ids, labels=ids).logits.retain_grad()
 
 
