@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint, checkpoint
+from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
 from autopar.data_parallel import apply as data_parallel
 from autopar.data_parallel.fsdp import check_offload
@@ -139,6 +139,8 @@ def deparallelize(model: Model) -> Model:
     state.pp.undo(model)
     if state.config.activation_checkpointing:
         activation_checkpoint.undo(state.inner_of(model))
+    if state.config.compile:
+        compiled_blocks.undo(model)
     tensor_parallel.undo(model, state.inner_of(model), state.plan, state.mpu)
     checkpoint.detach(model)
     del model._autopar, model.mpu
@@ -226,6 +228,8 @@ def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_s
     if parsed.activation_checkpointing:
         blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, found)[0]
         activation_checkpoint.check(inner, blocks, found.where)
+    if parsed.compile:
+        compiled_blocks.check(inner, elements_of(model, found)[0], found.where, parsed.compile_backend)
     return _Call(parsed, prefix, inner, found, own is not None, named)
 
 
@@ -293,6 +297,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     region = tensor_parallel.apply(model, plan, mpu)  # layers swapped, parameters sharded
     if config.activation_checkpointing:
         activation_checkpoint.apply(inner, blocks, on_cpu=config.cpu_checkpointing)
+    if config.compile:
+        compiled_blocks.apply(blocks, config.compile_backend, config.compile_mode, fullgraph=config.compile_fullgraph)
     dp = data_parallel.apply(model, inner, plan, mpu, config, failures)  # knows the parameters of all stages
     check = config.consistency_check
     pp = Pipeline(model, inner, stages, mpu, config.pipeline, failures, check=check, steps=dp.steps)  # others released

@@ -209,7 +209,7 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
     sections = {name: dict.fromkeys(keys) for name, keys in SECTIONS.items()}
     assert ParallelConfig.parse(dict.fromkeys([*SECTIONS, *NUMBERS])) == ParallelConfig()
     # A section that is present is on, whatever its keys say by default.
-    assert ParallelConfig.parse(sections) == ParallelConfig(activation_checkpointing=True)
+    assert ParallelConfig.parse(sections) == ParallelConfig(activation_checkpointing=True, compile=True)
     (tmp_path / "c.yaml").write_text(
         "gradient_clipping:\nprecision:\n  dtype: bf16\n  initial_scale:\n  enable: null\n"
     )

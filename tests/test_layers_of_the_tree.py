@@ -10,7 +10,7 @@ ROWS = [
     ["layout", "policy", "call_site"],
     ["config", "plan"],
     ["distributed"],
-    ["storage", "activation_checkpoint", "data_parallel"],
+    ["storage", "activation_checkpoint", "compiled_blocks", "data_parallel"],
     ["tensor_parallel", "pipeline_parallel", "checkpoint"],
     ["deferred_init", "dry_run"],
     ["api", "split"],

@@ -42,6 +42,8 @@ class ParallelConfig:
         cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
             ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
+        compile: compile the blocks with ``torch.compile``, one by one.
+        compile_backend, compile_mode, compile_fullgraph: its ``backend``, ``mode`` and ``fullgraph``.
         consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
             weights of the replicas when an optimizer steps.
         consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
@@ -75,6 +77,10 @@ class ParallelConfig:
     expert_parallel_size: int = 1
     cpu_transport: str = "auto"
     activation_checkpointing: bool = False
+    compile: bool = False
+    compile_backend: str = "inductor"
+    compile_mode: str = "default"
+    compile_fullgraph: bool = False
     consistency_check: bool = True
     consistency_inputs: str = "auto"
     loss_chunk: int = 0
@@ -198,6 +204,9 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     if values["loss_chunk"] and values["loss_gather_logits"] == "always":
         chunk = values["loss_chunk"]
         problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")
+    if values["compile_mode"] != "default" and values["compile_backend"] != "inductor":
+        mode, backend = values["compile_mode"], values["compile_backend"]
+        problems.append(f"compile.mode={mode} is one of the backend inductor, not of {backend}")
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
     return problems

@@ -30,6 +30,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "cpu_transport": str,
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
+    "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
     "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
     "precision": {
         "enable": bool,
@@ -55,6 +56,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     },
 }
 NUMBERS = ("gradient_clipping",)  # plain numbers at the top level
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
     "cpu_transport": ("auto", "gloo", "shm"),
@@ -62,6 +64,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 3),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision": ("fp32", "bf16", "fp16"),
+    "compile.mode": _MODES,
+    "compile_mode": _MODES,
     "loss.gather_logits": ("on_read", "always"),
     "loss_gather_logits": ("on_read", "always"),
 }
@@ -78,6 +82,10 @@ FIELDS = {
     ("precision", "dtype"): "precision",
     ("consistency_check", "inputs"): "consistency_inputs",
     ("activation_checkpointing", "enable"): "activation_checkpointing",
+    ("compile", "enable"): "compile",
+    ("compile", "backend"): "compile_backend",
+    ("compile", "mode"): "compile_mode",
+    ("compile", "fullgraph"): "compile_fullgraph",
     ("consistency_check", "enable"): "consistency_check",
     ("loss", "chunk"): "loss_chunk",
     ("loss", "gather_logits"): "loss_gather_logits",
@@ -126,7 +134,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
 def explain_unknown(section: object, content: object) -> str:
     """Return what to write instead of a section that is unknown."""
     for name, keys in SECTIONS.items():
-        if section in keys and section != "enable":
+        if section in keys and section not in ("enable", "backend", "mode"):  # those are other libraries' at the top
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
     known = [*SECTIONS, *NUMBERS]
     return (

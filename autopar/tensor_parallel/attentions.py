@@ -43,8 +43,11 @@ def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
         return x
 
     _walk(output, collect, inside=False)
-    if not maps or not layouts:
-        return output
+    return _gather_maps(output, maps, axis, layouts) if maps and layouts else output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: list[Layout]) -> Any:
     sizes: list[list[int]] = [[]] * axis.size
     dist.all_gather_object(sizes, [x.shape[1] for x in maps], group=axis.group)
     known = {tuple(layout.local_size(rank) for rank in range(axis.size)): layout for layout in layouts}

@@ -13,9 +13,8 @@ process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from autopar.tensor_parallel.consistency_errors import explanation, same_gradien
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.weight_samples import WeightSamples, local
 
-__all__ = ["ForwardCheck"]
+__all__ = ["ForwardCheck", "leaves", "named_arguments", "parameters_of"]
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
@@ -69,13 +68,17 @@ class ForwardCheck:
 
     # -- around a forward ------------------------------------------------------------------------------------------
 
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False) -> None:
         """Compare the call, inputs, generators and weights. A collective of the tp axis.
+
+        Args:
+            arguments: by name (:func:`named_arguments`).
+            compiled: the forward is a graph, after which :meth:`after_forward` is not called.
 
         Raises:
             ConsistencyError: on every rank of the axis; names what differs, and both values.
         """
-        if self._left == 0:
+        if self.is_silent:
             return
         self._left = max(self._left - 1, -1)
         number = self._forwards[model.training]
@@ -83,12 +86,11 @@ class ForwardCheck:
         full = number == 0 or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
-        arguments = _named(model, args, kwargs)
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(bytes(p.requires_grad for p in model.parameters())):x}"[:8]
-        seen |= {name: _shape(value) for name, value in _leaves(arguments) if not _is_opaque(value)}
-        watched = number < _WATCHED or number % _WATCHED_AGAIN == 0
+        seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
+        watched = not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
         self._before = Generators.now().digests() if full and watched else None
         numbers = self._digests(model, arguments) if full else []
         verdict = self._compare([of_text(repr(seen)), *numbers])
@@ -182,6 +184,11 @@ class ForwardCheck:
         finally:
             self._left = before
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the next forward is not compared: a later one inside :meth:`first_only`."""
+        return self._left == 0
+
     def reset(self) -> None:
         """Collect the weights anew: modules have changed."""
         self._samples.reset()
@@ -196,7 +203,7 @@ class ForwardCheck:
             mine |= {f"requires_grad of {name}": str(p.requires_grad) for name, p in model.named_parameters()}
             del mine["weights that are trained"]
         if full and model is not None:
-            for name, value in _leaves(arguments):
+            for name, value in leaves(arguments):
                 if isinstance(value, torch.Tensor) and not value.is_meta:
                     mine[name] = f"{list(value.shape)} {hexdigest(local(value))}"
             mine |= self._states(model)
@@ -207,25 +214,25 @@ class ForwardCheck:
         raise ConsistencyError(explanation(everyone, list(axis.ranks)))
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, without those that are sharded."""
-    named = {**dict(zip(_parameters(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type]
+def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name, without those that are sharded; ``names``: :func:`parameters_of`."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in named.items() if name not in _SHARDED}
 
 
-@functools.cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(kind.forward).parameters if name != "self")
+def parameters_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of what the forward of ``model`` takes."""
+    return tuple(name for name in inspect.signature(type(model).forward).parameters if name != "self")
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of nested arguments, by names such as ``images[0].mask``."""
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested arguments, by names such as ``images[0].mask``."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from _leaves(entry, f"{name}.{key}" if name else str(key))
+            yield from leaves(entry, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):
-            yield from _leaves(entry, f"{name}[{index}]")
+            yield from leaves(entry, f"{name}[{index}]")
     else:
         yield name, value
 

@@ -134,8 +134,8 @@ class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
 
 
 def _check_ids(ids: torch.Tensor, size: int) -> None:
-    if ids.is_cuda:
-        torch._assert_async(((ids >= 0) & (ids < size)).all())
+    if ids.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
     elif ids.numel() and not ids.is_meta:
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= size:

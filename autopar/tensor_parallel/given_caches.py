@@ -18,6 +18,7 @@ from autopar.distributed.collectives import scatter
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout
+from autopar.tensor_parallel.compiled_forward import no_graph_of_its_own
 
 __all__ = ["MarkCaches", "ShardCaches", "cache_layouts"]
 
@@ -53,6 +54,7 @@ class ShardCaches:
     def __init__(self, mpu: MPU, layouts: Layouts) -> None:
         self.mpu, self.layouts = mpu, layouts
 
+    @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Cache):
@@ -109,6 +111,7 @@ class ShardCaches:
 class MarkCaches:
     """Forward hook of a Hugging Face model that marks the caches it returns as sharded."""
 
+    @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
         for value in values:

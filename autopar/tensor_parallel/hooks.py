@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,7 +22,8 @@ from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
-from autopar.tensor_parallel.consistency import ForwardCheck
+from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
+from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
@@ -45,7 +47,8 @@ def attach(
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
-        before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, outermost=module is model)
+        before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, parameters_of(module))
+        before.outermost = module is model
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
         if isinstance(module, PreTrainedModel):
@@ -81,24 +84,43 @@ class Hook:
     """Base of the forward hooks that :func:`detach` takes away."""
 
 
-class BeforeForward(Hook):
+class BeforeForward(Hook, CompiledCheck):
     """Forward pre-hook: check modules and consistency over tp before the outermost model runs."""
 
-    def __init__(self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, *, outermost: bool) -> None:
-        self.region, self.check, self.tree, self.outermost = region, check, tree, outermost
+    outermost = False
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.outermost:
+    def __init__(
+        self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, names: tuple[str, ...]
+    ) -> None:
+        self.region, self.check, self.tree, self.names = region, check, tree, names
+        self.register()
+
+    @no_graph_of_its_own
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiling, changed = torch.compiler.is_compiling(), None
+        silent = self.tree is None or (self.check is not None and self.check.is_silent)
+        if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
-        if self.region.running == 0:
-            if self._has_changed(model):
-                self.region.find_dropout(model)  # also in new modules
-                if self.check is not None:
-                    self.check.reset()
-            if self.check is not None:
-                self.check.before_forward(model, args, kwargs)
+        if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
+            changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
+        elif self.region.running == 0 and not compiling:
+            self._check(model, named_arguments(self.names, args, kwargs), compiled=False)
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
+        return changed
+
+    def run(self, arguments: Mapping[str, Any]) -> None:
+        """Check a forward that is a graph."""
+        if self.tree is not None:
+            self._check(self.tree.model, arguments, compiled=True)
+
+    def _check(self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool) -> None:
+        if self._has_changed(model):
+            self.region.find_dropout(model)  # also in new modules
+            if self.check is not None:
+                self.check.reset()
+        if self.check is not None:
+            self.check.before_forward(model, arguments, compiled=compiled)
 
     def _has_changed(self, model: nn.Module) -> bool:
         """Whether the module tree has; if that is refused, ranks without the change raise as well."""
@@ -116,13 +138,14 @@ class AfterForward(Hook):
     def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: ForwardCheck | None) -> None:
         self.mpu, self.region, self.layouts, self.check = mpu, region, layouts, check
 
+    @no_graph_of_its_own
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
         if self.region.running or self.mpu.tp.size == 1:
             return None  # inside another of the model's forwards
-        done = output is not None or getattr(sys.exc_info()[1], "completes", False)
-        if self.check is not None and done:
-            self.check.after_forward(model)
+        check = None if torch.compiler.is_compiling() else self.check
+        if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
+            check.after_forward(model)
         return None if output is None else gather_attentions(output, self.mpu.tp, self.layouts)
 
 

@@ -84,7 +84,7 @@ class _Row(ParallelLayer):
     def forward(self, x: torch.Tensor) -> Any:
         if self.autopar.split_input:
             x = self.region.mark_sharded(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
-        self.region.draw_alike()
+        self.region.leave()
         y = reduce_(self._multiply(x, self.weight, None), self.tp)  # [..., out], Partial -> Replicate
         y = self.region.mark_replicated(y)
         if self.skip_bias_add:

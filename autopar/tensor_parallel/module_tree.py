@@ -40,6 +40,11 @@ class ModuleTree:
     def __init__(self, model: nn.Module) -> None:
         self._seen = _look(model)
 
+    @property
+    def model(self) -> nn.Module:
+        """The model whose tree it is."""
+        return self._seen[0].module
+
     def check(self, model: nn.Module) -> bool:
         """Compare the tree with the last one; True if it has changed in a way that sharding allows.
 

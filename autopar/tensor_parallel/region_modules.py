@@ -60,7 +60,7 @@ class RegionModule:
         finally:
             self.region.depth -= 1
             if closes:  # checkpointing ends a recomputation by an exception from inside
-                self.region.draw_alike()
+                self.region.leave()
         if closes:
             return _map_floats(lambda x: self.region.mark_replicated(reduce(x, self.tp)), y)
         if plan.rule == "gathered":

@@ -135,9 +135,17 @@ class Region:
             return self.alias(x)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x  # nothing to sum; also inference tensors, which have no version
-        if self._source is not x or self._version != x._version or self._copied is None:
-            self._source, self._version, self._copied = x, x._version, copy(x, self.axis)
+        # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
+        version = 0 if torch.compiler.is_compiling() else x._version
+        if self._source is not x or self._version != version or self._copied is None:
+            self._source, self._version, self._copied = x, version, copy(x, self.axis)
         return self._copied
+
+    def leave(self) -> None:
+        """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""
+        self.draw_alike()
+        if torch.compiler.is_compiling():
+            self.release()
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` for use inside the region; in a dry run another tensor, to tell the two apart."""
@@ -162,14 +170,24 @@ class Region:
     def draw_per_rank(self, training: bool) -> None:
         """Seed the default generators per tp rank, until :meth:`draw_alike`."""
         if self._outside is None and self.draws(training):
-            seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
-            self._outside = TorchGenerators.now()
-            seed_torch(seed)
+            self._seed()
 
     def draw_alike(self) -> None:
         """Restore the default generators as they were before :meth:`draw_per_rank`: the same over tp."""
         if self._outside is not None:
-            outside, self._outside = self._outside, None
+            self._restore()
+
+    # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _seed(self) -> None:
+        seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
+        self._outside = TorchGenerators.now()
+        seed_torch(seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _restore(self) -> None:
+        outside, self._outside = self._outside, None
+        if outside is not None:
             outside.restore()
 
 

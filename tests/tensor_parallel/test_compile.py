@@ -1,0 +1,298 @@
+"""torch.compile of a parallelized model, whole or block by block: as many graphs and breaks as the plain one's."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
+
+import autopar
+from autopar.errors import ConfigError, ConsistencyError
+from tests.compare import same_gradients, same_weights
+from tests.parity import check, close, language_batches, reseed
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+
+BUILD: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2}
+BLOCKS = {"backend": "aot_eager", "fullgraph": True}
+needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+def compiled(model: Any, backend: str = "eager", **options: Any) -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    return torch.compile(model, backend=backend, **options)
+
+
+def called_by_a_function(model: nn.Module) -> Callable[..., Any]:
+    def call(**inputs: Any) -> Any:
+        return model(**inputs)
+
+    return call
+
+
+def graphs() -> tuple[int, int]:
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("kind", BUILD)
+def test_compiled_blocks(kind: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    check(BUILD[kind], language_batches(131), 2, config={"compile": BLOCKS})
+    assert graphs()[0] in (1, 2)  # equal blocks share theirs
+
+
+@pytest.mark.every
+@pooled(world_size=4)
+@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"activation_checkpointing": {"enable": True}},
+        {"loss": {"chunk": 5}},
+        {"loss": {"gather_logits": "always"}},
+        {"model_parallelism": {"tensor_parallel_size": 4}},
+        {"model_parallelism": {"tensor_parallel_size": 4, "cpu_transport": "shm"}},
+    ],
+    ids=["checkpointing", "chunk", "gathered", "tp4", "shm"],
+)
+def test_compiled_blocks_with_other_options(kind: str, extra: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    tp = extra.get("model_parallelism", {}).get("tensor_parallel_size", 2)
+    check(BUILD[kind], language_batches(131), tp, config={"compile": {**BLOCKS, "fullgraph": False}, **extra})
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.every)])
+def test_a_compiled_model_has_the_graphs_of_the_plain_one(kind: str) -> None:
+    one = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}[kind]
+    plain = BUILD[kind](**one).train()
+    model = parallel(copy.deepcopy(plain), 2).train()
+    lengths = (7, 7, 9, 12)
+    batches = [language_batches(131, count=1, seq=length, seed=length)[0] for length in lengths]
+    found = []
+    for each in (plain, model):
+        run = compiled(each)
+        losses = [run(**batch).loss for batch in batches]
+        sum(losses).backward()
+        with torch.no_grad():
+            logits = run.eval()(batches[1]["input_ids"]).logits
+        found.append((losses, logits, graphs()))
+    assert found[0][2] == found[1][2], "graphs and breaks of the plain and the parallelized model"
+    for number, (expected, actual) in enumerate(zip(found[0][0], found[1][0], strict=True)):
+        close(actual, expected, f"loss {number}")
+    close(found[1][1], found[0][1], "logits in evaluation")
+    same_gradients(model, plain)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("where", ["module", "function", "method"])
+def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
+    (batch,) = language_batches(131, count=1)
+    plain = llama()
+    model = parallel(copy.deepcopy(plain), 2)
+    torch._dynamo.reset()
+    counters.clear()
+    if where == "method":
+        model.compile(backend="aot_eager", fullgraph=True)
+        run = model
+    else:
+        called = model if where == "module" else called_by_a_function(model)
+        run = torch.compile(called, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        run(**batch).loss.backward()
+        plain(**batch).loss.backward()
+    assert graphs() == (1, 0)
+    same_gradients(model, plain)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("where", ["module", "function"])
+def test_checks_run_with_every_graph(where: str) -> None:
+    (batch,) = language_batches(131, count=1)
+    model = parallel(llama(), 2)
+    called = model if where == "module" else called_by_a_function(model)
+    run = compiled(called)
+    for _ in range(2):
+        run(**batch).loss.backward()
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][0, 0] = 7 + dist.get_rank()
+    with pytest.raises(ConsistencyError, match="different inputs"):
+        run(**other)
+    run(**batch)
+    model.score = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="came after"):
+        run(**batch)
+
+
+@pooled(world_size=2)
+def test_a_copy_has_checks_of_its_own() -> None:
+    (batch,) = language_batches(131, count=1)
+    model = parallel(llama(), 2)
+    twin = copy.deepcopy(model)
+    twin.score = nn.Linear(3, 3)
+    run, other = (torch.compile(called_by_a_function(each), backend="eager") for each in (model, twin))
+    close(run(**batch).loss, model(**batch).loss, "loss")
+    with pytest.raises(ConfigError, match="came after"):
+        other(**batch)
+
+
+@pooled(world_size=2)
+def test_an_id_outside_of_the_vocabulary() -> None:
+    run = compiled(parallel(llama(), 2))
+    run(torch.tensor([[1, 130]]))
+    for wrong in (131, -1):
+        with pytest.raises((IndexError, RuntimeError), match="index out of range in an embedding of 131 rows"):
+            run(torch.tensor([[1, wrong]]))
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("where", ["blocks", "model"])
+def test_dropout_draws_as_without_compiling(where: str) -> None:
+    dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_implementation": "eager"}
+    (batch,) = language_batches(131, count=1)
+    eager = parallel(gpt2(**dropout).train(), 2)
+    model = parallel(gpt2(**dropout).train(), 2, **({"compile": {"backend": "aot_eager"}} if where == "blocks" else {}))
+    run = model if where == "blocks" else compiled(model, "aot_eager")
+    for seed in range(2):
+        losses = []
+        for each in (eager, run):
+            reseed(seed)
+            loss = each(**batch).loss
+            loss.backward()
+            losses.append(loss)
+        close(losses[1], losses[0], f"loss with seed {seed}")
+    for (name, expected), actual in zip(eager.named_parameters(), model.parameters(), strict=True):
+        close(actual.grad, expected.grad, f"gradient of {name}")
+    states = [torch.get_rng_state()] * 2
+    dist.all_gather_object(states, torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pooled(world_size=2)
+def test_training_of_compiled_blocks() -> None:
+    """Steps, evaluations between them, other lengths, no_grad; attention maps."""
+    plain, model = llama(attn_implementation="eager"), llama(attn_implementation="eager")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (plain, model)]
+    model, optimizers[1] = autopar.initialize(
+        model,
+        {"model_parallelism": {"tensor_parallel_size": 2}, "compile": {"backend": "aot_eager"}},
+        optimizer=optimizers[1],
+    )
+    for step in range(3):
+        (batch,) = language_batches(131, count=1, seq=6 + step, seed=step)
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each.train()
+            each(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            (batch,) = language_batches(131, count=1, seq=20 - step, seed=step)
+            expected, actual = (each.eval()(**batch, output_attentions=True) for each in (plain, model))
+        close(actual.logits, expected.logits, f"logits after step {step}")
+        close(actual.attentions[1], expected.attentions[1], "attention maps")
+    same_weights(model, plain)
+    ids = torch.arange(5)[None]
+    assert torch.equal(model.generate(ids, max_new_tokens=6), plain.generate(ids, max_new_tokens=6))
+
+
+@pooled(world_size=2)
+def test_decoding_with_a_static_cache_in_one_graph() -> None:
+    plain = llama().eval()
+    model = parallel(copy.deepcopy(plain), 2).eval()
+    ids, found = torch.arange(5)[None], []
+    for each in (plain, model):
+        torch._dynamo.reset()
+        counters.clear()
+        how = CompileConfig(backend="aot_eager", mode=None, dynamic=None)
+        how._compile_all_devices = True
+        settings = {"max_new_tokens": 6, "do_sample": False}
+        found.append(each.generate(ids, **settings, cache_implementation="static", compile_config=how))
+        assert graphs() == (1, 0)
+        assert torch.equal(found[-1], each.generate(ids, **settings))
+    assert torch.equal(*found)
+
+
+@pytest.mark.every
+@pooled(world_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_compiled_blocks_in_stages(schedule: str) -> None:
+    plain = llama(num_hidden_layers=4)
+    model = copy.deepcopy(plain)
+    config = {
+        "model_parallelism": {"pipeline_parallel_size": 2},
+        "pipeline": {"schedule": schedule, "num_microbatches": 4},
+        "compile": {"backend": "aot_eager"},
+    }
+    model = autopar.initialize(model, config)
+    (batch,) = language_batches(131, count=1, batch=4)
+    for _ in range(2):
+        model.execute_pipeline(batch)
+        plain(**batch).loss.backward()
+    same_gradients(model, plain)
+
+
+@pytest.mark.every
+@pooled(world_size=2)
+def test_compiled_blocks_with_zero_3() -> None:
+    plain, model = llama(), llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    config = {"zero": {"stage": 3}, "compile": {"backend": "aot_eager"}}
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(2):
+        batch = {"input_ids": torch.arange(10).view(2, 5) + step, "labels": torch.arange(10).view(2, 5)}
+        mine = {name: value[dist.get_rank() :][:1] for name, value in batch.items()}
+        model(**mine).loss.backward()
+        plain(**batch).loss.backward()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        close(model(ids).logits, plain(ids).logits, "logits")
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pooled(world_size=2, timeout=400)
+@pytest.mark.parametrize("where", ["blocks", "model"])
+def test_inductor(where: str) -> None:
+    plain = llama(num_hidden_layers=1)
+    model = parallel(copy.deepcopy(plain), 2, **({"compile": {"enable": True}} if where == "blocks" else {}))
+    torch._dynamo.reset()
+    run = model if where == "blocks" else torch.compile(model)
+    for batch in language_batches(131):
+        expected, actual = plain(**batch), run(**batch)
+        close(actual.loss, expected.loss, "loss")
+        close(actual.logits, expected.logits, "logits")
+        expected.loss.backward()
+        actual.loss.backward()
+    same_gradients(model, plain)
+
+
+@pooled(world_size=2)
+def test_what_cannot_be_compiled() -> None:
+    with pytest.raises(ConfigError, match=r"compile.backend: torch has no 'inducto'. Did you mean 'inductor'"):
+        parallel(llama(), 2, compile={"backend": "inducto"})
+    with pytest.raises(ConfigError, match=r"compile.mode=max-autotune is one of the backend inductor, not of eager"):
+        parallel(llama(), 2, compile={"backend": "eager", "mode": "max-autotune"})
+    with pytest.raises(ConfigError, match=r"compile.mode must be default, reduce-overhead,"):
+        parallel(llama(), 2, compile={"mode": "fast"})
+
+
+@pooled(world_size=2)
+def test_nothing_is_compiled_after_deparallelize() -> None:
+    model = autopar.deparallelize(parallel(llama(), 2, compile=BLOCKS))
+    assert all(module._compiled_call_impl is None for module in model.modules())
