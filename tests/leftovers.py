@@ -22,6 +22,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import transformers
+from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
 _LOGGERS = ("autopar", "torch", "transformers")
@@ -58,6 +59,9 @@ class Settings:
         assert dist.is_initialized() and dist.group.WORLD is self.world, (
             "the test has destroyed the process group of its world: it cannot share its ranks, use @distributed"
         )
+        if counters:
+            torch._dynamo.reset()  # graphs keep their models
+            counters.clear()
         gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)

@@ -84,7 +84,8 @@ def test_how_often_inputs_are_compared():
 
 @pooled(world_size=2)
 def test_generate_compares_its_first_forward_only():
-    model, rank = parallel(gpt2(), 2).eval(), dist.get_rank()
+    gloo = {"tensor_parallel_size": 2, "cpu_transport": "gloo"}
+    model, rank = parallel(gpt2(), 2, model_parallelism=gloo).eval(), dist.get_rank()
     original, calls = dist.all_reduce, []
 
     def counted(x: torch.Tensor, *args, **kwargs):

@@ -22,7 +22,7 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.digest import extremes
 from autopar.distributed.profiling import named_collective
 from autopar.layout import Block, Layout, even_shards
 
@@ -40,6 +41,7 @@ __all__ = [
     "broadcast",
     "copy",
     "even_layout",
+    "extremes_over",
     "gather",
     "gather_sum",
     "reduce",
@@ -97,6 +99,16 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
     _run(_all_gather_flat, axis, out, x.view(-1))
     shards = out.view(axis.size, *x.shape).unbind(0)
     return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
+
+
+def extremes_over(axis: Axis, numbers: Sequence[int], device: torch.device) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest of each number over an axis, without autograd."""
+    if axis.transport is None or device.type != "cpu":
+        return extremes(numbers, axis.group, device)
+    everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
+    _run(_all_gather_flat, axis, everyone, torch.tensor(numbers))
+    columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))
+    return [max(column) for column in columns], [min(column) for column in columns]
 
 
 def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.data_parallel.replica_check import StepCheck
-from autopar.distributed.digest import extremes, hexdigest, of_tensor, of_text, of_values, sum_of_bits
+from autopar.distributed.collectives import extremes_over
+from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators
@@ -88,7 +89,7 @@ class ForwardCheck:
             return
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
-        seen["weights that are trained"] = f"{of_text(bytes(p.requires_grad for p in model.parameters())):x}"[:8]
+        seen["weights that are trained"] = f"{of_text(self._samples.trained(model)):x}"[:8]
         seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
         watched = not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
         self._before = Generators.now().digests() if full and watched else None
@@ -171,7 +172,7 @@ class ForwardCheck:
         numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
         cpu = "gloo" in str(dist.get_backend_config(axis.group))
         with self.failures.blame("comparing what the forward begins with", axis.ranks):
-            largest, smallest = extremes(numbers, axis.group, torch.device("cpu") if cpu else self.mpu.device)
+            largest, smallest = extremes_over(axis, numbers, torch.device("cpu") if cpu else self.mpu.device)
         same = [high == low for high, low in zip(largest, smallest, strict=True)]
         return _Verdict(all(same[:4]), same[4], same[5] or same[6])
 

@@ -8,6 +8,8 @@ compared by identity, which takes a fraction of a millisecond.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +40,24 @@ class ModuleTree:
     """The module tree of a tensor-parallel model, as it was when last checked."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
         self._seen = _look(model)
+        self._modules = [seen.module for seen in self._seen]
+        self._kinds = [seen.kind for seen in self._seen]
+        self._objects = _objects(self._modules)
+        self._parameters = [x for x in self._objects if isinstance(x, nn.Parameter)]
+        self._shapes = [parameter.shape for parameter in self._parameters]
+
+    def _is_unchanged(self) -> bool:
+        now = _objects(self._modules)
+        return (
+            list(map(type, self._modules)) == self._kinds
+            and len(now) == len(self._objects)
+            and all(map(operator.is_, now, self._objects))
+            and [parameter.shape for parameter in self._parameters] == self._shapes
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -55,11 +74,11 @@ class ModuleTree:
             ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the
                 next forward raises as well.
         """
-        if all(map(_unchanged, self._seen)):
+        if self._is_unchanged():
             return False
         _check_parameters(model, self._seen)
         _check_layers(model, self._seen)
-        self._seen = _look(model)
+        self._remember(model)
         return True
 
 
@@ -78,17 +97,10 @@ def _look(model: nn.Module) -> list[_Seen]:
     ]
 
 
-def _unchanged(seen: _Seen) -> bool:
-    module = seen.module
-    children, parameters = module._modules.values(), module._parameters.values()
-    return (
-        type(module) is seen.kind
-        and len(children) == len(seen.children)
-        and all(map(operator.is_, children, seen.children))
-        and len(parameters) == len(seen.parameters)
-        and all(map(operator.is_, parameters, seen.parameters))
-        and all(p is None or p.shape == shape for p, shape in zip(parameters, seen.shapes, strict=True))
-    )
+def _objects(modules: Sequence[nn.Module]) -> list[Any]:
+    """All modules and parameters, each in its place; made for every forward, so mostly by C."""
+    each = (((module,), module._modules.values(), (module,), module._parameters.values()) for module in modules)
+    return list(chain.from_iterable(chain.from_iterable(each)))
 
 
 def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:

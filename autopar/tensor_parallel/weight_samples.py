@@ -32,6 +32,7 @@ class WeightSamples:
         self.named: list[tuple[str, nn.Parameter]] = []
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
+        self._all: list[nn.Parameter] = []
         self._model: weakref.ref[nn.Module] | None = None  # of these weights
         self._next = self._next_sharded = 0
 
@@ -51,6 +52,11 @@ class WeightSamples:
     def reset(self) -> None:
         """Collect the weights anew at the next sample."""
         self._model = None
+
+    def trained(self, model: nn.Module) -> bytes:
+        """Return for each weight whether it is trained."""
+        self._collect(model)
+        return bytes(weight.requires_grad for weight in self._all)
 
     def replicated(self, model: nn.Module) -> list[torch.Tensor]:
         """Sample some replicated weights."""
@@ -75,7 +81,7 @@ class WeightSamples:
     def _collect(self, model: nn.Module) -> None:
         if self._model is None or self._model() is not model:
             self._model = weakref.ref(model)
-            self.named = list(_replicated(model))
+            self.named, self._all = list(_replicated(model)), list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
 
 

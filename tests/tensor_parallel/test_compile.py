@@ -44,7 +44,7 @@ def graphs() -> tuple[int, int]:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.every)])
 def test_compiled_blocks(kind: str) -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -96,7 +96,9 @@ def test_a_compiled_model_has_the_graphs_of_the_plain_one(kind: str) -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", ["module", "function", "method"])
+@pytest.mark.parametrize(
+    "where", ["function", *(pytest.param(x, marks=pytest.mark.every) for x in ("module", "method"))]
+)
 def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
     (batch,) = language_batches(131, count=1)
     plain = llama()
@@ -117,7 +119,7 @@ def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", ["module", "function"])
+@pytest.mark.parametrize("where", ["module", pytest.param("function", marks=pytest.mark.every)])
 def test_checks_run_with_every_graph(where: str) -> None:
     (batch,) = language_batches(131, count=1)
     model = parallel(llama(), 2)
@@ -157,7 +159,7 @@ def test_an_id_outside_of_the_vocabulary() -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", ["blocks", "model"])
+@pytest.mark.parametrize("where", [pytest.param("blocks", marks=pytest.mark.every), "model"])
 def test_dropout_draws_as_without_compiling(where: str) -> None:
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_implementation": "eager"}
     (batch,) = language_batches(131, count=1)
@@ -179,6 +181,7 @@ def test_dropout_draws_as_without_compiling(where: str) -> None:
     assert torch.equal(*states)
 
 
+@pytest.mark.every
 @pooled(world_size=2)
 def test_training_of_compiled_blocks() -> None:
     """Steps, evaluations between them, other lengths, no_grad; attention maps."""
