@@ -150,6 +150,22 @@ def test_a_copy_has_checks_of_its_own() -> None:
 
 
 @pooled(world_size=2)
+def test_gradients_of_embeddings_that_are_given() -> None:
+    plain = llama(num_hidden_layers=1)
+    model = parallel(copy.deepcopy(plain), 2)
+    torch.manual_seed(5)
+    given = torch.randn(2, 5, 24)
+    others = {"labels": torch.arange(10).view(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    gradients = []
+    for run in (plain, compiled(called_by_a_function(model), "aot_eager", fullgraph=True)):
+        embeddings = given.clone().requires_grad_()
+        run(inputs_embeds=embeddings, **others).loss.backward()
+        gradients.append(embeddings.grad)
+    close(gradients[1], gradients[0], "gradient of the embeddings")
+    assert gradients[0].abs().max() > 1e-2
+
+
+@pooled(world_size=2)
 def test_an_id_outside_of_the_vocabulary() -> None:
     run = compiled(parallel(llama(), 2))
     run(torch.tensor([[1, 130]]))
