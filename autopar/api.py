@@ -108,7 +108,7 @@ def initialize(
     """
     checked = same_on_every_rank(lambda: _check_call(model, config, policy, optimizer, lr_scheduler), _Call.fingerprint)
     config = checked.config
-    mpu = MPU(config.tensor_parallel_size, config.pipeline_parallel_size, config.cpu_transport)
+    mpu = MPU(config.tensor_parallel_size, config.pipeline_parallel_size, config.transport)
     try:  # every check is in here: the model is untouched so far
         plans = _make_plans(model, checked, mpu, optimizer)
     except Exception:
@@ -140,7 +140,7 @@ def deparallelize(model: Model) -> Model:
     if state.config.activation_checkpointing:
         activation_checkpoint.undo(state.inner_of(model))
     if state.config.compile:
-        compiled_blocks.undo(model)
+        compiled_blocks.undo(model.get_submodule(path) for path in state.stages.elements)
     tensor_parallel.undo(model, state.inner_of(model), state.plan, state.mpu)
     checkpoint.detach(model)
     del model._autopar, model.mpu

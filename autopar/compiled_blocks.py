@@ -46,7 +46,7 @@ def apply(blocks: Iterable[nn.Module], backend: str, mode: str, *, fullgraph: bo
         block.compile(backend=backend, fullgraph=fullgraph, **how)
 
 
-def undo(model: nn.Module) -> None:
-    """Run all modules as they are again."""
-    for module in model.modules():
-        module._compiled_call_impl = None
+def undo(blocks: Iterable[nn.Module]) -> None:
+    """Run the blocks as they are again."""
+    for block in blocks:
+        vars(block).pop("_compiled_call_impl", None)

@@ -157,6 +157,11 @@ class ParallelConfig:
         _raise(problems + _unfit(every, world_size))
         return cls(**fields)
 
+    @property
+    def transport(self) -> str:
+        """What ``cpu_transport`` asks for. Graphs use gloo, and so must a rank that gives up compiling by itself."""
+        return "gloo" if self.compile and self.cpu_transport == "auto" else self.cpu_transport
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size / (tensor_parallel_size * pipeline_parallel_size)``.
 
@@ -207,6 +212,8 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     if values["compile_mode"] != "default" and values["compile_backend"] != "inductor":
         mode, backend = values["compile_mode"], values["compile_backend"]
         problems.append(f"compile.mode={mode} is one of the backend inductor, not of {backend}")
+    if values["compile"] and values["cpu_transport"] == "shm":
+        problems.append("cpu_transport=shm does not go with compile: graphs use the process group. Leave one out")
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
     return problems

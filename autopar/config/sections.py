@@ -134,7 +134,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
 def explain_unknown(section: object, content: object) -> str:
     """Return what to write instead of a section that is unknown."""
     for name, keys in SECTIONS.items():
-        if section in keys and section not in ("enable", "backend", "mode"):  # those are other libraries' at the top
+        if section in keys and section != "enable" and explain(section, content) is None:
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
     known = [*SECTIONS, *NUMBERS]
     return (
