@@ -98,6 +98,7 @@ def _initialize(config: Any, tp: int, pp: int) -> Any:
 
     import autopar
 
+    autopar.initialize  # noqa: B018  (imports what it needs)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     start = time.perf_counter()

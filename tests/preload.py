@@ -3,6 +3,7 @@
 ``torch._dynamo`` and what it needs are imported by the first optimizer of a process, transformers compiles 900 regular
 expressions for the first model that is planned, and torch looks up each of its operators on the meta device once. Here
 that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage collections, which would copy its pages.
+Gradients of layers as small as those of the tests are overlapped too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import autopar
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
+from autopar.tensor_parallel import overlap
 from tests.small import gpt2
 
 
@@ -28,6 +30,7 @@ def _plan_once() -> None:
 for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
     if not module.name.endswith("__main__"):  # it would run the command line, and end the server
         importlib.import_module(module.name)
+overlap._LEAST = 0
 _plan_once()
 gc.collect()
 gc.freeze()

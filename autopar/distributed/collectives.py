@@ -23,7 +23,7 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ __all__ = [
     "reduce_",
     "reduce_scatter",
     "scatter",
+    "start_all_reduce",
     "sum_replicas",
 ]
 
@@ -63,10 +64,14 @@ def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
         if transport is None or not transport.run(getattr(collective, "__name__", ""), *args):
             collective(*args, group=axis.group)
     except RuntimeError as error:
-        failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
-        if failure is None:
-            raise
-        raise failure from error
+        _explain(error, axis)
+
+
+def _explain(error: RuntimeError, axis: Axis) -> NoReturn:
+    failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
+    if failure is None:
+        raise error
+    raise failure from error
 
 
 def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
@@ -83,6 +88,22 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if not x.is_meta:
         _run(dist.all_reduce, axis, x)
     return x
+
+
+def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
+    """Begin to sum a contiguous ``x`` over the axis in place, by its process group; call the result to wait for it."""
+    try:
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+    except RuntimeError as error:
+        _explain(error, axis)
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _explain(error, axis)
+
+    return wait
 
 
 def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = None) -> torch.Tensor:

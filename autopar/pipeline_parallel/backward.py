@@ -4,8 +4,8 @@ The nodes of the graph from which something received can be reached are *on the 
 and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
 What hangs together by nodes beside the way (a weight that is used in several places, a table that all blocks add) is
 one part of it, so that every gradient is counted once. A node with an edge to each side runs in both halves: a function
-written in Python may use up what it saved, so with one of those the first half is the whole backward. Hooks of tensors
-on the way may run twice.
+written in Python may use up what it saved, so with one of those the first half is the whole backward, unless that
+function says that it ``keeps_nothing``. Hooks of tensors on the way may run twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def stage_backward_input(
         if node in entries or not on_way.isdisjoint(below):
             on_way.add(node)
     starts = [node for node in on_way if any(child not in on_way for child in graph[node])]
-    if any(isinstance(node, BackwardCFunction) for node in starts):
+    if any(_runs_once(node) for node in starts):
         torch.autograd.backward(roots, gradients)
         return WeightGradients([], {})
     arrived: dict[Node, _Gradients] = {}
@@ -111,6 +111,10 @@ def stage_backward_weight(rest: WeightGradients) -> None:
             for handle in handles:
                 handle.remove()
     rest.arrived.clear()
+
+
+def _runs_once(node: Node) -> bool:
+    return isinstance(node, BackwardCFunction) and not getattr(node._forward_cls, "keeps_nothing", False)
 
 
 def _replaced_by(arrived: _Gradients) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabPar
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.norms import ShardedNorm
+from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
 from autopar.tensor_parallel.region_modules import RegionModule, region_class
 from autopar.tensor_parallel.sharded_logits import sharded_logits
@@ -52,13 +53,14 @@ __all__ = [
 class _Column(ParallelLayer):
     """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``. Weight Shard(out), bias Shard(0)."""
 
+    _weight_gradient: WeightGradient | None = None
+
     def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
         bias = None if self.bias is None else self._parameter("bias")
-        x = x if plan.inside else self.region.enter(x)
         if self.chunk is not None and self.region.keeps_logits_sharded():
             return self._logits(x)
-        y = self._multiply(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
+        y = self._product(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
             full = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
             if self.skip_bias_add:
@@ -67,14 +69,27 @@ class _Column(ParallelLayer):
         self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
         return (y, bias) if self.skip_bias_add else y
 
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Enter the region and multiply, ``[..., in] -> [..., out/tp]``."""
+        if self.autopar.inside:
+            return self._multiply(x, weight, bias)
+        if self._weight_gradient is None:
+            return self._multiply(self.region.enter(x), weight, bias)
+        x, late = self.region.enter_first(x, weight, self._weight_gradient)
+        if late is None:
+            return self._multiply(x, weight, bias)
+        y = attach(self._multiply(x.flatten(0, -2), weight.detach(), bias), late)  # [tokens, out/tp]
+        return y.view(*x.shape[:-1], y.shape[-1])
+
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """The whole logits, which are gathered when somebody reads them."""
         weight, bias = self.weight, self.bias
         layout, name = self.autopar_layouts["weight"], self.region.name_logits()
         if self.chunk and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            x = x if self.autopar.inside else self.region.enter(x)
             head = Head(weight, bias, HeadState([p for p in (weight, bias) if p is not None]))
             return sharded_logits(Shards(x, self.tp, layout, x.dtype, name, self.chunk, head))
-        y = self._multiply(x, weight, bias)  # [..., vocab/tp]
+        y = self._product(x, weight, bias)  # [..., vocab/tp]
         return sharded_logits(Shards(y, self.tp, layout, y.dtype, name))
 
 
@@ -104,7 +119,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is None:
         return x.matmul(weight)  # weight [in, out]
-    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+    y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[1])
 
 
 class ColumnParallelLinear(_Column, nn.Linear):
@@ -133,6 +149,7 @@ class ColumnParallelLinear(_Column, nn.Linear):
 
     weight = vocabulary_weight
     _multiply = staticmethod(_linear)
+    _weight_gradient = LINEAR
 
     def __init__(
         self,
@@ -206,6 +223,7 @@ class ColumnParallelConv1D(_Column, Conv1D):
     """transformers' ``Conv1D`` with its output features sharded."""
 
     _multiply = staticmethod(_conv1d)
+    _weight_gradient = CONV1D
 
 
 class RowParallelConv1D(_Row, Conv1D):

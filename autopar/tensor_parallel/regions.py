@@ -27,6 +27,8 @@ from transformers import PreTrainedModel
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, seed_torch
+from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
+from autopar.tensor_parallel.overlap import enter as enter_overlapped
 
 __all__ = ["Region"]
 
@@ -140,6 +142,24 @@ class Region:
         if self._source is not x or self._version != version or self._copied is None:
             self._source, self._version, self._copied = x, version, copy(x, self.axis)
         return self._copied
+
+    def enter_first(
+        self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while that of ``x`` is summed.
+
+        Returns:
+            The copy, and what the layer attaches to its output (:mod:`~autopar.tensor_parallel.overlap`); None if the
+            layer is not the first that reads ``x``, or nothing would overlap.
+        """
+        if self.tracking is not None or not can_overlap(x, weight, self.axis) or self._is_copied(x):
+            return self.enter(x), None
+        copied, late = enter_overlapped(x, weight, gradient, self.axis)
+        self._source, self._version, self._copied = x, x._version, copied
+        return copied, late
+
+    def _is_copied(self, x: torch.Tensor) -> bool:
+        return self._source is x and self._version == x._version and self._copied is not None
 
     def leave(self) -> None:
         """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""

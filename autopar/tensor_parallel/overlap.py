@@ -1,0 +1,157 @@
+"""The input gradient of a sharded region is summed over the ranks while its first layer's weight gradient is computed.
+
+[Note: order of the backward pass] The column-parallel layers at the entry of a region read one copy of their input,
+whose gradient is all-reduced (:func:`~autopar.distributed.collectives.copy`). torch's engine runs of all nodes that are
+ready the one that was made last. So the nodes are made in this order, and run in the reverse one:
+
+    wait          the gradient of x: waits for the sum, made first
+    weight        the gradient of the first layer's weight, [out/tp, in]
+    launch        the gradient of the copy: all layers have added to it, the all-reduce is begun
+    y = x W^T     the first layer, with a weight that autograd does not see: its input gradient
+    attach        hands the gradient of y to the layer and to ``weight``
+
+Megatron-LM has one function for a layer instead, and so one all-reduce for each of q, k and v
+(core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import start_all_reduce
+from autopar.distributed.profiling import named_collective, record
+
+__all__ = ["CONV1D", "LINEAR", "WeightGradient", "attach", "can_overlap", "enter"]
+
+
+_LEAST = 1 << 24
+"""Multiplications of a weight gradient, from which on it pays to have something run beside it: a millisecond on a core.
+The nodes cost some 50 us."""
+
+
+class WeightGradient(NamedTuple):
+    """How the weight's gradient follows from the input, ``[tokens, in]``, and the output's gradient.
+
+    Attributes:
+        out_dim: dim of the weight that holds the output features.
+        of: ``(x, grad) -> gradient``, ``grad`` being ``[tokens, out/tp]``.
+    """
+
+    out_dim: int
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+LINEAR = WeightGradient(0, lambda x, grad: grad.t() @ x)  # [out/tp, in]
+CONV1D = WeightGradient(1, lambda x, grad: x.t() @ grad)  # [in, out/tp]
+
+
+def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
+    """Whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
+
+    Shared memory does not: there this process sums itself.
+    """
+    return (
+        weight.requires_grad
+        and x.requires_grad
+        and x.numel() // x.shape[-1] * weight.numel() >= _LEAST
+        and axis.size > 1
+        and (axis.transport is None or not x.is_cpu)
+        and torch.is_grad_enabled()
+        and type(x) is torch.Tensor
+        and x.dtype == weight.dtype
+        and not x.is_meta
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
+        and forward_ad._current_level < 0
+    )
+
+
+def enter(
+    x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy ``x``, ``[..., in]``, into a sharded region; its gradient is summed beside that of ``weight``.
+
+    Returns:
+        The copy, and what :func:`attach` needs: a tensor ``[tokens, out/tp]`` without memory.
+    """
+    pending = _Pending()
+    waiting = _Wait.apply(x, axis, pending)
+    late = _LateWeight.apply(weight, x.detach().flatten(0, -2), gradient)
+    return _Launch.apply(waiting, axis, pending), late
+
+
+def attach(y: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+    """Return ``y``, in place: the layer's output, ``[tokens, out/tp]``, no view, computed with a detached weight."""
+    return _Attach.apply(y, late)
+
+
+class _Pending:
+    """The all-reduce between its launch and its end."""
+
+    wait: Callable[[], None] | None = None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, pending: _Pending) -> torch.Tensor:
+        ctx.axis, ctx.pending = axis, pending
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        wait, ctx.pending.wait = ctx.pending.wait, None
+        if wait is not None:
+            with record(lambda: "wait: gradient at the entry of a sharded region"):
+                wait()
+        return grad, None, None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, pending: _Pending) -> torch.Tensor:
+        ctx.axis, ctx.pending = axis, pending
+        return x.view_as(x)
+
+    @staticmethod
+    @named_collective("all-reduce: gradient at the entry of a sharded region")
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand it to two branches
+        ctx.pending.wait = start_all_reduce(grad, ctx.axis)
+        return grad, None, None
+
+
+class _LateWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
+        ctx.gradient = gradient
+        ctx.save_for_backward(x)
+        return weight.new_empty(()).expand(len(x), weight.shape[gradient.out_dim])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.gradient.of(x, grad), None, None
+
+
+class _Attach(torch.autograd.Function):
+    keeps_nothing = True  # its backward can run again, and for one of its inputs
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, grad
