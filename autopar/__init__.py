@@ -19,12 +19,14 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
+    from autopar.checkpoint.latest import latest
     from autopar.config import ParallelConfig
     from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
     from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
     from autopar.data_parallel.loss_scale import GradScaler
     from autopar.deferred_init.context import lazy_init
     from autopar.distributed.mesh import MPU
+    from autopar.distributed.stop_signal import StopSignal
     from autopar.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -40,6 +42,7 @@ __all__ = [
     "PipelineError",
     "PolicyError",
     "ShardWarning",
+    "StopSignal",
     "UnsupportedModelError",
     "__version__",
     "average_gradients",
@@ -48,6 +51,7 @@ __all__ = [
     "from_pretrained",
     "gather_for_metrics",
     "initialize",
+    "latest",
     "lazy_init",
     "prepare_dataloader",
 ]
@@ -56,12 +60,14 @@ _HOMES = {
     "GradScaler": "autopar.data_parallel.loss_scale",
     "MPU": "autopar.distributed.mesh",
     "ParallelConfig": "autopar.config",
+    "StopSignal": "autopar.distributed.stop_signal",
     "average_gradients": "autopar.data_parallel.gradients",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",
     "gather_for_metrics": "autopar.data_parallel.dataloader",
     "initialize": "autopar.api",
+    "latest": "autopar.checkpoint.latest",
     "lazy_init": "autopar.deferred_init.context",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
     "tensor_parallel": "autopar.tensor_parallel",

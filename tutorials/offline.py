@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from autopar.distributed.mesh import MPU, start_process_group
+from autopar.distributed.mesh import MPU
+from autopar.distributed.start import start_process_group
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "data" / "state_of_the_union.txt"

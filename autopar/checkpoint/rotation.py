@@ -22,7 +22,17 @@ from autopar.checkpoint.staging import MANIFEST, REMOVED, fsync
 from autopar.checkpoint.state import listed
 from autopar.errors import CheckpointError
 
-__all__ = ["check_keep_last", "is_checkpoint", "next_order", "place_in_series", "rotate", "series", "series_of"]
+__all__ = [
+    "Member",
+    "check_keep_last",
+    "is_checkpoint",
+    "members",
+    "next_order",
+    "place_in_series",
+    "rotate",
+    "series",
+    "series_of",
+]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _HIDDEN = re.compile(r"\.(.+)\.(tmp|old|removed)-[0-9a-f]{16}", re.DOTALL)
@@ -69,7 +79,7 @@ def is_checkpoint(folder: Path) -> bool:
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 
-class _Member(NamedTuple):
+class Member(NamedTuple):
     """One checkpoint of a series."""
 
     path: Path
@@ -96,7 +106,7 @@ def next_order(target: Path) -> int:
     found = _NUMBERED.fullmatch(target.name)
     if found is None:
         return 0
-    return 1 + max((member.order for member in _members(target.parent, found[1])), default=0)
+    return 1 + max((member.order for member in members(target.parent, found[1])), default=0)
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
@@ -135,23 +145,23 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
         elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
-    members = _members(target.parent, stem)
-    left = _left_behind(members, target)
+    present = members(target.parent, stem)
+    left = _left_behind(present, target)
     others = sorted(
-        (member for member in members if member.path != target),
+        (member for member in present if member.path != target),
         key=lambda member: (member not in left, member.order, member.number, member.path.name),
     )
     removed = [member.path for member in others[: max(0, len(others) + 1 - keep_last)]]
     return [path for path in removed if _try_to_remove(path)]
 
 
-def _left_behind(members: list[_Member], target: Path) -> set[_Member]:
+def _left_behind(present: list[Member], target: Path) -> set[Member]:
     """Return what was saved after a checkpoint that the target's run resumed from, and before it was resumed."""
-    by_order = {member.order: member for member in members}
-    here = next((member for member in members if member.path == target), None)
-    left: set[_Member] = set()
+    by_order = {member.order: member for member in present}
+    here = next((member for member in present if member.path == target), None)
+    left: set[Member] = set()
     while here is not None and here.follows:
-        left |= {member for member in members if here.follows < member.order < here.order}
+        left |= {member for member in present if here.follows < member.order < here.order}
         here = by_order.get(here.follows)
     return left
 
@@ -172,7 +182,7 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str, str]]:
     return [(path, kind, name) for _, path, kind, name in sorted(found)]
 
 
-def _members(parent: Path, stem: str) -> list[_Member]:
+def members(parent: Path, stem: str) -> list[Member]:
     """List the checkpoints of a series, lowest number first."""
     found = []
     for path in (path for path, kind, _ in _folders(parent, stem) if not kind):
@@ -182,7 +192,7 @@ def _members(parent: Path, stem: str) -> list[_Member]:
         except OSError:
             continue  # no checkpoint, or somebody else deletes it
         order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
-        found.append(_Member(path, series(path)[1], order, follows if follows < order else 0))
+        found.append(Member(path, series(path)[1], order, follows if follows < order else 0))
     return found
 
 

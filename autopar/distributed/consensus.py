@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.distributed.barrier import name_ranks
-from autopar.distributed.mesh import start_process_group
+from autopar.distributed.start import start_process_group
 from autopar.errors import CheckpointError, ConsistencyError
 
 __all__ = ["Ranks", "all_ranks", "differences", "rank_zero", "same_on_every_rank"]

@@ -11,14 +11,11 @@ An MPU has no module-level state: two of them, with two shapes, may exist in one
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.config import ParallelConfig
@@ -29,11 +26,10 @@ from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
 from autopar.distributed.rng_tracker import RandomStateTracker
+from autopar.distributed.start import TIMEOUT, start_process_group
 from autopar.errors import ConfigError
 
-__all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups", "start_process_group"]
-
-_TIMEOUT = timedelta(minutes=10)
+__all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups"]
 
 
 class MeshSizes(NamedTuple):
@@ -63,31 +59,6 @@ def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
     }
     groups["embedding"] = [[stages[0], stages[-1]] if pp > 1 else stages for stages in groups["pp"]]
     return groups
-
-
-def start_process_group() -> None:
-    """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
-
-    gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs. On GPUs the current device becomes
-    ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
-    """
-    if dist.is_initialized():
-        return
-    cuda = torch.cuda.is_available()
-    if cuda:
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        if here > gpus:
-            raise ConfigError(
-                f"{here} processes were started on a machine with {gpus} GPUs: nccl needs one for each.\n"
-                f"  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
-                "compute on the CPU with gloo."
-            )
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
 
 
 class MPU(MeshAccessors):
@@ -134,7 +105,7 @@ class MPU(MeshAccessors):
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
         if cuda:
-            self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._owned.append(self.control)
         else:
             self.control = dist.group.WORLD

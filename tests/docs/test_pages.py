@@ -57,7 +57,7 @@ def test_commands_exist(page: Path) -> None:
     command = get_command(app)
     known = set(command.commands)  # type: ignore[attr-defined]
     assert set(re.findall(r"^autopar ([a-z]+)", code, re.MULTILINE)) <= known
-    for script in re.findall(r"tutorials/[\w./]+\.py", text):
+    for script in re.findall(r"(?<!tests/)tutorials/[\w./]+\.py", text):
         assert (ROOT / script).exists(), script
 
 

@@ -23,7 +23,13 @@ from tests.small import gpt2
 from tests.worlds import distributed
 
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
-RUN = {README: 1, DOCS / "training.md": 2, DOCS / "checkpoints.md": 2, DOCS / "policies.md": 3}
+RUN = {
+    README: 1,
+    DOCS / "launching.md": 1,
+    DOCS / "training.md": 2,
+    DOCS / "checkpoints.md": 2,
+    DOCS / "policies.md": 3,
+}
 
 
 def blocks(page: Path) -> list[str]:
@@ -57,6 +63,15 @@ def run(page: Path, folder: Path, count: int | None = None) -> dict[str, Any]:
     for code in blocks(page)[:count]:
         exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), page.name, "exec"), namespace)
     return namespace
+
+
+@distributed(world_size=2)
+def test_launching(tmp_path: Path) -> None:
+    run(DOCS / "launching.md", tmp_path)
+    dist.barrier()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4"]
+    again = run(DOCS / "launching.md", tmp_path)  # there is nothing left to do
+    assert again["extra"] == {"step": 4}
 
 
 @distributed(world_size=2)

@@ -44,7 +44,7 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 11
+    assert set(documented()) == scripts and len(scripts) == 12
 
 
 def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
@@ -83,8 +83,9 @@ def _kept(script: str) -> list[object]:
 @pytest.mark.parametrize("script", [case for script in sorted(documented()) for case in _kept(script)])
 def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
     command, output = documented()[script]
-    processes, path, options = re.fullmatch(r"torchrun --nproc-per-node (\d+) (\S+) ?(.*)", command).groups()  # type: ignore[union-attr]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+    pattern = r"torchrun --nproc-per-node (\d+) (--max-restarts \d+ )?(\S+) ?(.*)"
+    processes, restarts, path, options = re.fullmatch(pattern, command).groups(default="")  # type: ignore[union-attr]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *restarts.split()]
     arguments = [str(ROOT / path), *options.split(), "--output", str(tmp_path / "tutorials" / "out")]
     settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -241,6 +241,12 @@ def test_11_the_third_policy_holds_and_losses_are_those_of_one_process(printed: 
     assert number(text, "logits differ by #") < 1e-5
 
 
+def test_17_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["17_survive_a_lost_rank"]  # here without restarts, so nothing is lost
+    assert "attempt 1: loss" in text
+    assert number(text, "without interruption: largest difference of losses: #") < 1e-5
+
+
 def test_the_demo_goes_the_whole_way(printed: dict[str, str]) -> None:
     text = printed["demo"]
     assert number(text, "logits differ by at most #") < 1e-5
