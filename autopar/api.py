@@ -156,7 +156,6 @@ class Parallelized:
         stages: what it holds over pp.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         pp, dp: the parts that can be undone.
-        counted: parameters that count in the gradient norm here; made when first needed.
     """
 
     def __init__(
@@ -164,7 +163,6 @@ class Parallelized:
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
         self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
-        self.counted: frozenset[str] | None = None
 
     @property
     def steps(self) -> StepCheck:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from autopar.data_parallel.torch_clippers import mark_layer
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
 from autopar.distributed.collectives import copy, sum_replicas
 from autopar.distributed.digest import extremes, of_text
@@ -150,6 +151,8 @@ def make_layer(
         else:
             setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
             mark_shard(layer._parameters[name], layout.dim, how.stride)
+            if axis.size > 1:
+                mark_layer(layer._parameters[name], type(layer).__name__)
     return full.get_parameter("weight").data
 
 
