@@ -71,7 +71,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'autopar' has no attribute '{name}'")
+        from autopar.errors import nearest
+
+        hint = "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
+        raise AttributeError(f"module 'autopar' has no attribute '{name}'{'.' if hint else ''}{hint}")
     home = importlib.import_module(_HOMES[name])
     value = home if _HOMES[name] == f"autopar.{name}" else getattr(home, name)
     globals()[name] = value

@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad as torch_clip
 from autopar.data_parallel.grad_norm import clip_factor, counted_here, scale_gradients, tensor_norm
 from autopar.data_parallel.loss_scale import GradScaler, agree_on_found
 from autopar.data_parallel.process_hooks import forget, listen, listeners
+from autopar.data_parallel.wrapper_check import refuse_flat
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -64,7 +65,8 @@ class ReplicaNorm:
         """Return the norm of gradients (or weights), by the names of their parameters; a collective of the replica.
 
         Raises:
-            ConfigError: they are scaled, or of a parameter that was added after ``initialize``.
+            ConfigError: they are scaled, flattened by ``FullyShardedDataParallel``, or of a parameter that was added
+                after ``initialize``.
         """
         if self.scaled:
             raise ConfigError(
@@ -74,6 +76,8 @@ class ReplicaNorm:
             )
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be above 0, not {norm_type}")
+        if any(getattr(parameter, "_fsdp_flattened", False) for _, parameter in self._named()):
+            refuse_flat()
         if self._counted is None:
             self._counted = counted_here(dict(self._named()), self.plan, self.mpu)
         with self.failures.blame("the norm of the gradients", self.mpu.model.ranks):

@@ -25,7 +25,7 @@ from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
-__all__ = ["WrapperCheck"]
+__all__ = ["WrapperCheck", "refuse_flat"]
 
 _GROUP = "process_group=model.mpu.get_data_parallel_group()"
 _MESH = 'mesh=model.mpu.mesh["dp"]'
@@ -57,6 +57,8 @@ class WrapperCheck:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             if submodule is not None and self._is_ours(submodule.modules()):
                 _check_group(type(module).__name__, module.process_group, self.mpu)
+                if isinstance(module, FullyShardedDataParallel):
+                    vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
 
@@ -87,6 +89,15 @@ class WrapperCheck:
         model = self._model()
         own = {id(module) for module in model.modules()} if model is not None else set()
         return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)
+
+
+def refuse_flat(*_: Any, **__: Any) -> Any:
+    """Raise ConfigError: where ``FullyShardedDataParallel`` has flattened shards, their norm cannot be told."""
+    raise ConfigError(
+        "clip_grad_norm_ of FullyShardedDataParallel takes the shards of this rank for the model, and what it has "
+        f"flattened\n  cannot be told apart. Use torch.distributed.fsdp.fully_shard(model, {_MESH}) instead, and\n"
+        "  autopar.clip_grad_norm_(model, max_norm)."
+    )
 
 
 def _check_group(what: str, group: Any, mpu: MPU) -> None:

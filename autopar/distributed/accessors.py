@@ -102,6 +102,40 @@ class MeshAccessors:
         """Return the process group of the first and last stage, which hold tied embeddings; None between."""
         return self._embedding.group if self._embedding else None
 
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the global ranks that hold the same shard as this rank."""
+        return list(self.dp.ranks)
+
+    def get_model_parallel_src_rank(self) -> int:
+        """Return the global rank of the first rank of the model replica."""
+        return self.model.ranks[0]
+
+    def get_pipeline_parallel_global_ranks_per_group(self) -> list[int]:
+        """Return the global ranks of the stages of this replica, the first stage's first."""
+        return list(self.pp.ranks)
+
+    def get_embedding_global_ranks(self) -> list[int]:
+        """Return the global ranks of the first and the last stage of this replica, one if they are the same."""
+        return sorted({self.pp.ranks[0], self.pp.ranks[-1]})
+
+    def is_rank_in_embedding_group(self) -> bool:
+        """Whether this rank holds tied embeddings."""
+        return self._embedding is not None
+
+    def get_virtual_pipeline_model_parallel_rank(self) -> None:
+        """Return None: which chunks of a schedule a stage holds is the pipeline's affair."""
+
+    def get_virtual_pipeline_model_parallel_world_size(self) -> None:
+        """Return None, see :meth:`get_virtual_pipeline_model_parallel_rank`."""
+
+    def get_context_parallel_rank(self) -> int:
+        """Return 0: sequences are not split."""
+        return 0
+
+    def get_context_parallel_world_size(self) -> int:
+        """Return 1: sequences are not split."""
+        return 1
+
     get_tensor_model_parallel_group = get_tensor_parallel_group
     get_tensor_model_parallel_rank = get_tensor_parallel_rank
     get_tensor_model_parallel_world_size = get_tensor_parallel_world_size
@@ -113,6 +147,8 @@ class MeshAccessors:
     get_pipeline_model_parallel_last_rank = get_pipeline_parallel_last_rank
     get_pipeline_model_parallel_next_rank = get_pipeline_parallel_next_rank
     get_pipeline_model_parallel_prev_rank = get_pipeline_parallel_prev_rank
+    get_pipeline_model_parallel_global_ranks_per_group = get_pipeline_parallel_global_ranks_per_group
+    get_embedding_tied_group = get_embedding_group
     get_pipe_parallel_group = get_pipeline_parallel_group
     get_pipe_parallel_rank = get_pipeline_parallel_rank
     get_pipe_parallel_world_size = get_pipeline_parallel_world_size
