@@ -43,6 +43,9 @@ class ParallelLayer:
     bias: Any
     _multiply: Any  # (x, weight, bias) -> y
 
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)  # type: ignore[arg-type]  # some plain layers have one of their own
+
     def _parameter(self, name: str) -> torch.Tensor:
         """A parameter for use in forward: where ranks replicate its units, their gradients are summed."""
         parameter: torch.Tensor = getattr(self, name)

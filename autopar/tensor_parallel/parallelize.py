@@ -50,6 +50,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
             if buffer is not None:
                 module._buffers[name] = layout.shard(buffer, axis.rank)
         _resize(module, module_plan, axis.rank)
+        show_sizes(module)
     for path, module_plan in plan.modules.items():
         if module_plan.rule == "region":
             _keep_runnable(modules[path])
@@ -133,6 +134,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
     """Give back the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
     if plan.tp == 1:
         return
+    hide_sizes(model)
     modules = dict(model.named_modules())
     done: set[int] = set()
     for path, module_plan in plan.modules.items():
