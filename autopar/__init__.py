@@ -19,6 +19,7 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
+    from autopar.checkpoint.hf_weights import hf_weights
     from autopar.config import ParallelConfig
     from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
     from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
@@ -47,6 +48,7 @@ __all__ = [
     "deparallelize",
     "from_pretrained",
     "gather_for_metrics",
+    "hf_weights",
     "initialize",
     "lazy_init",
     "prepare_dataloader",
@@ -60,6 +62,7 @@ _HOMES = {
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",
+    "hf_weights": "autopar.checkpoint.hf_weights",
     "gather_for_metrics": "autopar.data_parallel.dataloader",
     "initialize": "autopar.api",
     "lazy_init": "autopar.deferred_init.context",

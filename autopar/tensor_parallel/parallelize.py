@@ -19,6 +19,7 @@ from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.tensor_parallel.config_view import config_view, set_value
 from autopar.tensor_parallel.embeddings import WARNED
 from autopar.tensor_parallel.layers import parallel_class, plain_class
+from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "full_state_dict", "load_full_state_dict", "sync_parameters", "undo"]
