@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
+from autopar.errors import ConfigError
 
 __all__ = ["MeshAccessors"]
+
+
+def _refuse_unmarked_norm(frame: Any) -> None:
+    """Raise ConfigError if DeepSpeed clips by a norm of tensors without the marks that say which are shards."""
+    if frame.f_code.co_name != "get_weight_norm" or frame.f_globals.get("__name__") != "deepspeed.runtime.utils":
+        return
+    optimizer = frame.f_back.f_locals.get("self")
+    marked = any(hasattr(tensor, "tensor_model_parallel") for tensor in frame.f_locals["parameters"])
+    if getattr(optimizer, "clip_grad", 0) and not marked:
+        raise ConfigError(
+            f"DeepSpeed's {type(optimizer).__name__} (half precision without ZeRO) takes the norm of gradients without "
+            "asking whose they are,\n  and so counts the shards of the first rank only: gradient_clipping would be "
+            "wrong. Use zero_optimization.stage 1 or 2,\n  or leave gradient_clipping out of DeepSpeed's config."
+        )
 
 
 class MeshAccessors:
@@ -87,7 +105,13 @@ class MeshAccessors:
         return self.pp.rank == self.pp.size - 1
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of one whole model replica: tp x pp."""
+        """Return the process group of one whole model replica: tp x pp.
+
+        Raises:
+            ConfigError: DeepSpeed asks while it clips by a norm that counts the shards of the first rank only.
+        """
+        if self.tp.size > 1:
+            _refuse_unmarked_norm(sys._getframe(1))
         return self.model.group
 
     def get_model_parallel_rank(self) -> int:

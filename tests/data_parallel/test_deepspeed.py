@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.parity import close, language_batches
 from tests.small import gpt2, llama
@@ -78,6 +79,22 @@ def train() -> None:
             same_weights(model, plain, 2e-5, f"ZeRO {stage}")
             engine.destroy()
             model.mpu.destroy()
+    refuse(deepspeed)
+
+
+def refuse(deepspeed: Any) -> None:
+    """What DeepSpeed would get wrong: half precision with clipping but without ZeRO, and its ZeRO 3."""
+    batch = language_batches(131)[0]
+    for changes, error in (
+        ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
+        ({"zero_optimization": {"stage": 3}}, "has another shape than autopar.initialize gave it"),
+    ):
+        model = autopar.initialize(grouped().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
+        with pytest.raises(ConfigError, match=error):
+            engine = engine_of(deepspeed, model, 0, gradient_accumulation_steps=1, **changes)
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        model.mpu.destroy()
 
 
 def test_losses_norms_and_weights_are_the_plain_models() -> None:
