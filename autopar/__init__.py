@@ -19,6 +19,7 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
+    from autopar.checkpoint.hf_weights import hf_weights
     from autopar.checkpoint.latest import latest
     from autopar.config import ParallelConfig
     from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
@@ -50,6 +51,7 @@ __all__ = [
     "deparallelize",
     "from_pretrained",
     "gather_for_metrics",
+    "hf_weights",
     "initialize",
     "latest",
     "lazy_init",
@@ -65,6 +67,7 @@ _HOMES = {
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",
+    "hf_weights": "autopar.checkpoint.hf_weights",
     "gather_for_metrics": "autopar.data_parallel.dataloader",
     "initialize": "autopar.api",
     "latest": "autopar.checkpoint.latest",
@@ -77,7 +80,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'autopar' has no attribute '{name}'")
+        from autopar.errors import nearest
+
+        hint = "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
+        raise AttributeError(f"module 'autopar' has no attribute '{name}'{'.' if hint else ''}{hint}")
     home = importlib.import_module(_HOMES[name])
     value = home if _HOMES[name] == f"autopar.{name}" else getattr(home, name)
     globals()[name] = value

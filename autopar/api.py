@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
+from autopar.plan.summary import count, summarise
 from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
@@ -43,6 +45,8 @@ from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
 
 __all__ = ["deparallelize", "initialize"]
+
+_log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -100,7 +104,7 @@ def initialize(
     Returns:
         ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
         ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``.
+        ``model.from_parallelized``. Rank 0 logs one line (INFO): policy, mesh, parameters and bytes.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
@@ -156,7 +160,6 @@ class Parallelized:
         stages: what it holds over pp.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         pp, dp: the parts that can be undone.
-        counted: parameters that count in the gradient norm here; made when first needed.
     """
 
     def __init__(
@@ -164,7 +167,6 @@ class Parallelized:
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
         self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
-        self.counted: frozenset[str] | None = None
 
     @property
     def steps(self) -> StepCheck:
@@ -287,6 +289,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     config, inner, (plan, stages, weights) = checked.config, checked.inner, plans
     plain = not isinstance(inner, PreTrainedModel)
     blocks = [model.get_submodule(path) for path in stages.elements]
+    whole = count(model)
     failures = FailureLog(mpu, config.pipeline.timeout)
     mpu.tp.explain = failures.failure_of_layer
     publish_uncaught(failures)
@@ -316,3 +319,5 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     model._autopar = Parallelized(checked, plan, stages, mpu, pp, dp)  # type: ignore[assignment]
     dp.attach(optimizer, blocks)
     tensor_parallel.mark_parameters(model, plan, stages, mpu)
+    if mpu.is_master:
+        _log.info("%s", summarise(model, whole, mpu.sizes, mpu.device, checked.policy.where))

@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.cli import app, in_words
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
@@ -101,3 +103,35 @@ def test_layouts_in_words():
 def test_help_names_the_commands():
     result = run("--help")
     assert result.exit_code == 0 and "merge" in result.stdout and "inspect" in result.stdout
+
+
+def test_version_and_completion():
+    assert run("--version").stdout == f"autopar {autopar.__version__}\n"
+    assert "--show-completion" in run("--help").stdout
+    command = [sys.executable, "-m", "autopar", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"autopar {autopar.__version__}\n"), done.stderr
+    shell = CliRunner().invoke(app, prog_name="autopar", env={"_AUTOPAR_COMPLETE": "source_bash"})
+    assert "complete" in shell.stdout and "_AUTOPAR_COMPLETE" in shell.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["merge", "nowhere", "merged", "--json"],
+        ["check", "nowhere", "--json"],
+        ["inspect", "nowhere", "--json"],
+        ["policy", "check", "nowhere.yaml", "--json"],
+    ],
+)
+def test_errors_as_json(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 1 and result.stderr == ""
+    error = json.loads(result.stdout)["error"]
+    assert error["type"].endswith("Error") and "nowhere" in error["message"]
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(autopar.__file__).parent / "py.typed").exists()
+    assert "Typing :: Typed" in (Path(__file__).parents[1] / "pyproject.toml").read_text()

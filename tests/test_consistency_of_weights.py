@@ -89,14 +89,16 @@ def test_dropout_and_fifty_steps_raise_no_false_alarm():
 
 
 @pooled(world_size=2)
-def test_torchs_own_clipping_is_noticed_on_the_next_forward():
-    """It scales each rank by the norm of its own shards, so that replicated weights drift apart."""
+def test_clipping_by_a_norm_of_this_ranks_shards_is_noticed_on_the_next_forward():
+    """It scales each rank by another factor, so that replicated weights drift apart."""
     model = parallel(gpt2(), 2).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with raises_everywhere(ConsistencyError, "have drifted apart", "weight transformer.", "other settings"):
         for batch in language_batches(131, count=3):
             model(**batch).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+            for parameter in model.parameters():
+                parameter.grad.mul_(1e-3 / norm)
             optimizer.step()
             optimizer.zero_grad()
 

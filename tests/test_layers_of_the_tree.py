@@ -15,7 +15,7 @@ ROWS = [
     ["deferred_init", "dry_run"],
     ["api", "split"],
     ["pretrained", "cli"],
-    ["__init__"],
+    ["__init__", "__main__"],
 ]
 ROOT = Path(__file__).parents[1] / "autopar"
 

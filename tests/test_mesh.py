@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
 from autopar.errors import ConfigError
 from tests.pool import pooled
@@ -58,9 +59,38 @@ def test_getters_answer_the_same_under_every_spelling():
     assert mpu.get_model_parallel_rank() == rank
     assert mpu.is_master == (rank == 0)
     assert mpu.get_embedding_group() is not None
+    assert mpu.get_data_parallel_group_ranks() == [rank]
+    assert mpu.get_model_parallel_src_rank() == 0
+    stages = [rank % 4, rank % 4 + 4]
+    assert mpu.get_pipeline_model_parallel_global_ranks_per_group() == stages
+    assert mpu.get_pipeline_parallel_global_ranks_per_group() == mpu.get_embedding_global_ranks() == stages
+    assert mpu.get_pipeline_parallel_global_ranks_across_all_groups() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert mpu.get_embedding_tied_group() is mpu.get_embedding_group() and mpu.is_rank_in_embedding_group()
+    assert (
+        mpu.get_virtual_pipeline_model_parallel_rank() is mpu.get_virtual_pipeline_model_parallel_world_size() is None
+    )
+    assert (mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()) == (0, 1)
+    assert mpu.model_parallel_is_initialized() and mpu.is_initialized()
+    assert not hasattr(mpu, "initialize_sequence_parallel")  # by which DeepSpeed tells another kind of mpu
+    with pytest.raises(AttributeError, match=r"no 'get_tensor_rank'\. Did you mean 'get_tensor_parallel_rank'\?"):
+        mpu.get_tensor_rank()
+    with pytest.raises(AttributeError, match=r"^an MPU has no 'qwertz'\.$"):
+        mpu.qwertz()
     assert mpu.mesh["tp"].size() == 4
     assert mpu.mesh["tp"].get_group() is mpu.get_tensor_parallel_group()
     assert mpu.mesh.mesh_dim_names == ("pp", "dp", "tp")
+    mpu.initialize_distributed()  # it runs already
+    mpu.destroy_model_parallel()
+    assert not mpu.model_parallel_is_initialized()
+
+
+def test_names_that_are_elsewhere_or_nearly_right():
+    with pytest.raises(AttributeError, match=r"'get_model_parallel_rank'\. It is a method of the MPU here: model\."):
+        autopar.tensor_parallel.get_model_parallel_rank()
+    with pytest.raises(AttributeError, match=r"'ColumnParalelLinear'\. Did you mean 'ColumnParallelLinear'\?"):
+        _ = autopar.tensor_parallel.ColumnParalelLinear
+    with pytest.raises(AttributeError, match=r"'clip_grad_norm'\. Did you mean 'clip_grad_norm_'\?"):
+        _ = autopar.clip_grad_norm
 
 
 @pooled(world_size=4)

@@ -255,6 +255,12 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
     return sum(counted.values())
 
 
+def _get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
+    """Return the bytes of the parameters (and buffers) that this rank holds, not those of the whole model."""
+    count: int = type(self).get_memory_footprint(self, return_buffers)
+    return count
+
+
 def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
     """Return modules whose parameters are on other stages, with all parameters that they had."""
     pipeline = vars(model).get("_autopar_pipeline")
@@ -271,6 +277,7 @@ _METHODS_REFUSED = {
 }
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
     "num_parameters": _num_parameters,
+    "get_memory_footprint": _get_memory_footprint,
     **{name: _refused(name, error) for name, error in _METHODS_REFUSED.items() if hasattr(PreTrainedModel, name)},
 }
 

@@ -50,7 +50,7 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face checkpoint, one tensor at a time."""
-    with errors():
+    with errors(as_json):
         from autopar.checkpoint.offline.merge import merge_checkpoint
 
         result = merge_checkpoint(
@@ -78,7 +78,7 @@ def split(
     as_json: Json = False,
 ) -> None:
     """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
-    with errors():
+    with errors(as_json):
         from autopar.split import split_checkpoint
 
         result = split_checkpoint(
@@ -99,7 +99,7 @@ def reshard(
     as_json: Json = False,
 ) -> None:
     """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
-    with errors():
+    with errors(as_json):
         from autopar.checkpoint.offline.reshard import reshard_checkpoint
 
         result = reshard_checkpoint(
@@ -112,7 +112,7 @@ def reshard(
 @app.command()
 def check(directory: _Source, as_json: Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
-    with errors():
+    with errors(as_json):
         from autopar.checkpoint.offline.check import check_checkpoint
 
         result = check_checkpoint(directory, progress=False if as_json else None)
@@ -137,7 +137,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a sharded checkpoint holds: mesh, files, tensors and how they are sharded."""
-    with errors():
+    with errors(as_json):
         from autopar.checkpoint import Manifest
 
         manifest = Manifest.read(directory)

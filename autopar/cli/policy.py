@@ -30,7 +30,7 @@ app.add_typer(policy, name="policy")
 @policy.command("list")
 def list_types(as_json: Json = False) -> None:
     """Print every model type that has a policy, and the file of that policy."""
-    with errors():
+    with errors(as_json):
         from autopar.policy.load import own_policies, policy_folder
 
         listed = [(kind, Path(own.where.file).name) for own in own_policies().values() for kind in own.model_types]
@@ -60,7 +60,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all holds."""
-    with errors():
+    with errors(as_json):
         file, named = _policy_and_model(source, model)
         from autopar.cli.models import heads as find_heads
 

@@ -16,6 +16,7 @@ from autopar.data_parallel.master_weights import DTYPES
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
 from autopar.data_parallel.replica_check import StepCheck
+from autopar.data_parallel.torch_clippers import ReplicaNorm
 from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -30,6 +31,7 @@ class DataParallel:
     Attributes:
         wrappers: checks what is wrapped around the model.
         steps: checks the steps of its optimizers.
+        norm: of its gradients; also answers for them when torch's own clippers and loss scalers get them.
         step: what happens around the step of the optimizer that :meth:`attach` got; None without one.
     """
 
@@ -42,6 +44,7 @@ class DataParallel:
         self.wrappers = WrapperCheck(model, mpu)  # reports first what it finds in a step
         compare = config.consistency_check and config.zero_stage != 3
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare)
+        self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
 
     def attach(self, optimizer: Any, blocks: Sequence[nn.Module] = ()) -> None:
@@ -59,6 +62,7 @@ class DataParallel:
         """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
         self.steps.remove()
         self.wrappers.remove()
+        self.norm.remove()
         if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
             self.step.give_back_weights()
             self.step.remove()

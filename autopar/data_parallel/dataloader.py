@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from autopar.data_parallel.loader_state import ResumableSampler
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReplicaDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` with :meth:`set_epoch`."""
+    """A ``DataLoader`` with :meth:`set_epoch`, whose place in the data can be saved."""
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently in each epoch, alike on all ranks. Call it before iterating, with the epoch's number."""
@@ -30,6 +31,46 @@ class ReplicaDataLoader(DataLoader[Any]):
                 target.set_epoch(epoch)
         if self._seed is not None and self.generator is not None:
             self.generator.manual_seed(self._seed + epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, for ``save_parallelized(extra={"loader": loader.state_dict()})``.
+
+        Batches that the loop was given count as seen. Plain data, the same on every rank.
+
+        Raises:
+            ConfigError: of a stream, or with ``even_batches=False``.
+        """
+        return self._resumable().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken: the next iteration gives the rest of that epoch.
+
+        Call ``set_epoch(state["epoch"])`` as before, or not at all. The number of replicas and the batch size may be
+        others; the order of the samples is the same.
+
+        Raises:
+            ConfigError: another dataset, seed or order; a stream, or ``even_batches=False``.
+        """
+        self._resumable().load_state_dict(state)
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        return batches if not isinstance(self.sampler, ResumableSampler) else self._counted(batches, self.sampler)
+
+    def _counted(self, batches: Any, sampler: ResumableSampler) -> Iterator[Any]:
+        start, step = None, (self.batch_size or 1) * sampler.num_replicas
+        for number, batch in enumerate(batches, 1):
+            start = sampler.first if start is None else start
+            sampler.samples = min(start + number * step, len(sampler.dataset))  # type: ignore[arg-type]
+            yield batch
+
+    def _resumable(self) -> ResumableSampler:
+        if not isinstance(self.sampler, ResumableSampler):
+            raise ConfigError(
+                "the place in the data is that of a map-style dataset with even_batches=True: save that of a stream "
+                "yourself"
+            )
+        return self.sampler
 
     _seed: int | None = None
 
@@ -144,7 +185,7 @@ def prepare_dataloader(
                 "even_batches=False: every sample once.",
                 *(repeated, len(dataset), dp.size),  # type: ignore[arg-type]
             )
-        sampler: DistributedSampler[Any] = DistributedSampler(
+        sampler = ResumableSampler(
             dataset, num_replicas=dp.size, rank=dp.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
         loader = ReplicaDataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, **kwargs)

@@ -16,7 +16,16 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 
-__all__ = ["counted_here", "gradient_norm", "local_part", "own_axis", "own_norm"]
+__all__ = [
+    "clip_factor",
+    "counted_here",
+    "gradient_norm",
+    "local_part",
+    "own_axis",
+    "own_norm",
+    "scale_gradients",
+    "tensor_norm",
+]
 
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
@@ -44,14 +53,45 @@ def gradient_norm(
         parameters: name -> parameter, those of this rank; one without gradient counts as zeros.
         counted: what :func:`counted_here` says of them.
     """
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return tensor_norm(gradients, plan, mpu, counted, p, parameters.values())
+
+
+def tensor_norm(
+    tensors: Mapping[str, torch.Tensor],
+    plan: Plan,
+    mpu: MPU,
+    counted: frozenset[str],
+    p: float,
+    held: Iterable[torch.Tensor],
+) -> torch.Tensor:
+    """Return :func:`gradient_norm` of these gradients, by the names of their parameters, or of weights.
+
+    Args:
+        held: all parameters of this rank, which say of what dtype the norm is, and whether FSDP2 has sharded them.
+    """
     parts = []
-    for name, parameter in parameters.items():
+    for name, tensor in tensors.items():
         canonical = plan.canonical(name)
-        if parameter.grad is not None and canonical in counted:
-            parts += _parts(parameter.grad, plan.tensors[canonical].layout, mpu)
-    held = list(parameters.values())
+        if canonical in counted:
+            parts += _parts(tensor, plan.tensors[canonical].layout, mpu)
+    held = list(held)
     sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp
     return _combine(parts, p, (mpu.model, mpu.dp) if sharded else (mpu.model,), mpu.device, held)
+
+
+def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """Return the factor by which gradients of that norm are clipped, a scalar of at most 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients by ``factor``, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            local.mul_(factor.to(local.device, local.dtype))
 
 
 def own_axis(model: nn.Module) -> Axis | None:
@@ -101,7 +141,7 @@ def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torc
 
 
 def _combine(
-    parts: list[torch.Tensor], p: float, over: Sequence[Axis], device: torch.device, held: Sequence[nn.Parameter]
+    parts: list[torch.Tensor], p: float, over: Sequence[Axis], device: torch.device, held: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     axes = [axis for axis in over if axis.size > 1]
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in held) else torch.float32

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.data_parallel.grad_norm import counted_here, gradient_norm, local_part, own_axis, own_norm
+from autopar.data_parallel.grad_norm import clip_factor, own_axis, own_norm, scale_gradients
 from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.errors import ConfigError
 
@@ -36,11 +36,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of a parallelized model to ``max_norm`` and return their norm, the same on every rank.
 
-    ``torch.nn.utils.clip_grad_norm_`` sees only this rank's shards: it returns another, too small norm on each rank,
-    scales the ranks differently, and replicated parameters drift apart. Here a shard counts where it lies, and what
-    several ranks hold (replicated parameters, KV heads on more ranks than one, tied weights, also on two pipeline
-    stages) counts once. Gradients are taken to be averaged over data parallel already, as ``DistributedDataParallel``
-    leaves them.
+    A shard counts where it lies, and what several ranks hold (replicated parameters, KV heads on more ranks than one,
+    tied weights, also on two pipeline stages) counts once. ``torch.nn.utils.clip_grad_norm_`` of parameters of a
+    parallelized model does the same, on every rank of a replica. Gradients are taken to be averaged over data parallel
+    already, as ``DistributedDataParallel`` leaves them.
 
     Args:
         model: what ``autopar.initialize`` returned, or a model of ``ColumnParallelLinear`` and its like; or a wrapper
@@ -67,26 +66,14 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, which is not finite"
         )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            local = local_part(parameter.grad)
-            local.mul_(scale.to(local.device, local.dtype))
+    scale_gradients(model.parameters(), clip_factor(max_norm, norm))
     return norm
 
 
 def _norm(model: nn.Module, norm_type: float) -> torch.Tensor:
     root, state = _parallelized(model)
-    if state.config.precision == "fp16":
-        raise ConfigError(
-            "clip_grad_norm_ would clip scaled gradients: with precision.dtype fp16 the optimizer takes the loss scale "
-            "off inside of step(). Write gradient_clipping into the config; optimizer.gradient_norm is the norm."
-        )
-    parameters = dict(root.named_parameters())  # a tied parameter comes once
-    if state.counted is None:
-        state.counted = counted_here(parameters, state.plan, state.mpu)
-    with state.steps.failures.blame("the norm of the gradients", state.mpu.model.ranks):
-        return gradient_norm(parameters, state.plan, state.mpu, state.counted, norm_type)
+    gradients = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}  # a tied one comes once
+    return state.dp.norm.of(gradients, norm_type)
 
 
 def _parallelized(model: nn.Module) -> tuple[nn.Module, Any]:

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.config import ParallelConfig
+from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 
-__all__ = ["GradScaler", "LossScale", "agree_on_overflow"]
+__all__ = ["GradScaler", "LossScale", "agree_on_found", "agree_on_overflow"]
 
 
 class LossScale:
@@ -64,11 +65,25 @@ def agree_on_overflow(flags: torch.Tensor, size: int, group: Any = None) -> None
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
 
+def agree_on_found(found: dict[torch.device, torch.Tensor], axis: Axis, device: torch.device) -> None:
+    """Make what one rank of the axis found that of all, in place: ``found`` is what torch's scalers keep.
+
+    Args:
+        found: device -> 1.0 if gradients there are not finite, else 0.0.
+        device: of collectives.
+    """
+    flags = [value.to(device).view(1) for value in found.values()]
+    flag = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=device)
+    agree_on_overflow(flag, axis.size, axis.group)
+    for value in found.values():
+        value.copy_(flag.view(value.shape))
+
+
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a parallelized model: an overflow on one rank skips the step on all of them.
 
-    torch's own looks at this rank's gradients only: the rank that overflows skips, the others step, and they drift
-    apart. Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
+    It asks the ranks of ``mpu`` whatever the optimizer holds; of what ``initialize`` has made torch's own does so as
+    well. Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
 
     Args:
         mpu: ``model.mpu``; the ranks of one model replica agree.
@@ -82,9 +97,5 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(*args, **kwargs)  # device -> 1.0 if its gradients are not finite
-        flags = [value.to(self._mpu.device).view(1) for value in found.values()]
-        flag = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=self._mpu.device)
-        agree_on_overflow(flag, self._mpu.model.size, self._mpu.model.group)
-        for value in found.values():
-            value.copy_(flag.view(value.shape))
+        agree_on_found(found, self._mpu.model, self._mpu.device)
         return found

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["forget", "listen"]
+__all__ = ["forget", "listen", "listeners"]
+
+_Kind = TypeVar("_Kind")
 
 _listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen
 
@@ -32,6 +34,11 @@ def listen(listener: object) -> None:
 def forget(listener: object) -> None:
     """Call ``listener`` no longer."""
     _listeners[:] = [other for other in _listeners if other() not in (None, listener)]
+
+
+def listeners(kind: type[_Kind]) -> list[_Kind]:
+    """Return the listeners of a class that are alive, in the order in which they began to listen."""
+    return [found for other in _listeners if isinstance(found := other(), kind)]
 
 
 @functools.cache

@@ -132,7 +132,7 @@ class StepCheck:
             ConsistencyError: gradients or weights differ between the replicas, or were left unaveraged by ``no_sync``.
             PipelineError: in the first step, if the other rank does not step within ``pipeline.timeout``.
         """
-        closure = kwargs.get("closure") is not None or len(args) > 1
+        closure = any(argument is not None for argument in (*args[1:], kwargs.get("closure")))  # step(None) has none
         model = self._model()
         progress = None if model is None else self._progress_of(model, optimizer)
         if model is None or progress is None or _inside_another_step():

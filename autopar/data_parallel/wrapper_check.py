@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar.call_site import calls
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
-__all__ = ["WrapperCheck"]
+__all__ = ["WrapperCheck", "refuse_flat"]
 
 _GROUP = "process_group=model.mpu.get_data_parallel_group()"
 _MESH = 'mesh=model.mpu.mesh["dp"]'
@@ -57,6 +58,8 @@ class WrapperCheck:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             if submodule is not None and self._is_ours(submodule.modules()):
                 _check_group(type(module).__name__, module.process_group, self.mpu)
+                if isinstance(module, FullyShardedDataParallel):
+                    vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
 
@@ -89,10 +92,20 @@ class WrapperCheck:
         return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)
 
 
+def refuse_flat(*_: Any, **__: Any) -> Any:
+    """Raise ConfigError: where ``FullyShardedDataParallel`` has flattened shards, their norm cannot be told."""
+    raise ConfigError(
+        "clip_grad_norm_ of FullyShardedDataParallel takes the shards of this rank for the model, and what it has "
+        f"flattened\n  cannot be told apart. Use torch.distributed.fsdp.fully_shard(model, {_MESH}) instead, and\n"
+        "  autopar.clip_grad_norm_(model, max_norm)."
+    )
+
+
 def _check_group(what: str, group: Any, mpu: MPU) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if not set(ranks) <= set(mpu.dp.ranks):
-        raise ConfigError(_explain(what, ranks, mpu, _GROUP))
+        by_accelerate = any(module.startswith("accelerate.") for module, _ in calls())
+        raise ConfigError(_explain(what, ranks, mpu, _GROUP) if not by_accelerate else _in_accelerate(what, ranks, mpu))
 
 
 def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
@@ -108,6 +121,16 @@ def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
         f"{what} over ranks {_listed(ranks)} would take their different shards of the model for one: with "
         f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
         f"{_listed(mpu.dp.ranks)}. Give it {remedy}."
+    )
+
+
+def _in_accelerate(what: str, ranks: list[int], mpu: MPU) -> str:
+    return (
+        f"Accelerator.prepare(model) would wrap it in {what} over ranks {_listed(ranks)}, which hold different "
+        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
+        "  model = accelerator.prepare_model(model, evaluation_mode=True)  # wraps nothing\n"
+        "  and before accelerator.clip_grad_norm_ and optimizer.step(): autopar.average_gradients(model).\n"
+        "  Batches come from autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu)."
     )
 
 

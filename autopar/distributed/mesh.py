@@ -12,7 +12,7 @@ An MPU has no module-level state: two of them, with two shapes, may exist in one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.distributed.start import TIMEOUT, start_process_group
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, nearest
 
 __all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups"]
 
@@ -162,6 +162,31 @@ class MPU(MeshAccessors):
             self._owned.clear()
             self._mesh = None
             self._alive = False
+
+    # -- Megatron-LM's and OSLO's names; more are in autopar.distributed.accessors ------------------------------------
+
+    def get_pipeline_parallel_global_ranks_across_all_groups(self) -> list[list[int]]:
+        """Return the global ranks of the stages of every replica."""
+        return rank_groups(self.sizes)["pp"]
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Whether the process groups are there: from the start until :meth:`destroy`."""
+        return self._alive
+
+    @staticmethod
+    def initialize_distributed() -> None:
+        """Start torch.distributed if it does not run, as the constructor does."""
+        start_process_group()
+
+    is_initialized = model_parallel_is_initialized
+    destroy_model_parallel = destroy
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            known = [one for one in dir(type(self)) if not one.startswith("_")]
+            hint = "" if name.startswith("_") else nearest(name, known, cutoff=0.6)
+            raise AttributeError(f"an MPU has no {name!r}.{hint}", name=name)
 
     # -- the tensor-parallel axis, under OSLO's names; more is in autopar.tensor_parallel.megatron.mappings ------------
 

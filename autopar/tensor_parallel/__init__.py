@@ -6,6 +6,9 @@ Every function takes ``group`` as its last argument: a process group, or an MPU 
 state. :mod:`autopar.api` is built from the same parts.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from autopar.distributed.accessors import MeshAccessors
 from autopar.distributed.axis import Group, axis_of
 from autopar.distributed.broadcast_data import broadcast_data
 from autopar.distributed.rng_tracker import (
@@ -16,6 +19,7 @@ from autopar.distributed.rng_tracker import (
     manual_seed,
     model_parallel_cuda_manual_seed,
 )
+from autopar.errors import nearest
 from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
 from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -70,3 +74,12 @@ __all__ = [
     "vocab_range_from_global_vocab_size",
     "vocab_range_from_per_partition_vocab_size",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in dir(MeshAccessors) and not name.startswith("_"):
+            hint = f" It is a method of the MPU here: model.mpu.{name}()."
+        else:
+            hint = "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
+        raise AttributeError(f"module 'autopar.tensor_parallel' has no attribute '{name}'{'.' if hint else ''}{hint}")

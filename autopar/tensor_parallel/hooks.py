@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation.streamers import TextStreamer
 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -153,16 +154,25 @@ _HOOKS = (Hook, ShardCaches, MarkCaches)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` that samples alike on all ranks of a model replica, from the first one's random state."""
+    """``generate`` that samples alike on all ranks of a model replica, from the first one's random state.
+
+    A ``TextStreamer`` prints on the first rank of the replica only; what gives the text to a program does so on all.
+    """
     failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
     mpu = failures.mpu
+    if mpu.model.rank != 0 and _prints(kwargs.get("streamer")):
+        kwargs["streamer"] = None
     with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
         if check is not None and mpu.pp.size == 1:
             check.check_call("generate")
         sync_generators(mpu.model, mpu.device)
         with contextlib.nullcontext() if check is None else check.first_only():
             return type(self).generate(self, *args, **kwargs)
+
+
+def _prints(streamer: Any) -> bool:
+    return isinstance(streamer, TextStreamer) and type(streamer).on_finalized_text is TextStreamer.on_finalized_text
 
 
 def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:

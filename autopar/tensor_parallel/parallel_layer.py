@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from autopar.data_parallel.torch_clippers import mark_layer
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
 from autopar.distributed.collectives import copy, sum_replicas
 from autopar.distributed.digest import extremes, of_text
@@ -41,6 +42,9 @@ class ParallelLayer:
     weight: Any
     bias: Any
     _multiply: Any  # (x, weight, bias) -> y
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)  # type: ignore[arg-type]  # some plain layers have one of their own
 
     def _parameter(self, name: str) -> torch.Tensor:
         """A parameter for use in forward: where ranks replicate its units, their gradients are summed."""
@@ -150,6 +154,8 @@ def make_layer(
         else:
             setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
             mark_shard(layer._parameters[name], layout.dim, how.stride)
+            if axis.size > 1:
+                mark_layer(layer._parameters[name], type(layer).__name__)
     return full.get_parameter("weight").data
 
 

@@ -19,6 +19,7 @@ from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.tensor_parallel.config_view import config_view, set_value
 from autopar.tensor_parallel.embeddings import WARNED
 from autopar.tensor_parallel.layers import parallel_class, plain_class
+from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "full_state_dict", "load_full_state_dict", "sync_parameters", "undo"]
@@ -50,6 +51,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
             if buffer is not None:
                 module._buffers[name] = layout.shard(buffer, axis.rank)
         _resize(module, module_plan, axis.rank)
+        show_sizes(module)
     for path, module_plan in plan.modules.items():
         if module_plan.rule == "region":
             _keep_runnable(modules[path])
@@ -133,6 +135,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
     """Give back the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
     if plan.tp == 1:
         return
+    hide_sizes(model)
     modules = dict(model.named_modules())
     done: set[int] = set()
     for path, module_plan in plan.modules.items():

@@ -131,6 +131,12 @@ def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
     wrapper.process_group = dist.group.WORLD
     with _refused("FullyShardedDataParallel", "[0, 1]", model.mpu, GROUP):
         wrapper._fsdp_wrapped_module = model
+    wrapper.process_group = model.mpu.dp.group
+    wrapper._fsdp_wrapped_module = model
+    model.transformer.ln_f.weight._fsdp_flattened = True  # as it marks what it has flattened
+    for clip in (wrapper.clip_grad_norm_, lambda limit: autopar.clip_grad_norm_(model, limit)):
+        with pytest.raises(ConfigError, match=r"takes the shards(.|\n)*fully_shard\(model, mesh=model\.mpu\.mesh"):
+            clip(1.0)
     model.mpu.destroy()
 
 
@@ -151,7 +157,7 @@ def test_the_checks_go_with_the_model() -> None:
     gc.collect()
     before = _listening()
     model = parallel(gpt2(), 2)
-    assert _listening() == before + 2
+    assert _listening() == before + 3
     plain = autopar.deparallelize(model)
     assert _listening() == before
     DistributedDataParallel(plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ RUN = {
     DOCS / "training.md": 2,
     DOCS / "checkpoints.md": 2,
     DOCS / "policies.md": 3,
+    DOCS / "coming-from.md": 4,
 }
 
 
@@ -134,3 +136,30 @@ def test_policies(tmp_path: Path) -> None:
     assert names["logits"].shape == (1, 8, 131)
     layer = names["model"].transformer.h[0]
     assert layer.mlp.c_fc.weight.shape[1] == 72 and layer.attn.c_attn.weight.shape == (36, 108)
+
+
+@distributed(world_size=2)
+def run_what_others_do(folder: Path) -> None:
+    """All libraries are in one process, so each block ends with what it has made."""
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    warnings.simplefilter("ignore")  # those of others
+    page = DOCS / "coming-from.md"
+    run(page, folder, 0)
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)  # nothing to compile
+    for block in blocks(page):
+        names: dict[str, Any] = {"dataset": Sequences()}
+        exec(compile(block, page.name, "exec"), names)
+        names["model"].mpu.destroy()
+
+
+def test_coming_from_others(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("deepspeed")
+    run_what_others_do(tmp_path)
+    for name in ("from-accelerate", "from-oslo"):
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight
+        assert torch.equal(trained, gpt2().lm_head.weight) == (name == "from-oslo")

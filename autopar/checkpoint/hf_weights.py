@@ -1,0 +1,152 @@
+"""The whole weights of a parallelized model, one after the other, under the names that ``save_pretrained`` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.state import STATE, State, local_tensors, state_of
+from autopar.distributed.collectives import all_gather
+from autopar.distributed.consensus import same_on_every_rank
+from autopar.errors import ConsistencyError
+from autopar.plan.plan import TensorPlan
+from autopar.storage.lazy_tensor import InMemory, LazyTensor
+from autopar.storage.views import open_piece
+
+__all__ = ["hf_weights"]
+
+
+def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` of the whole model on every rank, for a serving engine or a file of your own.
+
+    Names, shapes and values are those that ``save_pretrained`` of the plain model would write, in the dtype that the
+    model computes with; modules of your own around the Hugging Face model are left out. Every rank calls it and goes
+    through all of it; one bucket is in memory at a time. Tensors are copies, on the device of the model::
+
+        for name, tensor in autopar.hf_weights(model):
+            if model.mpu.is_master:
+                engine.load(name, tensor)
+
+    A rank that leaves the loop early (``break``, an error) ends it on all ranks: one that goes on raises, none hangs.
+    Leave it by ``close()`` if the iterator is kept in a variable.
+
+    Args:
+        model: what ``autopar.initialize`` returned, or a wrapper around it.
+        bucket_size: the ranks ask each other after so many bytes whether they all go on.
+
+    Raises:
+        CheckpointError: the model is not parallelized, or has changed since.
+        ConsistencyError: another rank left early, or was called differently.
+    """
+    root = next((module for module in model.modules() if STATE in vars(module)), model)
+    state = state_of(root)
+
+    def check() -> dict[str, torch.Tensor]:
+        parse_size(bucket_size)
+        return local_tensors(root, fsdp=any(isinstance(p, DTensor) for p in root.parameters()))
+
+    local = same_on_every_rank(check, lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)})
+    return _Walk(state, local).run(_buckets(state, parse_size(bucket_size)))
+
+
+def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
+    """Return the tensors that are written, in groups of about ``limit`` bytes."""
+    buckets: list[list[TensorPlan]] = []
+    room = 0
+    for tensor in state.plan.tensors.values():
+        if not tensor.saved_names():
+            continue
+        sources = {name for piece in tensor.pieces for name in piece.sources()} | {tensor.name}
+        size = sum(_elements(state.plan.tensors[name]) for name in sources) * 4
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(tensor)
+        room -= size
+    return buckets
+
+
+def _elements(tensor: TensorPlan) -> int:
+    return torch.Size(tensor.shape).numel()
+
+
+class _Walk:
+    """One pass of this rank over the weights.
+
+    Args:
+        local: what this rank holds, by canonical names.
+    """
+
+    def __init__(self, state: State, local: dict[str, torch.Tensor]) -> None:
+        self.state, self.mpu, self.local = state, state.mpu, local
+        self.dtypes = {name: tensor.dtype for name, tensor in local.items()}
+        if self.mpu.pp.size > 1:
+            everyone: list[Any] = [None] * self.mpu.pp.size
+            dist.all_gather_object(everyone, self.dtypes, group=self.mpu.pp.group)
+            self.dtypes = {name: dtype for held in everyone for name, dtype in held.items()}
+        self.given = 0
+
+    def run(self, buckets: list[list[TensorPlan]]) -> Iterator[tuple[str, torch.Tensor]]:
+        total = sum(len(tensor.saved_names()) for bucket in buckets for tensor in bucket)
+        try:
+            for bucket in buckets:
+                self._go_on(total)
+                for name, whole in [pair for tensor in bucket for pair in self._written(tensor)]:
+                    self.given += 1
+                    yield name, whole
+        except GeneratorExit:
+            self._ask(stop=True)
+            raise
+        self._ask(stop=False)  # one may leave in the last bucket
+
+    def _go_on(self, total: int) -> None:
+        stopped = self._ask(stop=False)
+        if stopped is not None:
+            raise ConsistencyError(
+                f"hf_weights: rank {stopped} left the loop early, and its shards with it: this rank has "
+                f"{self.given} of {total} tensors.\n  Every rank goes through all of them, or leaves at the same one."
+            )
+
+    def _ask(self, *, stop: bool) -> int | None:
+        """Return a rank that stops, None if all go on; a collective of the world."""
+        flag = torch.tensor(self.mpu.rank + 1 if stop else 0, device=self.mpu.device)
+        if self.mpu.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return int(flag) - 1 if flag else None
+
+    @torch.no_grad()
+    def _written(self, tensor: TensorPlan) -> Iterator[tuple[str, torch.Tensor]]:
+        if tensor.saved_as is not None:
+            yield tensor.saved_as, self._whole(tensor.name)
+            return
+        wholes: dict[str, LazyTensor] = {}
+
+        def stored(name: str) -> LazyTensor:
+            if name not in wholes:
+                wholes[name] = InMemory(self._whole(name))
+            return wholes[name]
+
+        for piece in tensor.pieces:
+            yield piece.name, open_piece(piece, tensor.name, stored).read().to(self.mpu.device)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
+        mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
+        shard = held.full_tensor() if isinstance(held, DTensor) else held
+        shard = shard.detach() if shard is not None else None
+        holders = self.state.holders.get(name, range(mpu.pp.size))
+        if len(holders) < mpu.pp.size:
+            if shard is None:
+                shard = torch.empty(plan.local_shape(mpu.tp.rank), dtype=self.dtypes[name], device=mpu.device)
+            shard = shard.contiguous()
+            dist.broadcast(shard.view(-1).view(torch.uint8), src=mpu.pp.ranks[min(holders)], group=mpu.pp.group)
+        assert shard is not None
+        if plan.layout is not None and mpu.tp.size > 1:
+            return all_gather(shard, mpu.tp, plan.layout)
+        return shard.clone() if held is not None else shard

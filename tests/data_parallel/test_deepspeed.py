@@ -1,0 +1,102 @@
+"""DeepSpeed's engine over a parallelized model, on CPUs and without operations that it would have to compile."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ConfigError
+from tests.compare import same_weights
+from tests.parity import close, language_batches
+from tests.small import gpt2, llama
+from tests.worlds import distributed
+
+LIMIT = 0.5
+
+
+def start() -> Any:
+    """DeepSpeed, with none of its own operations."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    warnings.simplefilter("ignore")  # its own
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)
+    return deepspeed
+
+
+def engine_of(deepspeed: Any, model: Any, stage: int, **changes: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": LIMIT,
+        **changes,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, mpu=model.mpu, config=config)[0]
+
+
+def grouped() -> Any:
+    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
+
+
+@distributed(world_size=4, timeout=240.0)
+def train() -> None:
+    """Losses, norms and weights of two clipped steps of two micro-batches, at tp 2 x dp 2."""
+    deepspeed = start()
+    for build, stages in ((grouped, (0, 1, 2)), (gpt2, (1,))):
+        for stage in stages:
+            plain = build().train()
+            model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+            engine = engine_of(deepspeed, model, stage)
+            reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
+            batches = language_batches(131, count=8)
+            for step in range(2):
+                for number in range(2):
+                    both = batches[4 * step + 2 * number :][:2]
+                    losses = [plain(**batch).loss for batch in both]
+                    (sum(losses) / 4).backward()
+                    loss = engine(**both[model.mpu.dp.rank]).loss
+                    engine.backward(loss)
+                    engine.step()
+                reference_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), LIMIT)
+                assert reference_norm > LIMIT
+                close(loss.detach(), losses[model.mpu.dp.rank].detach(), f"loss of ZeRO {stage}")
+                norm = engine.get_global_grad_norm()
+                if stage:  # without ZeRO it clips and does not say by which norm
+                    close(torch.tensor(float(norm)), reference_norm, f"norm of ZeRO {stage}", 2e-5)
+                reference.step()
+                reference.zero_grad()
+            same_weights(model, plain, 2e-5, f"ZeRO {stage}")
+            engine.destroy()
+            model.mpu.destroy()
+    refuse(deepspeed)
+
+
+def refuse(deepspeed: Any) -> None:
+    """What DeepSpeed would get wrong: half precision with clipping but without ZeRO, and its ZeRO 3."""
+    batch = language_batches(131)[0]
+    for changes, error in (
+        ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
+        ({"zero_optimization": {"stage": 3}}, "has another shape than autopar.initialize gave it"),
+    ):
+        model = autopar.initialize(grouped().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
+        with pytest.raises(ConfigError, match=error):
+            engine = engine_of(deepspeed, model, 0, gradient_accumulation_steps=1, **changes)
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        model.mpu.destroy()
+
+
+def test_losses_norms_and_weights_are_the_plain_models() -> None:
+    pytest.importorskip("deepspeed")
+    train()

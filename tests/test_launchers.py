@@ -1,0 +1,84 @@
+"""Processes that something else than torchrun has started: accelerate's launchers, torch.multiprocessing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TRAIN = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    import autopar
+    from tests.parity import language_batches
+    from tests.small import gpt2
+
+    def train():
+        torch.set_num_threads(1)
+        plain = gpt2().train()
+        model = autopar.initialize(gpt2().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
+        for one in (plain, model):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for batch in language_batches(131):
+                loss = one(**batch).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            one.loss_value = loss.item()
+        assert abs(model.loss_value - plain.loss_value) < 1e-5
+        print(f"rank {model.mpu.rank} of {model.mpu.world_size} is right", flush=True)
+"""
+
+
+def run(folder: Path, script: str, *before: str) -> str:
+    (folder / "script.py").write_text(textwrap.dedent(TRAIN) + textwrap.dedent(script))
+    known = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in known}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *before, str(folder / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    printed = run(tmp_path, "train()", *launch, "--mixed_precision", "no", "--main_process_port", "0")
+    assert all(f"rank {rank} of 2 is right" in printed for rank in range(2)), printed
+
+
+@pytest.mark.slow
+def test_notebook_launcher_and_spawn(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    printed = run(
+        tmp_path,
+        """
+        def spawned(rank, port):
+            dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
+            train()
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            import socket
+            from accelerate import notebook_launcher
+
+            with socket.socket() as one, socket.socket() as two:
+                one.bind(("localhost", 0)), two.bind(("localhost", 0))
+                ports = [one.getsockname()[1], two.getsockname()[1]]
+            notebook_launcher(train, num_processes=2, use_port=str(ports[0]))
+            print("spawn", flush=True)
+            torch.multiprocessing.spawn(spawned, (ports[1],), nprocs=2)
+        """,
+    )
+    notebook, _, spawned = printed.partition("spawn")
+    for part in (notebook, spawned):
+        assert all(f"rank {rank} of 2 is right" in part for rank in range(2)), printed

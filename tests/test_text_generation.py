@@ -1,0 +1,45 @@
+"""What users put around ``generate``: transformers' pipeline and streamers, on a parallelized model."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+
+import autopar
+from tests.pool import pooled
+from tests.small import llama
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(131)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
+
+
+def grouped() -> Any:
+    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1).eval()
+
+
+@pooled(world_size=2)
+def test_pipelines_and_streamers() -> None:
+    words, plain = tokenizer(), grouped()
+    asked = ["w5 w6 w7", "w9 w3"]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = pipeline("text-generation", model=plain, tokenizer=words)(asked, **settings)
+    ids = words(asked[0], return_tensors="pt")["input_ids"]
+    whole = words.decode(plain.generate(ids, **settings)[0])
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+        made = pipeline("text-generation", model=model, tokenizer=words)
+        assert made(asked, **settings) == expected
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            model.generate(ids, streamer=TextStreamer(words), **settings)
+        assert printed.getvalue() == (whole + "\n" if dist.get_rank() == 0 else "")
+        program = TextIteratorStreamer(words)
+        model.generate(ids, streamer=program, **settings)
+        assert "".join(program) == whole  # on every rank
