@@ -1,0 +1,33 @@
+"""What the parts of a parallel trainer know of each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+
+__all__ = ["ParallelBase"]
+
+
+class ParallelBase(Trainer):
+    """transformers' trainer, whose model is parallelized when its ``__init__`` ends.
+
+    Attributes:
+        model: it has ``mpu`` and ``_autopar``.
+        autopar_ready: whether it is parallelized already.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    data_collator: Any
+    model_init: Any
+    compute_loss_func: Any
+    autopar_ready: bool = False
+
+    def _torch_optimizer(self) -> Any:
+        """Return the optimizer without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
