@@ -15,6 +15,7 @@ class ParallelBase(Trainer):
     Attributes:
         model: it has ``mpu`` and ``_autopar``.
         autopar_ready: whether it is parallelized already.
+        autopar_alone: while a loss is computed: whether it is this replica's own, see ``get_tp_size``.
     """
 
     model: Any
@@ -27,6 +28,7 @@ class ParallelBase(Trainer):
     model_init: Any
     compute_loss_func: Any
     autopar_ready: bool = False
+    autopar_alone: bool = False
 
     def _torch_optimizer(self) -> Any:
         """Return the optimizer without accelerate's wrapper."""

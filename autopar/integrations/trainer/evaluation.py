@@ -34,39 +34,58 @@ class EvaluationMixin(ParallelBase):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **others: Any
     ) -> Any:
-        """Evaluate a batch of this replica; samples that only fill it up do not count in the loss."""
-        own = self._own_rows(inputs)
-        if own is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
-        total = rows_of(inputs)
-        divided = self._get_num_items_in_batch([inputs], self.args.device) is not None
-        if divided:
-            labels = inputs["labels"].clone()
-            labels[own:] = -100
-            inputs = {**inputs, "labels": labels}
-        elif own:
-            inputs = _first_rows(inputs, own, total)
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
+        """Evaluate a batch of this replica; the loss is that of the batch of all replicas, on each of them.
+
+        Samples that only fill a batch up do not count in it.
+        """
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        summed = self._sums_over_replicas(inputs) and not generates
+        self.autopar_alone = not summed
+        try:
+            if self.model.mpu.dp.size == 1:
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
+            own, rows = self._own_rows(inputs), rows_of(inputs)
+            if summed:
+                batch = _without_labels(inputs, own)
+            else:
+                batch = _first_rows(inputs, own, rows) if own else inputs
+            loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, ignore_keys, **others)
+        finally:
+            self.autopar_alone = False
         if loss is not None:
-            weight = 1.0 if divided else float(own)
-            loss = self._mean_over_replicas(loss if own or divided else torch.zeros_like(loss), weight)
-        if not divided and own:
-            logits, labels = _refill(logits, own, total), _refill(labels, own, total)
+            loss = self._mean_over_replicas(loss, 1.0 if summed else self._weight(inputs, own))
+        if not summed and 0 < own < rows:
+            logits, labels = _refill(logits, own, rows), _refill(labels, own, rows)
         return loss, logits, labels
 
-    def _own_rows(self, inputs: Any) -> int | None:
-        """Return how many samples of this replica's batch belong to the dataset; None if all do, on every replica."""
-        state, dp = self.accelerator.gradient_state, self.model.mpu.dp
-        if dp.size == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return None
-        rows = rows_of(inputs)
-        return max(0, min(rows, state.remainder - dp.rank * rows))
+    def _own_rows(self, inputs: Any) -> int:
+        """Return how many samples of this replica's batch belong to the dataset."""
+        state, rows = self.accelerator.gradient_state, rows_of(inputs)
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return int(max(0, min(rows, state.remainder - self.model.mpu.dp.rank * rows)))
+
+    def _weight(self, inputs: Any, own: int) -> float:
+        """Return how much a mean over this replica's labels, or samples, counts."""
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return float(own)
+        labels = labels[:own, 1:] if getattr(self, "_loss_shifts_labels", False) else labels[:own]
+        return float(labels.ne(-100).sum())
 
     def _mean_over_replicas(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         dp = self.model.mpu.dp
-        both = torch.stack([loss.double() * weight, torch.tensor(weight, dtype=torch.float64, device=loss.device)])
+        share = loss.double() * weight if weight else torch.zeros_like(loss, dtype=torch.float64)
+        both = torch.stack([share, torch.full_like(share, weight)])
         dist.all_reduce(both, group=dp.group)
         return (both[0] / both[1]).to(loss.dtype)
+
+
+def _without_labels(inputs: Any, own: int) -> Any:
+    """Let the samples after the first ``own`` count nothing in a sum over labels."""
+    labels = inputs["labels"].clone()
+    labels[own:] = -100
+    return {**inputs, "labels": labels}
 
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:

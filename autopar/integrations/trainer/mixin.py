@@ -152,10 +152,6 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
 
     # -- what the trainer counts --------------------------------------------------------------------------------------
 
-    def get_tp_size(self) -> int:
-        """Return 1: the processes that the accelerator counts are replicas."""
-        return 1
-
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step, of all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.mpu.dp.size)

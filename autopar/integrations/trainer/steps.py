@@ -12,6 +12,7 @@ from transformers.trainer_utils import seed_worker
 
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
 from autopar.integrations.trainer.base import ParallelBase
+from autopar.pipeline_parallel.microbatch import divides_by_items
 
 __all__ = ["StepMixin"]
 
@@ -34,7 +35,11 @@ class StepMixin(ParallelBase):
         if ours.mpu.pp.size > 1:
             loss = self._staged_step(ours, inputs, num_items_in_batch)
         else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            self.autopar_alone = not self._sums_over_replicas(inputs)
+            try:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            finally:
+                self.autopar_alone = False
         if self.accelerator.sync_gradients:
             average_gradients(ours)
         return loss
@@ -43,16 +48,32 @@ class StepMixin(ParallelBase):
         """Run a batch through the stages; the loss on all of them."""
         model.train()
         batch = dict(self._prepare_inputs(inputs))
-        scale = 1.0
+        scale = float(model.mpu.dp.size) if self._sums_over_replicas(batch) else 1.0
         if self.model_accepts_loss_kwargs and num_items is not None:
             batch["num_items_in_batch"] = num_items
-            scale *= self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
         else:
             scale /= self.current_gradient_accumulation_steps
         scaling = _Scaling(scale, getattr(self._torch_optimizer(), "scale_loss", None))
         with model.no_sync():
             out = model.execute_pipeline(batch, optimizer=scaling, broadcast_loss=True)
         return out.loss.to(self.args.device) * scale
+
+    def get_tp_size(self) -> int:
+        """Return 1: the processes that the accelerator counts are replicas.
+
+        The trainer multiplies a loss by their number over this. Around a loss that is a mean over this replica's
+        labels, and no share of a sum over all replicas, it is their number: their average is the mean already.
+        """
+        return int(self.accelerator.num_processes) if self.autopar_alone else 1
+
+    def _sums_over_replicas(self, inputs: Any) -> bool:
+        """Whether the loss of a batch is divided by the labels of all replicas, so that their losses add up."""
+        if not (self.args.average_tokens_across_devices and "labels" in inputs):
+            return False
+        if self.compute_loss_func is not None:
+            return True
+        divides = self.label_smoother is not None or divides_by_items(self.model, {**inputs, "num_items_in_batch": 1})
+        return bool(self.model_accepts_loss_kwargs) and divides
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         if self._norm is not None:
