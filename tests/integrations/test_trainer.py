@@ -59,7 +59,7 @@ def config(tp, pp=1, **more):
 def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
     from autopar.integrations import ParallelTrainer
 
-    replicas = dist.get_world_size() // (tp * pp)
+    replicas = max(1, dist.get_world_size() // (tp * pp))
     return ParallelTrainer(
         model=llama() if model is None else model,
         args=arguments(folder, replicas, **changes),

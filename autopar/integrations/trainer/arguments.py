@@ -14,6 +14,8 @@ from autopar.errors import ConfigError
 
 __all__ = ["check_arguments", "check_parallelized", "check_stages", "merge_arguments", "parse_parallel_config"]
 
+_OF_WHOLE_MATRICES = ("galore", "apollo", "lomo", "adalomo", "stable_adamw")
+
 
 def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelConfig:
     """Return the config that ``parallel_config`` and ``args.parallelism_config`` ask for.
@@ -72,8 +74,9 @@ def merge_arguments(config: ParallelConfig, args: Any) -> ParallelConfig:
     _check_clipping(config, args)
     clipping = float(args.max_grad_norm or 0.0) if precision == "fp16" else 0.0
     recomputed = config.activation_checkpointing or _recomputes(args)
-    changes = {"precision": precision, "gradient_clipping": clipping, "activation_checkpointing": recomputed}
-    return dataclasses.replace(config, **changes)
+    return dataclasses.replace(
+        config, precision=precision, gradient_clipping=clipping, activation_checkpointing=recomputed
+    )
 
 
 def _recomputes(args: Any) -> bool:
@@ -171,13 +174,23 @@ def _not_made_right(args: Any) -> Iterator[str]:
         yield "accelerator_config.even_batches=False: a replica with fewer batches would keep the others waiting"
     if args.eval_use_gather_object:
         yield "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded"
-    if args.optim in ("lomo", "adalomo"):
-        yield f"args.optim={args.optim} steps inside of backward, where gradients are not averaged yet"
+    optim = getattr(args.optim, "value", args.optim)
+    if optim.startswith(_OF_WHOLE_MATRICES):
+        yield (
+            f"args.optim={optim} makes its steps from whole matrices, or inside of backward, and a rank has shards: "
+            "take one that works element by element (adamw_torch, sgd ...)"
+        )
 
 
 def check_stages(config: ParallelConfig, trainer: Any) -> None:
     """Raise ConfigError for what a trainer does around the forward of a model, where stages have no such place."""
     stages, args = config.pipeline_parallel_size, trainer.args
+    if getattr(args, "loss_type", None) == "chunked_nll" and config.tensor_parallel_size * stages > 1:
+        raise ConfigError(
+            "args.loss_type='chunked_nll' multiplies by lm_head.weight itself, of which a rank has a shard\n"
+            "  loss_type='nll' takes the loss from sharded logits; with loss: {chunk: 2048} in parallel_config, from as "
+            "many tokens at a time."
+        )
     if stages == 1:
         return
     name = type(trainer).__name__

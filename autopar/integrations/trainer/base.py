@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import Trainer
 
+from autopar.pipeline_parallel.microbatch import divides_by_items
+
 __all__ = ["ParallelBase"]
 
 
@@ -33,3 +35,12 @@ class ParallelBase(Trainer):
     def _torch_optimizer(self) -> Any:
         """Return the optimizer without accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _sums_over_replicas(self, inputs: Any) -> bool:
+        """Whether the loss of a batch is divided by the labels of all replicas, so that their losses add up."""
+        if not (self.args.average_tokens_across_devices and "labels" in inputs):
+            return False
+        if self.compute_loss_func is not None:
+            return True
+        divides = self.label_smoother is not None or divides_by_items(self.model, {**inputs, "num_items_in_batch": 1})
+        return bool(self.model_accepts_loss_kwargs) and divides

@@ -12,7 +12,6 @@ from transformers.trainer_utils import seed_worker
 
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
 from autopar.integrations.trainer.base import ParallelBase
-from autopar.pipeline_parallel.microbatch import divides_by_items
 
 __all__ = ["StepMixin"]
 
@@ -65,15 +64,6 @@ class StepMixin(ParallelBase):
         labels, and no share of a sum over all replicas, it is their number: their average is the mean already.
         """
         return int(self.accelerator.num_processes) if self.autopar_alone else 1
-
-    def _sums_over_replicas(self, inputs: Any) -> bool:
-        """Whether the loss of a batch is divided by the labels of all replicas, so that their losses add up."""
-        if not (self.args.average_tokens_across_devices and "labels" in inputs):
-            return False
-        if self.compute_loss_func is not None:
-            return True
-        divides = self.label_smoother is not None or divides_by_items(self.model, {**inputs, "num_items_in_batch": 1})
-        return bool(self.model_accepts_loss_kwargs) and divides
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         if self._norm is not None:
