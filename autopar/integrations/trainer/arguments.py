@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import Trainer
-
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 
@@ -185,12 +183,6 @@ def _not_made_right(args: Any) -> Iterator[str]:
 def check_stages(config: ParallelConfig, trainer: Any) -> None:
     """Raise ConfigError for what a trainer does around the forward of a model, where stages have no such place."""
     stages, args = config.pipeline_parallel_size, trainer.args
-    if getattr(args, "loss_type", None) == "chunked_nll" and config.tensor_parallel_size * stages > 1:
-        raise ConfigError(
-            "args.loss_type='chunked_nll' multiplies by lm_head.weight itself, of which a rank has a shard\n"
-            "  loss_type='nll' takes the loss from sharded logits; with loss: {chunk: 2048} in parallel_config, from as "
-            "many tokens at a time."
-        )
     if stages == 1:
         return
     name = type(trainer).__name__
@@ -198,7 +190,7 @@ def check_stages(config: ParallelConfig, trainer: Any) -> None:
         f"args.label_smoothing_factor={args.label_smoothing_factor}": bool(args.label_smoothing_factor),
         "args.neftune_noise_alpha": args.neftune_noise_alpha is not None,
         "compute_loss_func": trainer.compute_loss_func is not None,
-        f"{name}.compute_loss": type(trainer).compute_loss is not Trainer.compute_loss,
+        f"{name}.compute_loss": trainer.has_own_loss(),
     }
     for what in (what for what, wanted in reasons.items() if wanted):
         raise ConfigError(

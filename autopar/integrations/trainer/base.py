@@ -17,6 +17,7 @@ class ParallelBase(Trainer):
     Attributes:
         model: it has ``mpu`` and ``_autopar``.
         autopar_ready: whether it is parallelized already.
+        autopar_counted: whether the last loss was given the number of items to divide by.
         autopar_alone: while a loss is computed: whether it is this replica's own, see ``get_tp_size``.
     """
 
@@ -31,6 +32,18 @@ class ParallelBase(Trainer):
     compute_loss_func: Any
     autopar_ready: bool = False
     autopar_alone: bool = False
+    autopar_counted: bool = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as the trainer does; and remember whether it is divided by the items of all replicas."""
+        given = args[1] if len(args) > 1 else kwargs.get("num_items_in_batch")
+        self.autopar_counted = given is not None
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def has_own_loss(self) -> bool:
+        """Whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
+        homes = [home for home in type(self).__mro__ if "compute_loss" in vars(home)]
+        return next(home for home in homes if home is not ParallelBase) is not Trainer
 
     def _torch_optimizer(self) -> Any:
         """Return the optimizer without accelerate's wrapper."""

@@ -40,21 +40,24 @@ class EvaluationMixin(ParallelBase):
         """
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
         summed = self._sums_over_replicas(inputs) and not generates
-        self.autopar_alone = not summed
+        self.autopar_alone, self.autopar_counted = not summed, False
         try:
             if self.model.mpu.dp.size == 1:
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
             own, rows = self._own_rows(inputs), rows_of(inputs)
             if summed:
                 batch = _without_labels(inputs, own)
+            elif own == rows or not own or self.has_own_loss():  # which may gather over the replicas
+                batch = inputs
             else:
-                batch = _first_rows(inputs, own, rows) if own else inputs
+                batch = _first_rows(inputs, own, rows)
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, ignore_keys, **others)
         finally:
             self.autopar_alone = False
         if loss is not None:
-            loss = self._mean_over_replicas(loss, 1.0 if summed else self._weight(inputs, own))
-        if not summed and 0 < own < rows:
+            divided = summed and self.autopar_counted  # by the labels of all replicas
+            loss = self._mean_over_replicas(loss, 1.0 if divided else self._weight(inputs, own))
+        if rows_of(batch) < rows:
             logits, labels = _refill(logits, own, rows), _refill(labels, own, rows)
         return loss, logits, labels
 

@@ -24,6 +24,7 @@ from autopar.integrations.trainer.arguments import (
 )
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.evaluation import EvaluationMixin
+from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.steps import StepMixin
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
                 "TrainingArguments start the process group before anything else does, or set use_cpu"
             )
         self.args._n_gpu = 1
+        if has_fused_head(model):
+            give_whole_head(model)
         show_replicas(self.accelerator, model, model.mpu)
         self._watch_norm()
         self.autopar_ready = True
