@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer
 
+from autopar.errors import ConfigError
 from tests.integrations.runs import (
     arguments,
     assert_same,
@@ -23,6 +25,7 @@ from tests.integrations.runs import (
 )
 from tests.pool import pooled
 from tests.small import llama
+from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 
@@ -154,3 +157,51 @@ def classify_on_four_ranks(folder, tp, pp):
         trainer.train()
         expected = json.loads((folder / "classes.json").read_text())
         assert torch.allclose(torch.tensor(history(trainer)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+class Stream(IterableDataset):
+    """The samples without a length."""
+
+    def __iter__(self):
+        yield from samples(40)
+
+
+@pooled(world_size=2)
+def streamed(folder, tp):
+    """Every replica takes its part of a stream, which each rank reads."""
+    from autopar.integrations import ParallelTrainer
+
+    with launched():
+        args = arguments(folder, 2 // tp, max_steps=4, activation_checkpointing=True)
+        trainer = ParallelTrainer(
+            llama(),
+            args,
+            train_dataset=Stream(),
+            data_collator=collate,
+            parallel_config=config(tp),
+        )
+        assert trainer.model.is_activation_checkpointing
+        trainer.train()
+        path = folder / "stream.json"
+        if tp == 2 and dist.get_rank() == 0:
+            path.write_text(json.dumps(history(trainer)))
+        if tp == 1:
+            expected = torch.tensor(json.loads(path.read_text()))
+            assert torch.allclose(torch.tensor(history(trainer)), expected, rtol=1e-5, atol=1e-5)
+            with raises_everywhere(ConfigError, "without a length over 2 replicas"):
+                trainer.evaluate(Stream())
+
+
+def test_streams_and_recomputed_activations(tmp_path):
+    """Two replicas take the batches that one takes."""
+    streamed(tmp_path, 2)
+    streamed(tmp_path, 1)
+
+
+@pooled(world_size=4)
+def test_workers_of_a_replica_are_seeded_alike(tmp_path):
+    """Their random augmentations are those of one batch, which the ranks of a replica share."""
+    with launched():
+        trainer = trainer_of(tmp_path, 2, dataloader_num_workers=1)
+        worker = trainer.get_train_dataloader().worker_init_fn
+        assert worker.keywords == {"num_workers": 1, "rank": trainer.mpu.dp.rank}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 import autopar
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError
 from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.integrations.test_trainer import config, trainer_of
 from tests.pool import pooled
@@ -30,18 +30,20 @@ def losses(trainer):
 @pooled(world_size=1)
 def half_on_one_process(folder, dtype):
     with launched():
-        torch.save(losses(trainer_of(folder, 1, **{dtype: True})), folder / f"{dtype}.pt")
+        trainer = trainer_of(folder, 1, **{dtype: True})
+        torch.save([losses(trainer), trainer.evaluate()["eval_loss"]], folder / f"{dtype}.pt")
 
 
 @pooled(world_size=4)
-def half_on_four_ranks(folder, dtype):
+def half_on_four_ranks(folder, dtype, pp):
     """``args.bf16`` and ``args.fp16`` are the config's precision; clipped by the norm that is logged."""
     with launched():
-        trainer = trainer_of(folder, 2, **{dtype: True}, parallel={"zero": {"stage": 1}})
+        trainer = trainer_of(folder, 2, pp, **{dtype: True}, parallel={"zero": {"stage": 1}})
         assert trainer.model._autopar.config.precision == dtype
         mine = losses(trainer)
-        expected = torch.load(folder / f"{dtype}.pt")
+        expected, evaluated = torch.load(folder / f"{dtype}.pt")
         torch.testing.assert_close(mine, expected, rtol=3e-2 if dtype == "bf16" else 5e-3, atol=1e-3)
+        assert abs(trainer.evaluate()["eval_loss"] - evaluated) < 3e-2
         assert trainer.model.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         assert trainer.optimizer.optimizer.skipped_steps == 0
 
@@ -49,7 +51,8 @@ def half_on_four_ranks(folder, dtype):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision(tmp_path, dtype):
     half_on_one_process(tmp_path, dtype)
-    half_on_four_ranks(tmp_path, dtype)
+    half_on_four_ranks(tmp_path, dtype, 1)
+    half_on_four_ranks(tmp_path, dtype, 2)
 
 
 @pooled(world_size=2)
@@ -99,6 +102,8 @@ def test_the_plain_trainer_names_this_one(tmp_path):
         trainer = Trainer(model, arguments(tmp_path, 1), data_collator=collate, train_dataset=samples(8))
         with raises_everywhere(ConfigError, "DistributedDataParallel over ranks [0, 1]", "ParallelTrainer"):
             trainer.train()
+        with raises_everywhere(ConsistencyError, "got different inputs", "autopar.integrations.ParallelTrainer"):
+            trainer.evaluate(samples(8))
 
 
 @pooled(world_size=4)
@@ -169,6 +174,17 @@ def test_what_is_refused(tmp_path):
         model.hf_device_map = {"": "cpu"}
         with raises_everywhere(ConfigError, "device_map"):
             trainer_of(tmp_path, 2, model=model)
+        model = llama()
+        model.peft_config = {}
+        with raises_everywhere(ConfigError, "LlamaForCausalLM has adapters of PEFT", "merge_and_unload"):
+            trainer_of(tmp_path, 2, model=model)
+        for name in ("fsdp", "deepspeed", "use_liger_kernel"):
+            args = arguments(tmp_path, 1)
+            setattr(args, name, True)
+            with raises_everywhere(ConfigError, f"args.{name}"):
+                ParallelTrainer(llama(), args, parallel_config=config(2))
+        with raises_everywhere(ConfigError, "model_init="):
+            ParallelTrainer(model_init=llama, args=arguments(tmp_path, 1), parallel_config=config(2))
         with raises_everywhere(ConfigError, "does not divide"):
             trainer_of(tmp_path, 3)
         trainer = trainer_of(tmp_path, 2)

@@ -48,7 +48,8 @@ def on_four_ranks(folder, tp, pp):
 def evaluate_all(folder, tp, pp):
     """Every kind of evaluation; with more than one rank compared with what one process left in the folder."""
     world = dist.get_world_size()
-    found = {name: evaluate(folder, tp, pp, count=21, **KINDS[name]) for name in KINDS}
+    kinds = KINDS if pp == 1 else ["kept on the CPU", "loss alone"]
+    found = {name: evaluate(folder, tp, pp, count=21, **KINDS[name]) for name in kinds}
     found["few samples"] = evaluate(folder, tp, pp, count=5)
     found["one sample"] = evaluate(folder, tp, pp, count=1)
     found["chosen tokens"] = evaluate(folder, tp, pp, count=21, choose=True)

@@ -96,6 +96,11 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
                 "the model was loaded with device_map, which spreads it over devices: load it without, or with "
                 "autopar.from_pretrained"
             )
+        if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+            raise ConfigError(
+                f"{type(model).__name__} has adapters of PEFT, which the folders of a parallel trainer would not keep "
+                "apart from the model: merge them first (model.merge_and_unload())"
+            )
         world = dist.get_world_size() if dist.is_initialized() else self.args.world_size
         if world != self.args.world_size:
             raise ConfigError(
@@ -133,7 +138,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         state = model._autopar
         check_parallelized(state.config, self.args, self.optimizer, state.step)
         ours, theirs = model.mpu.device, self.args.device
-        if ours.type != theirs.type or (ours.type != "cpu" and ours.index != theirs.index):
+        elsewhere = ours.type == "cuda" and theirs.index not in (None, ours.index)
+        if ours.type != theirs.type or elsewhere:
             raise ConfigError(
                 f"the model computes on {ours}, and args.device is {theirs}: let "
                 "TrainingArguments start the process group before anything else does, or set use_cpu"
