@@ -56,6 +56,7 @@ def evaluate_all(folder, tp, pp):
     found["classes"] = classify(folder, tp, pp)
     if pp == 1:
         found["generated"] = generate(folder, tp)
+        found["generated, sharded over replicas"] = generate(folder, tp, {"zero": {"stage": 3}})
     if world == 1:
         (folder / "found.json").write_text(json.dumps(found))
         return
@@ -67,7 +68,7 @@ def evaluate_all(folder, tp, pp):
             np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-5, err_msg=f"{name}: {key}")
 
 
-def parallel(kind, folder, tp, pp, model, count, seq2seq=False, **others):
+def parallel(kind, folder, tp, pp, model, args=None, changes=None, sections=None, **others):
     """A trainer of transformers on one process, a parallel one in a world."""
     import transformers
 
@@ -77,11 +78,11 @@ def parallel(kind, folder, tp, pp, model, count, seq2seq=False, **others):
     more = {}
     if world > 1:
         kind = f"Parallel{kind}"
-        more = {"parallel_config": {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}}
-    changes = others.pop("changes", {})
-    args = arguments(folder / "run", world // (tp * pp), **changes) if not seq2seq else None
+        sizes = {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}
+        more = {"parallel_config": {**sizes, **(sections or {})}}
+    args = args or arguments(folder / "run", world // (tp * pp), **(changes or {}))
     return getattr(integrations if world > 1 else transformers, kind)(
-        model=model, args=others.pop("args", args), **{"data_collator": collate, **others, **more}
+        model=model, args=args, **{"data_collator": collate, **others, **more}
     )
 
 
@@ -110,7 +111,6 @@ def evaluate(folder, tp, pp, count, choose=False, **changes):
         tp,
         pp,
         llama(),
-        count,
         compute_metrics=compute,
         preprocess_logits_for_metrics=(lambda logits, labels: logits.argmax(-1)) if choose else None,
         changes=changes,
@@ -140,12 +140,12 @@ def classify(folder, tp, pp):
     def compute(prediction):
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    trainer = parallel("Trainer", folder, tp, pp, model, 11, data_collator=pad, compute_metrics=compute)
+    trainer = parallel("Trainer", folder, tp, pp, model, data_collator=pad, compute_metrics=compute)
     found = trainer.evaluate(rows)
     return {name: found[name] for name in ("eval_loss", "eval_accuracy")}
 
 
-def generate(folder, tp):
+def generate(folder, tp, sections=None):
     """Greedy tokens of an encoder-decoder."""
     from transformers import Seq2SeqTrainingArguments
 
@@ -164,7 +164,7 @@ def generate(folder, tp):
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = parallel("Seq2SeqTrainer", folder, tp, 1, model, 5, seq2seq=True, args=args)
+    trainer = parallel("Seq2SeqTrainer", folder, tp, 1, model, args=args, sections=sections)
     predicted = trainer.predict(samples(5, 4))
     assert len(predicted.predictions) == 5
     return {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from autopar.api import initialize
 from autopar.config import ParallelConfig
@@ -145,6 +146,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
                 "TrainingArguments start the process group before anything else does, or set use_cpu"
             )
         self.args._n_gpu = 1
+        if state.config.zero_stage == 3 and hasattr(model, "generate"):
+            register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
         if has_fused_head(model):
             give_whole_head(model)
         show_replicas(self.accelerator, model, model.mpu)
