@@ -15,6 +15,7 @@ ROWS = [
     ["deferred_init", "dry_run"],
     ["api", "split"],
     ["pretrained", "cli"],
+    ["integrations"],
     ["__init__", "__main__"],
 ]
 ROOT = Path(__file__).parents[1] / "autopar"

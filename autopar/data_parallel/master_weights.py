@@ -74,6 +74,9 @@ def to_half(
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point() and not stays_fp32(name):
             buffer.data = buffer.data.to(dtype)
+    pipeline = vars(model).get("_autopar_pipeline")
+    if pipeline is not None:  # what stands for the weights of other stages
+        pipeline.released.halve(dtype, stays_fp32)
 
 
 def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:

@@ -120,7 +120,8 @@ def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
     return (
         f"{what} over ranks {_listed(ranks)} would take their different shards of the model for one: with "
         f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
-        f"{_listed(mpu.dp.ranks)}. Give it {remedy}."
+        f"{_listed(mpu.dp.ranks)}. Give it {remedy}.\n"
+        "  Where transformers' Trainer makes it: autopar.integrations.ParallelTrainer instead."
     )
 
 

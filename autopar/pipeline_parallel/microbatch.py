@@ -26,6 +26,7 @@ from autopar.pipeline_parallel.p2p import map_tensors
 __all__ = [
     "batch_size",
     "default_reduction",
+    "divides_by_items",
     "label_count",
     "merge_outputs",
     "next_batch",
@@ -152,7 +153,7 @@ def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -
     """
     reason = _no_mean_over_labels(model, batch)
     if reason is None:
-        return "sum" if _divides_by_items(model, batch) else "tokens"
+        return "sum" if divides_by_items(model, batch) else "tokens"
     if microbatches > 1:
         raise ConfigError(
             f"execute_pipeline: the loss of {type(model).__name__} over {microbatches} micro-batches is not the mean "
@@ -184,7 +185,7 @@ def _no_mean_over_labels(model: Any, batch: Mapping[str, Any]) -> str | None:
     return "it has the routers' auxiliary loss (output_router_logits)" if asked else None
 
 
-def _divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
+def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     """Whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``."""
     labels = batch.get("shift_labels", batch.get("labels"))
     if batch.get("num_items_in_batch") is None or not getattr(model, "accepts_loss_kwargs", True):

@@ -8,7 +8,7 @@ values are not a number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,19 @@ class ReleasedWeights:
         self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
         self.emptied: list[nn.Module] = []
+
+    def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
+        """Give what stands for the tensors of other stages the dtype that these have there; the objects stay.
+
+        What the model's code makes of them (rotary tables, masks) has the dtype of the whole model then.
+        """
+        for name, placeholder in self.placeholders.items():
+            if placeholder.is_floating_point():
+                now = torch.float32 if stays_fp32(name) else dtype
+                placeholder.data = _placeholder(now, placeholder.device).expand(placeholder.shape)
+        for module in self.emptied:
+            like: Any = module._autopar_like
+            module._autopar_like = _placeholder(dtype, like.device)
 
 
 class _Emptied:

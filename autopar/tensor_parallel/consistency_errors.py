@@ -57,7 +57,8 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
         head = f"{group} got different inputs ({len(calls)} argument{'s' if len(calls) != 1 else ''}):"
         hint = (
             "  They share one model replica and need the same batch: shard the data by mpu.get_data_parallel_rank()\n"
-            "  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu)."
+            "  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu); instead of transformers' Trainer\n"
+            "  autopar.integrations.ParallelTrainer."
         )
     return "\n".join([head, *lines, hint, _TURN_OFF])
 

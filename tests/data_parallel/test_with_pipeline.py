@@ -104,3 +104,17 @@ def test_fp16_one_verdict_for_stages_and_replicas():
             same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
             assert all(same) == (step == 1) == optimizer.step_was_skipped
         assert optimizer.loss_scale == 512 and optimizer.skipped_steps == 1
+
+
+@pooled(world_size=2)
+def test_rotary_tables_of_a_later_stage_have_the_dtype_of_the_model():
+    """They are made of embeddings that lie on another stage."""
+    losses = []
+    for stages in (1, 2):
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        sizes = {"model_parallelism": {"pipeline_parallel_size": stages}, "precision": {"dtype": "bf16"}}
+        model, optimizer = autopar.initialize(model, sizes, optimizer=optimizer)
+        batch = {"input_ids": IDS[:4], "labels": IDS[:4]}
+        losses.append(model.train().execute_pipeline(batch, optimizer=optimizer, broadcast_loss=True).loss)
+    close(losses[1], losses[0], "loss", 1e-3)

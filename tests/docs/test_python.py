@@ -20,17 +20,19 @@ from typer.testing import CliRunner
 
 from autopar.cli import app
 from tests.docs.pages import DOCS, PAGES, README, codes
+from tests.integrations.runs import launched
 from tests.small import gpt2
 from tests.worlds import distributed
 
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
 RUN = {
     README: 1,
-    DOCS / "launching.md": 1,
-    DOCS / "training.md": 2,
-    DOCS / "checkpoints.md": 2,
-    DOCS / "policies.md": 3,
     DOCS / "coming-from.md": 4,
+    DOCS / "checkpoints.md": 2,
+    DOCS / "launching.md": 1,
+    DOCS / "policies.md": 3,
+    DOCS / "trainer.md": 1,
+    DOCS / "training.md": 2,
 }
 
 
@@ -163,3 +165,17 @@ def test_coming_from_others(tmp_path: Path) -> None:
     for name in ("from-accelerate", "from-oslo"):
         trained = AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight
         assert torch.equal(trained, gpt2().lm_head.weight) == (name == "from-oslo")
+
+
+@distributed(world_size=2)
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    with launched():
+        names = run(DOCS / "trainer.md", tmp_path)
+        trainer = names["trainer"]
+        assert trainer.state.global_step == 4 and trainer.mpu.tp.size == 2
+        assert {"checkpoint-2", "checkpoint-4"} <= {path.name for path in (tmp_path / "run").iterdir()}
+        ids = names["dataset"].ids[:2]
+        with torch.no_grad():
+            mine, whole = (model.eval()(input_ids=ids).logits for model in (trainer.model, names["plain"]))
+        assert torch.allclose(mine, whole, atol=1e-5)

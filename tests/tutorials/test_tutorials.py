@@ -241,6 +241,14 @@ def test_11_the_third_policy_holds_and_losses_are_those_of_one_process(printed: 
     assert number(text, "logits differ by #") < 1e-5
 
 
+def test_14_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["14_trainer"]
+    assert number(text, "resumed after 2 steps: largest difference of losses: #") == 0
+    assert number(text.partition("one process")[2], "largest difference of losses: #") < 1e-5
+    assert number(text, "logits differ by #") < 1e-5
+    assert "held out: 11 sequences" in text
+
+
 def test_17_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
     text = printed["17_survive_a_lost_rank"]  # here without restarts, so nothing is lost
     assert "attempt 1: loss" in text

@@ -1,0 +1,199 @@
+"""The parallel config of a trainer: from what the user gives and ``TrainingArguments`` ask for; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from autopar.config import ParallelConfig
+from autopar.errors import ConfigError
+
+__all__ = ["check_arguments", "check_parallelized", "check_stages", "merge_arguments", "parse_parallel_config"]
+
+_OF_WHOLE_MATRICES = ("galore", "apollo", "lomo", "adalomo", "stable_adamw")
+
+
+def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelConfig:
+    """Return the config that ``parallel_config`` and ``args.parallelism_config`` ask for.
+
+    Args:
+        given: what ``initialize`` takes, or accelerate's ``ParallelismConfig``; None takes ``args.parallelism_config``.
+        args: ``TrainingArguments``.
+
+    Raises:
+        ConfigError: both are given, or the sizes are none that autopar has or that fit the world.
+    """
+    theirs = args.parallelism_config
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        raise ConfigError(
+            "accelerate's launcher set a parallelism config (ACCELERATE_USE_PARALLELISM_CONFIG=true), which would "
+            "shard the model a second time\n  Launch without it, and give the sizes as parallel_config=."
+        )
+    if theirs is not None and given is not None:
+        raise ConfigError("parallel_config and args.parallelism_config are both given: leave one of them out")
+    given = theirs if given is None else given
+    if hasattr(given, "dp_replicate_size") and hasattr(given, "tp_size"):
+        given = _from_accelerate(given, world_size)
+    return ParallelConfig.parse(given, world_size)
+
+
+def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
+    for name in ("cp_size", "sp_size"):
+        if getattr(sizes, name) > 1:
+            raise ConfigError(f"ParallelismConfig.{name}={getattr(sizes, name)}: autopar does not split sequences; 1")
+    if sizes.dp_replicate_size > 1 and sizes.dp_shard_size > 1:
+        raise ConfigError(
+            f"ParallelismConfig has dp_replicate_size={sizes.dp_replicate_size} and dp_shard_size="
+            f"{sizes.dp_shard_size}: autopar shards over all replicas or over none\n"
+            f"  dp_shard_size={sizes.dp_replicate_size * sizes.dp_shard_size} shards over all (ZeRO-3)."
+        )
+    if sizes.total_size not in (1, world_size):
+        raise ConfigError(
+            f"ParallelismConfig: dp_replicate_size={sizes.dp_replicate_size} x dp_shard_size={sizes.dp_shard_size} x "
+            f"tp_size={sizes.tp_size} = {sizes.total_size} is not the world of {world_size} processes"
+        )
+    return ParallelConfig(tensor_parallel_size=sizes.tp_size, zero_stage=3 if sizes.dp_shard_size > 1 else 0)
+
+
+def merge_arguments(config: ParallelConfig, args: Any) -> ParallelConfig:
+    """Return ``config`` with what ``args`` ask for: precision, clipping and activation checkpointing.
+
+    Clipping is the trainer's own, before the step; in fp16 the optimizer's, which takes the loss scale off first.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    asked = _precision_of(args)
+    if asked != "fp32" and config.precision not in ("fp32", asked):
+        raise ConfigError(f"args ask for {asked}, and precision.dtype={config.precision}: write one of them")
+    precision = asked if asked != "fp32" else config.precision
+    _check_clipping(config, args)
+    clipping = float(args.max_grad_norm or 0.0) if precision == "fp16" else 0.0
+    recomputed = config.activation_checkpointing or _recomputes(args)
+    return dataclasses.replace(
+        config, precision=precision, gradient_clipping=clipping, activation_checkpointing=recomputed
+    )
+
+
+def _recomputes(args: Any) -> bool:
+    return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+
+
+def _precision_of(args: Any) -> str:
+    """What ``args.bf16``, ``args.fp16`` or accelerate's launcher ask for."""
+    asked: str = {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision)
+    if asked not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(f"mixed precision {asked}: autopar has fp32, bf16 and fp16")
+    return asked
+
+
+def _check_clipping(config: ParallelConfig, args: Any) -> None:
+    if config.gradient_clipping and config.gradient_clipping != args.max_grad_norm:
+        raise ConfigError(
+            f"gradient_clipping={config.gradient_clipping:g} and args.max_grad_norm={args.max_grad_norm:g}: the "
+            "trainer clips by max_grad_norm; write the same number there, or leave gradient_clipping out"
+        )
+
+
+def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: Any) -> None:
+    """Check that ``args`` fit a model that was parallelized before the trainer was made.
+
+    Args:
+        config: of the model.
+        optimizer: that the trainer got.
+        step: what happens around the step of the model's optimizer; None without one.
+
+    Raises:
+        ConfigError: they ask for another precision or norm, or the trainer would step another optimizer.
+    """
+    asked = _precision_of(args)
+    if asked not in ("fp32", config.precision):
+        raise ConfigError(
+            f"args ask for {asked}, and the model was parallelized with precision.dtype={config.precision}\n"
+            f"  Write precision: {{dtype: {asked}}} into its config, or give the plain model."
+        )
+    _check_clipping(config, args)
+    if config.precision == "fp16" and args.max_grad_norm != config.gradient_clipping:
+        raise ConfigError(
+            f"args.max_grad_norm={args.max_grad_norm:g}, and the model was parallelized with precision.dtype=fp16 and "
+            f"gradient_clipping={config.gradient_clipping:g}: in fp16 the optimizer clips. Write the same number."
+        )
+    if step is not None and optimizer is not step.optimizer:
+        raise ConfigError(
+            "the model was parallelized together with an optimizer, which does its ZeRO, precision or clipping: give "
+            "the trainer that one,\n  optimizers=(optimizer, None), or the plain model."
+        )
+
+
+def check_arguments(args: Any) -> None:
+    """Raise ConfigError for what a parallelized model cannot do in a trainer; lists all that is asked for."""
+    problems = [*_other_wrappers(args), *_not_made_right(args)]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems[:8], 1)]
+        raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
+
+
+def _other_wrappers(args: Any) -> Iterator[str]:
+    if args.fsdp:
+        yield "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2"
+    if args.deepspeed:
+        yield "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config"
+    if args.torch_compile:
+        yield "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config"
+    if args.use_liger_kernel:
+        yield "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before"
+
+
+def _not_made_right(args: Any) -> Iterator[str]:
+    if args.auto_find_batch_size:
+        yield "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size"
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            yield f"args.{name} would leave the model in {name[:4]}: write precision: {{dtype: {name[:4]}}} instead"
+    if args.save_on_each_node:
+        yield "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share"
+    if args.train_sampling_strategy == "batch_rebalance":
+        yield "args.train_sampling_strategy='batch_rebalance' deals batches out to processes, not to replicas"
+    if _recomputes(args) and (
+        getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    ):
+        yield (
+            "args.activation_checkpointing_kwargs: write activation_checkpointing: {enable: true} into "
+            "parallel_config, with the keys that it has"
+        )
+    loading = args.accelerator_config
+    if loading.dispatch_batches:
+        yield "accelerator_config.dispatch_batches=True reads on rank 0 only; every rank reads its replica's samples"
+    if not loading.even_batches:
+        yield "accelerator_config.even_batches=False: a replica with fewer batches would keep the others waiting"
+    if args.eval_use_gather_object:
+        yield "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded"
+    optim = getattr(args.optim, "value", args.optim)
+    if optim.startswith(_OF_WHOLE_MATRICES):
+        yield (
+            f"args.optim={optim} makes its steps from whole matrices, or inside of backward, and a rank has shards: "
+            "take one that works element by element (adamw_torch, sgd ...)"
+        )
+
+
+def check_stages(config: ParallelConfig, trainer: Any) -> None:
+    """Raise ConfigError for what a trainer does around the forward of a model, where stages have no such place."""
+    stages, args = config.pipeline_parallel_size, trainer.args
+    if stages == 1:
+        return
+    name = type(trainer).__name__
+    reasons = {
+        f"args.label_smoothing_factor={args.label_smoothing_factor}": bool(args.label_smoothing_factor),
+        "args.neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        f"{name}.compute_loss": trainer.has_own_loss(),
+    }
+    for what in (what for what, wanted in reasons.items() if wanted):
+        raise ConfigError(
+            f"{what} with pipeline_parallel_size={stages}: only one stage has the embeddings or the logits, and the "
+            "last one takes the model's own loss\n  Use tensor parallelism, with pipeline_parallel_size 1."
+        )

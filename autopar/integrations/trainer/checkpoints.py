@@ -1,0 +1,99 @@
+"""Checkpoints of a trainer: its own folders, in which the training state lies in shards that any mesh reads.
+
+``checkpoint-N`` holds what plain ``from_pretrained`` reads, the files of the trainer, and :data:`SHARDS` instead of
+``optimizer.pt``: weights, fp32 weights and moments, one file a rank.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from autopar.checkpoint.format import MANIFEST, Manifest
+from autopar.checkpoint.random_states import restore, take
+from autopar.errors import CheckpointError
+from autopar.integrations.trainer.base import ParallelBase
+
+__all__ = ["SHARDS", "CheckpointMixin"]
+
+SHARDS = "optimizer_shards"
+_TIMEOUT = 600.0  # seconds in which the other ranks come to a save or a load; callbacks run on rank 0 meanwhile
+
+
+class CheckpointMixin(ParallelBase):
+    """Saving and resuming. Every rank calls all of it."""
+
+    _restored: Any = None  # random states of a checkpoint of another mesh
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the whole model as ``save_pretrained`` of the plain one, with the processing class and arguments."""
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        model = self.model
+        model.save_parallelized(folder, merge_checkpoints=True, timeout=_TIMEOUT)
+        if not self.args.should_save:
+            return
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(str(folder))
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        model = self.model
+        model.save_parallelized(Path(output_dir) / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Check that the folder has a training state; weights and state are loaded when the optimizer is there."""
+        shards = Path(resume_from_checkpoint) / SHARDS
+        if not (shards / MANIFEST).is_file():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no {SHARDS}: it was written by the plain trainer or with "
+                "save_only_model, so training cannot go on from it with its optimizer state\n"
+                "  Start from its weights: from_pretrained(folder), and train() without resume_from_checkpoint."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        model = self.model
+        shards = Path(checkpoint) / SHARDS
+        model.from_parallelized(shards, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
+        self._restored = take() if Manifest.read(shards).sizes != model.mpu.sizes else None
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._restored is None:
+            super()._load_rng_state(checkpoint)
+            return
+        restore(self._restored)  # a rank's own file is that of another place in the mesh
+
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint))
+        model = self.model
+        if (folder / SHARDS / MANIFEST).is_file():
+            step = model._autopar.step  # fp32 weights are the optimizer's
+            model.from_parallelized(
+                folder / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer() if step is not None else None
+            )
+        else:
+            super()._load_best_model()
+            self._refresh_masters()
+
+    def _refresh_masters(self) -> None:
+        """Let the fp32 weights of an optimizer follow the model's, which were loaded."""
+        step = self.model._autopar.step
+        for parameter in step.names if step is not None else ():
+            if parameter.requires_grad and step.owns(parameter):
+                weight = step.master(parameter)
+                if weight is not None:
+                    weight.data.copy_(parameter.data)

@@ -1,0 +1,112 @@
+"""Evaluation of a parallelized model: every sample once, in the order of the dataset, with the loss of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.trainer_utils import has_length
+
+from autopar.errors import ConfigError
+from autopar.integrations.trainer.base import ParallelBase
+from autopar.integrations.trainer.steps import rows_of
+
+__all__ = ["EvaluationMixin"]
+
+
+class EvaluationMixin(ParallelBase):
+    """Loops without gradients."""
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on all ranks; what is gathered leaves out the samples that fill the last batch up."""
+        replicas = self.model.mpu.dp.size
+        if replicas > 1 and not has_length(getattr(dataloader, "dataset", None)):
+            raise ConfigError(
+                f"evaluation of a dataset without a length over {replicas} replicas: its last samples would be counted "
+                "twice, since nobody knows how many there are\n  Give a dataset that has __len__."
+            )
+        self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **others: Any
+    ) -> Any:
+        """Evaluate a batch of this replica; the loss is that of the batch of all replicas, on each of them.
+
+        Samples that only fill a batch up do not count in it.
+        """
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        summed = self._sums_over_replicas(inputs) and not generates
+        self.autopar_alone, self.autopar_counted = not summed, False
+        try:
+            if self.model.mpu.dp.size == 1:
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
+            own, rows = self._own_rows(inputs), rows_of(inputs)
+            if summed:
+                batch = _without_labels(inputs, own)
+            elif own == rows or not own or self.has_own_loss():  # which may gather over the replicas
+                batch = inputs
+            else:
+                batch = _first_rows(inputs, own, rows)
+            loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, ignore_keys, **others)
+        finally:
+            self.autopar_alone = False
+        if loss is not None:
+            divided = summed and self.autopar_counted  # by the labels of all replicas
+            loss = self._mean_over_replicas(loss, 1.0 if divided else self._weight(inputs, own))
+        if rows_of(batch) < rows:
+            logits, labels = _refill(logits, own, rows), _refill(labels, own, rows)
+        return loss, logits, labels
+
+    def _own_rows(self, inputs: Any) -> int:
+        """Return how many samples of this replica's batch belong to the dataset."""
+        state, rows = self.accelerator.gradient_state, rows_of(inputs)
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return int(max(0, min(rows, state.remainder - self.model.mpu.dp.rank * rows)))
+
+    def _weight(self, inputs: Any, own: int) -> float:
+        """Return how much a mean over this replica's labels, or samples, counts."""
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return float(own)
+        labels = labels[:own, 1:] if getattr(self, "_loss_shifts_labels", False) else labels[:own]
+        return float(labels.ne(-100).sum())
+
+    def _mean_over_replicas(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        dp = self.model.mpu.dp
+        share = loss.double() * weight if weight else torch.zeros_like(loss, dtype=torch.float64)
+        both = torch.stack([share, torch.full_like(share, weight)])
+        dist.all_reduce(both, group=dp.group)
+        return (both[0] / both[1]).to(loss.dtype)
+
+
+def _without_labels(inputs: Any, own: int) -> Any:
+    """Let the samples after the first ``own`` count nothing in a sum over labels."""
+    labels = inputs["labels"].clone()
+    labels[own:] = -100
+    return {**inputs, "labels": labels}
+
+
+def _first_rows(value: Any, count: int, rows: int) -> Any:
+    """Take the first ``count`` of ``rows`` samples of every tensor."""
+    if isinstance(value, Mapping):
+        return {name: _first_rows(entry, count, rows) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_first_rows(entry, count, rows) for entry in value)
+    is_batch = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
+    return value[:count] if is_batch else value
+
+
+def _refill(value: Any, count: int, rows: int) -> Any:
+    """Repeat the last sample, so that every replica has as many; they are left out of what is gathered."""
+    if isinstance(value, Mapping):
+        return {name: _refill(entry, count, rows) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_refill(entry, count, rows) for entry in value)
+    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] != count:
+        return value
+    return torch.cat([value, value[-1:].expand(rows - count, *value.shape[1:])])

@@ -1,0 +1,111 @@
+"""The training step of a parallelized model: averaged over the replicas, through stages, clipped by the true norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_utils import seed_worker
+
+from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
+from autopar.integrations.trainer.base import ParallelBase
+
+__all__ = ["StepMixin"]
+
+
+class StepMixin(ParallelBase):
+    """Batches, gradients and norms."""
+
+    _norm: torch.Tensor | None = None
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        if isinstance(loader.worker_init_fn, partial):  # seeded by the process's rank; a replica reads one batch
+            workers = self.args.dataloader_num_workers
+            loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=self.model.mpu.dp.rank)
+        return loader
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of one batch of this replica; after the last of a step average the gradients."""
+        ours = self.model
+        if ours.mpu.pp.size > 1:
+            loss = self._staged_step(ours, inputs, num_items_in_batch)
+        else:
+            self.autopar_alone = not self._sums_over_replicas(inputs)
+            try:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            finally:
+                self.autopar_alone = False
+        if self.accelerator.sync_gradients:
+            average_gradients(ours)
+        return loss
+
+    def _staged_step(self, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Run a batch through the stages; the loss on all of them."""
+        model.train()
+        batch = dict(self._prepare_inputs(inputs))
+        scale = float(model.mpu.dp.size) if self._sums_over_replicas(batch) else 1.0
+        if self.model_accepts_loss_kwargs and num_items is not None:
+            batch["num_items_in_batch"] = num_items
+        else:
+            scale /= self.current_gradient_accumulation_steps
+        scaling = _Scaling(scale, getattr(self._torch_optimizer(), "scale_loss", None))
+        with model.no_sync():
+            out = model.execute_pipeline(batch, optimizer=scaling, broadcast_loss=True)
+        return out.loss.to(self.args.device) * scale
+
+    def get_tp_size(self) -> int:
+        """Return 1: the processes that the accelerator counts are replicas.
+
+        The trainer multiplies a loss by their number over this. Around a loss that is a mean over this replica's
+        labels, and no share of a sum over all replicas, it is their number: their average is the mean already.
+        """
+        return int(self.accelerator.num_processes) if self.autopar_alone else 1
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        if self._norm is not None:
+            return self._norm  # clipped inside of step, which fills it in
+        return clip_grad_norm_(self.model, float(self.args.max_grad_norm or 0.0))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is not None or self._clips_inside():
+            return grad_norm
+        return clip_grad_norm_(self.model, float("inf"))
+
+    def _clips_inside(self) -> bool:
+        config = self.model._autopar.config
+        return bool(config.precision == "fp16" or config.gradient_clipping)
+
+    def _watch_norm(self) -> None:
+        """Where the optimizer clips, keep a number that its step fills in, and that is read when it is logged."""
+        if not self._clips_inside() or not self.args.max_grad_norm:
+            return
+        norm = self._norm = torch.zeros((), device=self.args.device)
+
+        def fill(optimizer: Any, *_: Any) -> None:
+            if optimizer.gradient_norm is not None:
+                norm.copy_(optimizer.gradient_norm)
+
+        self._torch_optimizer().register_step_post_hook(fill)
+
+
+class _Scaling:
+    """An optimizer as ``execute_pipeline`` sees it: what multiplies a micro-batch's loss before its backward pass."""
+
+    def __init__(self, factor: float, scale_loss: Any) -> None:
+        self.factor, self._scale_loss = factor, scale_loss
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        loss = loss * self.factor
+        return loss if self._scale_loss is None else self._scale_loss(loss)
+
+
+def rows_of(inputs: Any) -> int:
+    """Count the samples of a batch."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.shape[0] if inputs.ndim else 0
+    entries = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    return next((count for count in map(rows_of, entries) if count), 0)

@@ -1,0 +1,207 @@
+"""``ParallelTrainer`` against transformers' own on one process: losses, norms, weights, evaluation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer
+
+from autopar.errors import ConfigError
+from tests.integrations.runs import (
+    arguments,
+    assert_same,
+    assert_same_weights,
+    collate,
+    facts,
+    history,
+    launched,
+    metrics,
+    one_process,
+    samples,
+)
+from tests.pool import pooled
+from tests.small import llama
+from tests.worlds import raises_everywhere
+
+pytest.importorskip("accelerate")
+
+MODES = {
+    "plain": {},
+    "smoothed": {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length", "max_grad_norm": 0.0},
+    "epochs": {  # the last step has one batch; the loss of each batch is its own mean
+        "max_steps": -1,
+        "num_train_epochs": 1,
+        "gradient_accumulation_steps": 3,
+        "average_tokens_across_devices": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("one-process")
+    run_on_one_process(path)
+    return path
+
+
+@pooled(world_size=1)
+def run_on_one_process(folder):
+    with launched():
+        for name, changes in MODES.items():
+            one_process(folder, name, **changes)
+
+
+def config(tp, pp=1, **more):
+    return {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}, **more}
+
+
+def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
+    from autopar.integrations import ParallelTrainer
+
+    replicas = max(1, dist.get_world_size() // (tp * pp))
+    return ParallelTrainer(
+        model=llama() if model is None else model,
+        args=arguments(folder, replicas, **changes),
+        train_dataset=samples(40),
+        eval_dataset=samples(21, 1),
+        data_collator=collator,
+        compute_metrics=metrics,
+        parallel_config=config(tp, pp, **(parallel or {})),
+    )
+
+
+def compare(folder, name, tp, pp, **parallel):
+    trainer = trainer_of(folder / "run", tp, pp, parallel=parallel, **MODES[name])
+    trainer.train()
+    mine = facts(trainer, trainer.evaluate())
+    assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
+    merged = folder / f"merged-{name}-{dist.get_world_size()}-{tp}-{pp}"
+    trainer.save_model(str(merged))
+    if dist.get_rank() == 0:
+        assert_same_weights(LlamaForCausalLM.from_pretrained(merged), folder, name)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_tensor_parallel(folder, name):
+    on_two_ranks(folder, name, 2, 1)
+
+
+@pooled(world_size=2)
+def on_two_ranks(folder, name, tp, pp):
+    with launched():
+        compare(folder, name, tp, pp)
+
+
+@pooled(world_size=4)
+def on_four_ranks(folder, name, tp, pp, parallel):
+    with launched():
+        compare(folder, name, tp, pp, **parallel)
+
+
+@pytest.mark.parametrize("name", ["plain", "smoothed"])
+def test_tensor_and_data_parallel(folder, name):
+    on_four_ranks(folder, name, 2, 1, {})
+
+
+def test_stages(folder):
+    on_two_ranks(folder, "plain", 1, 2)
+
+
+def test_tensor_parallel_stages(folder):
+    on_four_ranks(folder, "plain", 2, 2, {})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero(folder, stage):
+    on_four_ranks(folder, "plain", 2, 1, {"zero": {"stage": stage}})
+
+
+def classifier():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "num_hidden_layers": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=131, num_labels=3, **sizes, **dropout))
+
+
+def classes(rows):
+    """Samples with one label each."""
+    padded = collate(rows)
+    return {**padded, "labels": padded["input_ids"].sum(-1) % 3}
+
+
+def test_a_loss_that_does_not_divide_by_the_number_of_items(tmp_path):
+    """It takes ``num_items_in_batch`` and ignores it: the average over replicas is its mean already."""
+    classify_on_one_process(tmp_path)
+    classify_on_four_ranks(tmp_path, 2, 1)
+    classify_on_four_ranks(tmp_path, 1, 2)
+
+
+@pooled(world_size=1)
+def classify_on_one_process(folder):
+    with launched():
+        trainer = Trainer(
+            model=classifier(), args=arguments(folder, 1), train_dataset=samples(40), data_collator=classes
+        )
+        trainer.train()
+        (folder / "classes.json").write_text(json.dumps(history(trainer)))
+
+
+@pooled(world_size=4)
+def classify_on_four_ranks(folder, tp, pp):
+    with launched():
+        trainer = trainer_of(folder, tp, pp, classifier(), collator=classes)
+        trainer.train()
+        expected = json.loads((folder / "classes.json").read_text())
+        assert torch.allclose(torch.tensor(history(trainer)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+class Stream(IterableDataset):
+    """The samples without a length."""
+
+    def __iter__(self):
+        yield from samples(40)
+
+
+@pooled(world_size=2)
+def streamed(folder, tp):
+    """Every replica takes its part of a stream, which each rank reads."""
+    from autopar.integrations import ParallelTrainer
+
+    with launched():
+        args = arguments(folder, 2 // tp, max_steps=4, activation_checkpointing=True)
+        trainer = ParallelTrainer(
+            llama(),
+            args,
+            train_dataset=Stream(),
+            data_collator=collate,
+            parallel_config=config(tp),
+        )
+        assert trainer.model.is_activation_checkpointing
+        trainer.train()
+        path = folder / "stream.json"
+        if tp == 2 and dist.get_rank() == 0:
+            path.write_text(json.dumps(history(trainer)))
+        if tp == 1:
+            expected = torch.tensor(json.loads(path.read_text()))
+            assert torch.allclose(torch.tensor(history(trainer)), expected, rtol=1e-5, atol=1e-5)
+            with raises_everywhere(ConfigError, "without a length over 2 replicas"):
+                trainer.evaluate(Stream())
+
+
+def test_streams_and_recomputed_activations(tmp_path):
+    """Two replicas take the batches that one takes."""
+    streamed(tmp_path, 2)
+    streamed(tmp_path, 1)
+
+
+@pooled(world_size=4)
+def test_workers_of_a_replica_are_seeded_alike(tmp_path):
+    """Their random augmentations are those of one batch, which the ranks of a replica share."""
+    with launched():
+        trainer = trainer_of(tmp_path, 2, dataloader_num_workers=1)
+        worker = trainer.get_train_dataloader().worker_init_fn
+        assert worker.keywords == {"num_workers": 1, "rank": trainer.mpu.dp.rank}

@@ -1,0 +1,219 @@
+"""What a parallel trainer takes and refuses: precision, sizes, models that are parallelized already, arguments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+import autopar
+from autopar.errors import ConfigError, ConsistencyError
+from tests.integrations.runs import arguments, collate, history, launched, samples
+from tests.integrations.test_trainer import config, trainer_of
+from tests.pool import pooled
+from tests.small import llama
+from tests.worlds import raises_everywhere
+
+pytest.importorskip("accelerate")
+
+
+def losses(trainer):
+    trainer.train()
+    return torch.tensor(history(trainer))
+
+
+@pooled(world_size=1)
+def half_on_one_process(folder, dtype):
+    with launched():
+        trainer = trainer_of(folder, 1, **{dtype: True})
+        torch.save([losses(trainer), trainer.evaluate()["eval_loss"]], folder / f"{dtype}.pt")
+
+
+@pooled(world_size=4)
+def half_on_four_ranks(folder, dtype, pp):
+    """``args.bf16`` and ``args.fp16`` are the config's precision; clipped by the norm that is logged."""
+    with launched():
+        trainer = trainer_of(folder, 2, pp, **{dtype: True}, parallel={"zero": {"stage": 1}})
+        assert trainer.model._autopar.config.precision == dtype
+        mine = losses(trainer)
+        expected, evaluated = torch.load(folder / f"{dtype}.pt")
+        torch.testing.assert_close(mine, expected, rtol=3e-2 if dtype == "bf16" else 5e-3, atol=1e-3)
+        assert abs(trainer.evaluate()["eval_loss"] - evaluated) < 3e-2
+        assert trainer.model.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        assert trainer.optimizer.optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision(tmp_path, dtype):
+    half_on_one_process(tmp_path, dtype)
+    half_on_four_ranks(tmp_path, dtype, 1)
+    half_on_four_ranks(tmp_path, dtype, 2)
+
+
+@pooled(world_size=2)
+def test_fp16_skips_a_step_that_overflows(tmp_path):
+    """The scheduler waits, the step counts, and the folder keeps the loss scale."""
+    with launched():
+        scale = {"precision": {"dtype": "fp16", "initial_scale": 2.0**24, "hysteresis": 1}}
+        trainer = trainer_of(tmp_path, 2, fp16=True, parallel=scale, save_strategy="steps", save_steps=6)
+        trainer.train()
+        inner = trainer.optimizer.optimizer
+        assert inner.skipped_steps > 0
+        assert trainer.lr_scheduler.last_epoch == 6 - inner.skipped_steps
+        again = trainer_of(tmp_path, 2, fp16=True, parallel=scale, max_steps=7)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        assert again.optimizer.optimizer.loss_scale == inner.loss_scale < 2.0**24
+
+
+@pooled(world_size=2)
+def test_a_model_that_is_parallelized_already(tmp_path):
+    with launched():
+        from autopar.integrations import ParallelTrainer
+
+        given = trainer_of(tmp_path, 2)
+        model = autopar.initialize(llama(), config(2))
+        both = {"train_dataset": samples(40), "data_collator": collate, "args": arguments(tmp_path, 1)}
+        trainer = ParallelTrainer(model, **both)
+        assert trainer.label_names == given.label_names == ["labels"]
+        assert trainer.model_accepts_loss_kwargs
+        assert torch.equal(losses(trainer), losses(given))
+        with raises_everywhere(ConfigError, "is parallelized already", "leave parallel_config out"):
+            ParallelTrainer(model, **both, parallel_config=config(2))
+        other, plain = llama(), arguments(tmp_path, 1)
+        optimizer = torch.optim.AdamW(other.parameters())
+        other, optimizer = autopar.initialize(other, config(2, zero={"stage": 1}), optimizer=optimizer)
+        with raises_everywhere(ConfigError, "together with an optimizer", "optimizers=(optimizer, None)"):
+            ParallelTrainer(other, plain)
+        with raises_everywhere(ConfigError, "args ask for bf16", "precision.dtype=fp32"):
+            ParallelTrainer(other, arguments(tmp_path, 1, bf16=True), optimizers=(optimizer, None))
+        stepped = ParallelTrainer(other, **both, optimizers=(optimizer, None))
+        assert len(losses(stepped)) == 6
+
+
+@pooled(world_size=2)
+def test_the_plain_trainer_names_this_one(tmp_path):
+    with launched():
+        model = autopar.initialize(llama(), config(2))
+        trainer = Trainer(model, arguments(tmp_path, 1), data_collator=collate, train_dataset=samples(8))
+        with raises_everywhere(ConfigError, "DistributedDataParallel over ranks [0, 1]", "ParallelTrainer"):
+            trainer.train()
+        with raises_everywhere(ConsistencyError, "got different inputs", "autopar.integrations.ParallelTrainer"):
+            trainer.evaluate(samples(8))
+
+
+@pooled(world_size=4)
+def test_sizes_of_accelerate(tmp_path):
+    with launched():
+        from accelerate import ParallelismConfig
+
+        from autopar.integrations import ParallelTrainer
+
+        args = arguments(tmp_path, 2, parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))
+        trainer = ParallelTrainer(llama(), args)
+        assert trainer.mpu.sizes == (2, 1, 2)
+        assert trainer.model._autopar.config.zero_stage == 3
+        refused = {
+            "cp_size=2": ParallelismConfig(tp_size=2, cp_size=2),
+            "dp_replicate_size=2 and dp_shard_size=2": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+            "= 2 is not the world of 4 processes": ParallelismConfig(tp_size=2),
+        }
+        for text, sizes in refused.items():
+            with raises_everywhere(ConfigError, text):
+                ParallelTrainer(llama(), arguments(tmp_path, 2), parallel_config=sizes)
+        with raises_everywhere(ConfigError, "are both given"):
+            ParallelTrainer(llama(), args, parallel_config=config(2))
+
+
+REFUSED = {
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "fp16_full_eval would leave the model in fp16": {"fp16_full_eval": True},
+    "bf16_full_eval": {"bf16_full_eval": True},
+    "save_on_each_node": {"save_on_each_node": True},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "compile: {enable: true}": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "even_batches": {"accelerator_config": {"even_batches": False}},
+    "eval_use_gather_object": {"eval_use_gather_object": True},
+    "args ask for bf16, and precision.dtype=fp16": {"bf16": True, "parallel": {"precision": {"dtype": "fp16"}}},
+    "gradient_clipping=2 and args.max_grad_norm=0.5": {"parallel": {"gradient_clipping": 2.0}},
+    "args.optim=stable_adamw": {"optim": "stable_adamw"},
+    "args.optim=galore_adamw": {"optim": "galore_adamw", "optim_target_modules": "all-linear"},
+}
+IN_STAGES = {
+    "label_smoothing_factor=0.1 with pipeline_parallel_size=2": {"label_smoothing_factor": 0.1},
+    "neftune_noise_alpha with pipeline_parallel_size=2": {"neftune_noise_alpha": 1.0},
+}
+
+
+@pooled(world_size=2)
+def test_what_is_refused(tmp_path):
+    """Each with its reason, before the model is changed."""
+    with launched():
+        from autopar.integrations import ParallelTrainer
+
+        for text, changes in REFUSED.items():
+            model = llama()
+            with raises_everywhere(ConfigError, text):
+                trainer_of(tmp_path, 2, model=model, **changes).train()
+            assert "_autopar" not in vars(model)
+        model = llama()
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        with raises_everywhere(ConfigError, "Muon makes each update from the whole matrix"):
+            ParallelTrainer(
+                model, arguments(tmp_path, 1), parallel_config=config(2), optimizers=(torch.optim.Muon(matrices), None)
+            )
+        for text, changes in IN_STAGES.items():
+            with raises_everywhere(ConfigError, text, "Use tensor parallelism"):
+                trainer_of(tmp_path, 1, 2, **changes)
+        model = llama()
+        model.hf_device_map = {"": "cpu"}
+        with raises_everywhere(ConfigError, "device_map"):
+            trainer_of(tmp_path, 2, model=model)
+        model = llama()
+        model.peft_config = {}
+        with raises_everywhere(ConfigError, "LlamaForCausalLM has adapters of PEFT", "merge_and_unload"):
+            trainer_of(tmp_path, 2, model=model)
+        for name in ("fsdp", "deepspeed", "use_liger_kernel"):
+            args = arguments(tmp_path, 1)
+            setattr(args, name, True)
+            with raises_everywhere(ConfigError, f"args.{name}"):
+                ParallelTrainer(llama(), args, parallel_config=config(2))
+        with raises_everywhere(ConfigError, "model_init="):
+            ParallelTrainer(model_init=llama, args=arguments(tmp_path, 1), parallel_config=config(2))
+        with raises_everywhere(ConfigError, "does not divide"):
+            trainer_of(tmp_path, 3)
+        trainer = trainer_of(tmp_path, 2)
+        with raises_everywhere(ConfigError, "clip_grad_norm_ got 1 parameters"):
+            some = list(trainer.model.parameters())
+            for parameter in some:
+                parameter.grad = torch.ones_like(parameter)
+            trainer.accelerator.clip_grad_norm_(some[0], 1.0)
+
+
+@pooled(world_size=2)
+def test_a_loop_that_uses_the_accelerator(tmp_path):
+    """What callbacks and other trainers ask of it."""
+    with launched():
+        trainer = trainer_of(tmp_path, 2)
+        accelerator = trainer.accelerator
+        assert accelerator.num_processes == 1
+        assert accelerator.process_index == dist.get_rank()
+        assert accelerator.is_main_process == (dist.get_rank() == 0)
+        assert accelerator.gather({"x": torch.tensor(3)})["x"].tolist() == [3]
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        norm = accelerator.clip_grad_norm_(trainer.model.parameters(), float("inf"))
+        assert abs(norm.item() - sum(p.numel() for p in llama().parameters()) ** 0.5) < 1e-3
+
+
+def test_the_package_alone_imports_none_of_it():
+    code = (
+        "import sys, autopar, autopar.integrations; dir(autopar.integrations)\n"
+        "assert not {'accelerate', 'transformers.trainer', 'trl'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

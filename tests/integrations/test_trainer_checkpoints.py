@@ -1,0 +1,160 @@
+"""Folders of a parallel trainer: transformers' own layout; training goes on bit for bit, and on another mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from autopar.errors import CheckpointError
+from tests.integrations.runs import history, launched
+from tests.integrations.test_trainer import trainer_of
+from tests.pool import pooled
+from tests.small import llama
+from tests.worlds import raises_everywhere
+
+pytest.importorskip("accelerate")
+
+SAVED = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+    "load_best_model_at_end": True,
+    "learning_rate": 3e-2,
+}
+
+
+class Seen(TrainerCallback):
+    """What callbacks see, and on which ranks."""
+
+    def __init__(self):
+        self.logs, self.saves = [], []
+
+    def on_log(self, args, state, control, logs=None, **others):
+        self.logs.append((state.is_world_process_zero, dict(logs)))
+
+    def on_save(self, args, state, control, **others):
+        self.saves.append(state.global_step)
+
+
+def dropping(seed=0):
+    return llama(seed, attention_dropout=0.2)
+
+
+def loss_of(model):
+    torch.manual_seed(0)
+    ids = torch.randint(1, 131, (2, 9))
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, labels=ids).loss
+
+
+@pooled(world_size=4)
+def test_folders_and_going_on(tmp_path):
+    """Layout, limit, best model, callbacks; then resumed from the middle, and the best of both."""
+    with launched():
+        out = tmp_path / "run"
+        trainer = trainer_of(out, 2, 1, dropping(), save_total_limit=2, **SAVED)
+        seen = Seen()
+        trainer.add_callback(seen)
+        trainer.train()
+        assert [first for first, _ in seen.logs] == [dist.get_rank() == 0] * len(seen.logs)
+        assert seen.saves == [2, 4, 6]
+        evaluated = {row["step"]: row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row}
+        best = min(evaluated, key=evaluated.__getitem__)
+        assert trainer.state.best_model_checkpoint == str(out / f"checkpoint-{best}")
+        assert sorted(path.name for path in out.iterdir()) == sorted({f"checkpoint-{best}", "checkpoint-6"})
+        assert abs(trainer.evaluate()["eval_loss"] - evaluated[best]) < 1e-6
+        dist.barrier()
+        plain = LlamaForCausalLM.from_pretrained(out / f"checkpoint-{best}")
+        assert abs(loss_of(plain) - loss_of(trainer.model)) < 1e-5
+        trainer.save_model()
+        dist.barrier()  # rank 0 writes the arguments after the model
+        names = {path.name for path in out.iterdir()}
+        assert {"config.json", "model.safetensors", "training_args.bin", f"checkpoint-{best}"} <= names
+
+        # A second run to compare with keeps all its folders.
+        saved = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 3e-2}
+        again = trainer_of(tmp_path / "again", 2, 1, dropping(), **saved)
+        again.train()
+        files = {path.name for path in (tmp_path / "again" / "checkpoint-4").iterdir()}
+        assert files == {
+            "config.json", "generation_config.json", "model.safetensors", "optimizer_shards", "scheduler.pt",
+            "trainer_state.json", "training_args.bin", *(f"rng_state_{rank}.pth" for rank in range(4)),
+        }  # fmt: skip
+        resumed = trainer_of(tmp_path / "again", 2, 1, dropping(seed=5), **{**saved, "save_strategy": "no"})
+        resumed.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-2"))
+        assert history(resumed) == history(again)  # bit for bit, masks of dropout too
+        for mine, theirs in zip(resumed.model.parameters(), again.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_another_mesh(tmp_path):
+    without_dropout(tmp_path)
+    for tp, pp in ((1, 2), (1, 1)):
+        go_on_elsewhere(tmp_path, tp, pp)
+
+
+@pooled(world_size=4)
+def without_dropout(folder):
+    with launched():
+        trainer = trainer_of(folder, 2, 1, save_strategy="steps", save_steps=3)
+        trainer.train()
+        if dist.get_rank() == 0:
+            (folder / "history.json").write_text(json.dumps(history(trainer)))
+
+
+@pooled(world_size=2)
+def go_on_elsewhere(folder, tp, pp):
+    """On half as many ranks the losses are those of the run that was not interrupted."""
+    with launched():
+        trainer = trainer_of(folder, tp, pp, llama(7), save_strategy="no")
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+        expected = torch.tensor(json.loads((folder / "history.json").read_text()))
+        assert torch.allclose(torch.tensor(history(trainer)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pooled(world_size=2)
+def test_the_model_alone(tmp_path):
+    """``save_only_model``: the best one is loaded, and nothing can be resumed."""
+    with launched():
+        trainer = trainer_of(tmp_path, 2, 1, save_only_model=True, **SAVED)
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint)
+        assert not (best / "optimizer_shards").exists()
+        assert abs(loss_of(LlamaForCausalLM.from_pretrained(best)) - loss_of(trainer.model)) < 1e-5
+        with raises_everywhere(CheckpointError, "has no optimizer_shards", "from_pretrained(folder)"):
+            trainer.train(resume_from_checkpoint=str(best))
+
+
+@pooled(world_size=2)
+def test_push_to_hub(tmp_path, name="user/model"):
+    """One upload, from rank 0, of a folder that plain transformers reads."""
+    from transformers import trainer as trainer_module
+
+    uploads = []
+
+    class Hub:
+        def create_repo(self, *args, **others):
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, **others):
+            uploads.append(sorted(os.listdir(others["folder_path"])))
+
+    before, trainer_module.hf_api = trainer_module.hf_api, Hub
+    try:
+        with launched():
+            trainer = trainer_of(tmp_path / "run", 2, 1, max_steps=1)
+            trainer.create_model_card = lambda **others: None
+            trainer.push_to_hub()
+    finally:
+        trainer_module.hf_api = before
+    assert len(uploads) == (1 if dist.get_rank() == 0 else 0)
+    assert all({"config.json", "model.safetensors"} <= set(names) for names in uploads)
