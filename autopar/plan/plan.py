@@ -184,6 +184,7 @@ class ModulePlan:
         summed: whole parameters whose incoming gradient is summed over tp (they work on sharded activations).
         once: of those the ones that only the first rank adds (the bias behind a partial sum).
         gather_output, split_input, enter_output, inside: as in the policy.
+        aside: of a column whose input no other layer reads (that of an adapter).
         opens, closes: of a region that only enters, and of one that only sums.
         by_hidden: an embedding sharded along its columns instead of its rows.
         inputs: arguments of forward that are sliced.
@@ -201,6 +202,7 @@ class ModulePlan:
     split_input: bool = False
     enter_output: bool = False
     inside: bool = False
+    aside: bool = False
     opens: bool = False
     closes: bool = False
     by_hidden: bool = False

@@ -29,6 +29,7 @@ from autopar.distributed.collectives import copy, gather, reduce_, scatter
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
@@ -55,7 +56,7 @@ class _Column(ParallelLayer):
     def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
         bias = None if self.bias is None else self._parameter("bias")
-        x = x if plan.inside else self.region.enter(x)
+        x = x if plan.inside else self.region.enter(x, shared=not plan.aside)
         if self.chunk is not None and self.region.keeps_logits_sharded():
             return self._logits(x)
         y = self._multiply(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
@@ -242,7 +243,13 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
     ("embedding", False): VocabParallelEmbedding,
     ("embedding", True): HiddenParallelEmbedding,
 }
-_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm, "experts": ExpertParallel}
+_REGION_MODULES: dict[str, type[RegionModule]] = {
+    "norm_over": ShardedNorm,
+    "experts": ExpertParallel,
+    "dropout_alike": DropoutAlike,
+    "dropout_apart": DropoutApart,
+    "adapter_of_rows": AdapterOfRows,
+}
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
