@@ -14,7 +14,7 @@ from autopar.errors import ConfigError
 __all__ = ["check_adapters", "check_layer"]
 
 _LAYERS = {  # module of PEFT -> classes, named as in it
-    "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d"),
+    "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"),
     "peft.tuners.ia3.layer": ("Linear",),
 }
 _METHODS = ("LORA", "IA3")
@@ -76,5 +76,5 @@ def _of_layer(path: str, layer: Any) -> Iterator[str]:
     variants = getattr(layer, "lora_variant", {})
     for name, variant in variants.items():
         yield f"PEFT's {type(variant).__name__.removesuffix('Variant')} of adapter '{name}' (at {path}): DoRA and such"
-    if type(layer.base_layer) is not type(layer.get_base_layer()):
+    if layer.base_layer is not layer.get_base_layer() and kind.__name__ != "ParamWrapper":  # those are nested
         yield f"adapters on adapters (at {path})"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_peft_model", "saved_copies", "seen_through", "tuner_layers"]
+__all__ = ["base_path", "is_peft_model", "saved_copies", "seen_through", "tuner_layers"]
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
@@ -43,6 +43,14 @@ def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in root.named_modules():
         if _is(module, _TUNERS) and isinstance(getattr(module, "base_layer", None), nn.Module):
             yield path, module
+
+
+def base_path(layer: Any) -> str:
+    """Return the path from a layer with adapters to its base layer: wrappers of parameters are nested."""
+    steps = ["base_layer"]
+    while _is(layer := layer.base_layer, _TUNERS):
+        steps.append("base_layer")
+    return ".".join(steps)
 
 
 def is_peft_model(module: nn.Module) -> bool:

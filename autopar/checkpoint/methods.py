@@ -6,6 +6,7 @@ of it: they raise, or answer for the whole model.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters.wrappers import is_peft_model
+from autopar.checkpoint.adapters import alone, options_of_peft, save_adapters
 from autopar.checkpoint.arguments import directory_of
 from autopar.checkpoint.load import TrainingObjects, load
 from autopar.checkpoint.save import save
@@ -52,6 +55,7 @@ def save_parallelized(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     async_save: bool = False,
+    adapter_only: bool = False,
     **others: Any,
 ) -> None:
     """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
@@ -76,6 +80,9 @@ def save_parallelized(
             save has written stay there.
         async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
+        adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
+            ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
+            files in the folder stay there. Goes together with no argument but ``timeout``.
         others: arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
 
     Raises:
@@ -90,6 +97,14 @@ def save_parallelized(
         "keep_last": keep_last,
         "async_save": async_save,
     }
+    if adapter_only:
+        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "keep_last": keep_last}
+        save_adapters(
+            self,
+            lambda: alone(lambda: directory_of(save_parallelized, directory, others), {**arguments, **given}),
+            timeout,
+        )
+        return
     save(self, arguments, timeout, optimizer, lr_scheduler, extra)
 
 
@@ -167,6 +182,8 @@ def attach(
     if model.get_submodule(path) is not hf_model:
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
     model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
+    if is_peft_model(model):
+        bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=_push_to_hub_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle)
     _attach_hooks(model, plan, mpu)
@@ -259,6 +276,31 @@ def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
     """Return modules whose parameters are on other stages, with all parameters that they had."""
     pipeline = vars(model).get("_autopar_pipeline")
     return () if pipeline is None else pipeline.released.orders
+
+
+def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
+
+    Raises:
+        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
+    """
+    kind: Any = type(self)
+    if shard_of(self) is None:
+        kind.save_pretrained(self, save_directory, *args, **kwargs)
+        return
+    named = inspect.signature(kind.save_pretrained).bind(self, save_directory, *args, **kwargs).arguments
+    save_adapters(self, lambda: save_directory, 20.0, options_of_peft(named))
+
+
+def _push_to_hub_of_peft(self: Any, *args: Any, **kwargs: Any) -> Any:
+    shard = shard_of(self)
+    if shard is not None:
+        raise ConfigError(
+            f"push_to_hub: this rank holds only its part of {type(self).__name__}: that of "
+            f"{describe_ranks(shard.ranks(self))}.\n  Use model.save_pretrained(dir) on every rank, then "
+            "huggingface_hub.upload_folder on rank 0."
+        )
+    return type(self).push_to_hub(self, *args, **kwargs)
 
 
 _CALLED = {"should_save_on_this_rank": "save_pretrained"}

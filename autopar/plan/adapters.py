@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.adapters.supported import check_layer
-from autopar.adapters.wrappers import tuner_layers
+from autopar.adapters.wrappers import base_path, tuner_layers
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
@@ -39,7 +39,7 @@ def adapter_rules(
     """
     by_path = {match.path: match for match in matches}
     for path, layer in tuner_layers(root):
-        base = join(path, "base_layer")
+        base = join(path, base_path(layer))
         ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
         match = next((by_path[end] for end in ends if end in by_path), None)
         if match is None:
@@ -56,6 +56,8 @@ def adapter_rules(
 
 
 def _rules_of(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    if hasattr(layer, "parameter_name"):
+        return _of_parameter(path, layer, plan, match)
     if hasattr(layer, "ia3_l"):
         return _scaling(path, layer, plan, match)
     if plan is not None and plan.rule == "embedding":
@@ -73,22 +75,27 @@ def _replicated(path: str, layer: Any) -> Iterator[TensorRule]:
 
 def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
     """``A`` and ``B`` of linear layers and convolutions."""
-    if plan is None or (plan.rule == "" and not plan.layouts):
-        yield from _replicated(path, layer)
-        return
-    where = plan.where
+    whole = plan is None or (plan.rule == "" and not plan.layouts)
+    where = str(match.rule.where) if plan is None else plan.where
     for name in layer.lora_A:
         a, b = join(path, "lora_A", name), join(path, "lora_B", name)
         dropout = join(path, "lora_dropout", name)
         first, second = layer.lora_A[name], layer.lora_B[name]
-        if plan.rule == "column":
+        drops = isinstance(layer.lora_dropout[name], nn.Dropout)
+        if plan is None or whole or plan.rule == "enter_output":
+            yield TensorRule(None, _whole(first))
+            entering = ModulePlan(b, "enter_output", where, enter_output=True)
+            yield TensorRule(None if whole else entering, _whole(second))
+            if drops:
+                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+        elif plan.rule == "column":
             if plan.inside:  # x has entered already: its gradient is summed further up, and so is A's
                 summed = frozenset(n for n, _ in first.named_parameters())
                 yield TensorRule(ModulePlan(a, "replicated", where, summed=summed), _whole(first))
             else:
                 yield TensorRule(None, _whole(first))
             yield _sharded(b, second, "column", 0, plan, aside=True)
-            if isinstance(layer.lora_dropout[name], nn.Dropout) and not plan.gather_output:
+            if drops:
                 yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
         elif plan.rule == "row":
             yield _sharded(a, first, "row", 1, plan)
@@ -96,8 +103,9 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
                 yield TensorRule(ModulePlan(b, "enter_output", where, enter_output=True), _whole(second))
             else:
                 yield TensorRule(None, _whole(second))
-            if isinstance(layer.lora_dropout[name], nn.Dropout) and not plan.split_input:
-                yield TensorRule(ModulePlan(dropout, "dropout_apart", where))
+            if drops:
+                kind = "dropout_alike" if plan.split_input else "dropout_apart"
+                yield TensorRule(ModulePlan(dropout, kind, where))
         elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
             for place, module in ((a, first), (b, second)):
                 summed = frozenset(n for n, _ in module.named_parameters())
@@ -146,6 +154,33 @@ def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRul
     yield TensorRule(ModulePlan(path, "adapter_of_rows", plan.where, plan.layout))
     yield TensorRule(ModulePlan(join(path, "lora_embedding_A"), "sharded", plan.where, layout, layouts), sharded)
     yield TensorRule(None, [(name, parameter, None) for name, parameter in layer.lora_embedding_B.items()])
+
+
+def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of a bare parameter, such as the weights of all experts: ``W + B A`` is made in each forward.
+
+    The factor that has the sharded dim is sharded along it; what each rank has of the other's gradient is partial.
+    """
+    layout = None if plan is None else plan.layouts.get(layer.parameter_name)
+    if plan is None or (layout is None and layer.parameter_name not in plan.summed):
+        yield from _replicated(path, layer)
+        return
+    dims = layer.get_param().ndim
+    if layout is None or layout.replicated or layout.dim < dims - 2:
+        raise _cannot_follow(path, plan, match)
+    of_output = (layout.dim == dims - 2) is (dims == 2 or layer._did_swap_in_out_features)
+    yield TensorRule(ModulePlan(path, "", plan.where))  # while its forward runs, gradients are summed
+    for name in layer.lora_A:
+        a, b = (("lora_A", 1), ("lora_B", 0))
+        (cut, dim), (other, _) = (b, a) if of_output else (a, b)
+        sharding = Layout.of(dim, layout.blocks)
+        module, whole = getattr(layer, cut)[name], getattr(layer, other)[name]
+        yield TensorRule(
+            ModulePlan(join(path, cut, name), "sharded", plan.where, sharding, {"weight": sharding}),
+            [("weight", module.weight, sharding)],
+        )
+        summed = frozenset(n for n, _ in whole.named_parameters())
+        yield TensorRule(ModulePlan(join(path, other, name), "replicated", plan.where, summed=summed), _whole(whole))
 
 
 def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
