@@ -17,11 +17,11 @@ _LAYERS = {  # module of PEFT -> classes, named as in it
     "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"),
     "peft.tuners.ia3.layer": ("Linear",),
 }
-_METHODS = ("LORA", "IA3")
+_METHODS = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 _SETTINGS = ("ensure_weight_tying", "layer_replication")
 _INSTEAD = (
     "  What is exact over tensor-parallel ranks: LoRA (also rslora, lora_bias, several adapters, modules_to_save) and\n"
-    "  IA3 on linear layers, LoRA on embeddings. Others train with tensor_parallel_size=1."
+    "  IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes. Others train on one rank."
 )
 
 
@@ -34,7 +34,7 @@ def check_adapters(root: nn.Module, tp: int, pp: int = 1) -> None:
     if tp == 1 and pp == 1:
         return
     for what in _unsupported(root, tp, pp):
-        size = f"tensor_parallel_size={tp}" if tp > 1 else f"pipeline_parallel_size={pp}"
+        size = f"pipeline_parallel_size={pp}" if pp > 1 else f"tensor_parallel_size={tp}"
         raise ConfigError(f"{size} does not go together with {what}.\n{_INSTEAD}")
 
 
@@ -52,7 +52,7 @@ def _unsupported(root: nn.Module, tp: int, pp: int) -> Iterator[str]:
             if kind is None:
                 continue
             shown = f"{kind} (adapter '{name}')"
-            if getattr(config, "is_prompt_learning", False):
+            if getattr(config, "is_prompt_learning", False) and pp > 1:
                 yield f"PEFT's {shown}, which puts something in front of the sequence or of every layer's keys"
             if tp > 1 and kind not in _METHODS:
                 yield f"PEFT's {shown}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["base_path", "is_peft_model", "saved_copies", "seen_through", "tuner_layers"]
+__all__ = ["base_path", "is_peft_model", "is_tuner", "saved_copies", "seen_through", "tuner_layers"]
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
@@ -36,6 +36,11 @@ def saved_copies(module: Any) -> list[tuple[str, Any]]:
         return []
     copies = [(f"modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
     return [("original_module", module.original_module), *copies]
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Tell whether ``module`` is what PEFT puts around a model with adapters (``LoraModel``)."""
+    return _is(module, ("peft.tuners.tuners_utils", "BaseTuner"))
 
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -149,6 +149,8 @@ class _Adapters:
                     peft_model, state_dict=dict(named), adapter_name=name, save_embedding_layers=embeddings
                 )
             computed = [saved for saved, tensor in picked.items() if id(tensor) not in canonical]
+            if computed and peft_model.peft_config[name].is_prompt_learning:
+                continue  # of parameters that every rank has
             if computed:
                 raise CheckpointError(f"adapter '{name}': PEFT computes {listed(computed)} when it saves")
             found |= {canonical[id(tensor)] for tensor in picked.values()}

@@ -106,12 +106,34 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
             if drops:
                 kind = "dropout_alike" if plan.split_input else "dropout_apart"
                 yield TensorRule(ModulePlan(dropout, kind, where))
+        elif plan.rule == "sharded" and isinstance(layer.get_base_layer(), nn.Linear):
+            yield from _inside(path, name, layer, plan)
+            if drops and plan.layouts["weight"].dim == 0:
+                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
         elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
             for place, module in ((a, first), (b, second)):
                 summed = frozenset(n for n, _ in module.named_parameters())
                 yield TensorRule(ModulePlan(place, "replicated", where, summed=summed), _whole(module))
         else:
             raise _cannot_follow(path, plan, match)
+
+
+def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of a linear layer inside a region that others open and close: the gradient of one is partial."""
+    blocks, of_output = plan.layouts["weight"].blocks, plan.layouts["weight"].dim == 0
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    whole = a if of_output else b
+    summed = frozenset(n for n, _ in whole.named_parameters())
+    once = summed & {"bias"}  # outputs are summed further on
+    place = join(path, "lora_A" if of_output else "lora_B", name)
+    yield TensorRule(ModulePlan(place, "replicated", plan.where, summed=summed, once=once), _whole(whole))
+    cut = b if of_output else a
+    layouts = {n: Layout.of(0 if of_output else 1, blocks) for n, _ in cut.named_parameters()}
+    place = join(path, "lora_B" if of_output else "lora_A", name)
+    yield TensorRule(
+        ModulePlan(place, "sharded", plan.where, layouts["weight"], layouts),
+        [(n, parameter, layouts[n]) for n, parameter in cut.named_parameters()],
+    )
 
 
 def _sharded(path: str, module: Any, rule: str, dim: int, base: ModulePlan, *, aside: bool = False) -> TensorRule:

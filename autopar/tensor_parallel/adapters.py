@@ -7,15 +7,60 @@ one, which has ended the region by then) each rank must draw its own.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
+from autopar.adapters.wrappers import is_tuner
+from autopar.errors import ConfigError
 from autopar.layout import Layout
+from autopar.model_methods import bind, unbind
 from autopar.tensor_parallel.embeddings import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["AdapterOfRows", "DropoutAlike", "DropoutApart"]
+__all__ = ["AdapterOfRows", "DropoutAlike", "DropoutApart", "attach", "detach"]
+
+_OWNER = "tensor parallelism of adapters"
+
+
+def attach(model: nn.Module) -> None:
+    """Replace methods of PEFT that would be wrong on shards; :func:`autopar.model_methods.unbind` takes them away."""
+    for module in model.modules():
+        if is_tuner(module):
+            if hasattr(type(module), "_enable_peft_forward_hooks"):
+                bind(module, _OWNER, _enable_peft_forward_hooks=_hooks_without_names)
+            bind(module, _OWNER, **{name: _refused(name) for name in _OF_TREES if hasattr(type(module), name)})
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    unbind(model, _OWNER)
+
+
+def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("adapter_names") is not None:
+        raise ConfigError(
+            "adapter_names, another adapter for each sample: PEFT goes through the adapters in an order of its own on "
+            "each tensor-parallel rank.\n  Compute the samples of one adapter after the other, with "
+            "model.set_adapter(name)."
+        )
+    return type(self)._enable_peft_forward_hooks(self, *args, **kwargs)
+
+
+_OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapter")
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
+            f"  autopar.deparallelize(model).{name}(...) works on the whole model, which can be initialized again; "
+            "model.merge_adapter()\n  merges in place, and model.disable_adapter() is there too."
+        )
+
+    return method
 
 
 class DropoutAlike(RegionModule):
