@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,10 +60,6 @@ def _unsupported(root: nn.Module, tp: int, pp: int) -> Iterator[str]:
                     yield f"{setting}={getattr(config, setting)!r} of PEFT's {shown}"
     for path, layer in tuner_layers(root) if tp > 1 else ():
         yield from _of_layer(path, layer)
-    wrapper = getattr(sys.modules.get("peft.utils.other"), "TrainableTokensWrapper", None)
-    for path, module in root.named_modules() if wrapper is not None and tp > 1 else ():
-        if isinstance(module, wrapper):
-            yield f"PEFT's trainable_token_indices (at {path})"
 
 
 def _of_layer(path: str, layer: Any) -> Iterator[str]:

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["base_path", "is_peft_model", "is_tuner", "saved_copies", "seen_through", "tuner_layers"]
+from autopar.errors import CheckpointError
+
+__all__ = ["check_merged", "is_peft_model", "is_tuner", "plain_name", "saved_copies", "seen_through", "tuner_layers"]
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
@@ -31,9 +33,11 @@ def seen_through(module: Any) -> list[tuple[str, Any]]:
 
 
 def saved_copies(module: Any) -> list[tuple[str, Any]]:
-    """Return the original in a ``modules_to_save`` wrapper and its copies, with their paths; else an empty list."""
-    if not _is(module, ("peft.utils.other", "ModulesToSaveWrapper")):
+    """Return the original in a wrapper of PEFT (``modules_to_save``) and its copies, with paths; else nothing."""
+    if not _is(module, _WRAPPERS):
         return []
+    if not _is(module, _SAVED):  # trainable tokens, around a layer of their own
+        return [("token_adapter.base_layer", module.original_module)]
     copies = [(f"modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
     return [("original_module", module.original_module), *copies]
 
@@ -50,12 +54,37 @@ def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def base_path(layer: Any) -> str:
-    """Return the path from a layer with adapters to its base layer: wrappers of parameters are nested."""
-    steps = ["base_layer"]
-    while _is(layer := layer.base_layer, _TUNERS):
-        steps.append("base_layer")
-    return ".".join(steps)
+def plain_name(model: nn.Module, name: str) -> str | None:
+    """Return what a tensor of ``model`` is called in the model without adapters; None if it is an adapter's."""
+    kept: list[str] = []
+    module: Any = model
+    for step in name.split("."):
+        if _is(module, _TUNERS) and step != "base_layer":
+            return None
+        if _is(module, _WRAPPERS) and step not in ("original_module", "token_adapter"):
+            return None
+        if not _is(module, _TUNERS) and not _is(module, _WRAPPERS):
+            kept.append(step)
+        module = module._modules.get(step) if isinstance(module, nn.Module) else None
+    return ".".join(kept)
+
+
+def check_merged(model: nn.Module) -> None:
+    """Check that the weights of the plain model in ``model`` are all that it computes with.
+
+    Raises:
+        CheckpointError: adapters are active that are not merged into them.
+    """
+    for path, module in model.named_modules():
+        whole = _is(module, _TUNERS) and (module.merged or module.disable_adapters)
+        if whole or not (_is(module, _TUNERS) or _is(module, _WRAPPERS)):
+            continue
+        what = "was trained as a whole (modules_to_save)" if _is(module, _WRAPPERS) else "has adapters"
+        raise CheckpointError(
+            f"merge_checkpoints=True: {path} {what}, for which a Hugging Face checkpoint has no place.\n"
+            "  adapter_only=True writes adapters as PEFT does. After model.merge_adapter(), those of layers are part "
+            "of the weights,\n  and are saved with them."
+        )
 
 
 def is_peft_model(module: nn.Module) -> bool:
@@ -63,6 +92,8 @@ def is_peft_model(module: nn.Module) -> bool:
     return _is(module, ("peft.peft_model", "PeftModel"))
 
 
+_WRAPPERS = ("peft.utils.other", "AuxiliaryTrainingWrapper")
+_SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
 _TUNERS = ("peft.tuners.tuners_utils", "BaseTunerLayer")
 
 

@@ -6,11 +6,12 @@ files there, which then take the place of older ones.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.save import is_checked, write_shard
 from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
 from autopar.checkpoint.staging import fsync
-from autopar.checkpoint.state import State, listed, state_of
+from autopar.checkpoint.state import State, listed, parameters_elsewhere, state_of
 from autopar.distributed.barrier import barrier
 from autopar.distributed.consensus import all_ranks, rank_zero
 from autopar.errors import CheckpointError
@@ -64,6 +65,7 @@ def save_adapters(
         prepared.append((target, adapters, snapshot(model)))
         digests = digest_parameters(model, state.plan) if is_checked(model) else {}
         call = {"function": "save_parallelized", "adapter_only": True, "directory": target}
+        call |= {"adapters": sorted(adapters.names)}
         return {"call": call | {key: repr(value) for key, value in given.items()}, "digests": digests}
 
     def compare(ranks: list[dict[str, Any]]) -> None:
@@ -125,7 +127,23 @@ class _Adapters:
             )
         path, self.peft_model = found[0]
         self._start = f"{path}." if path else ""
-        self.names = self._names()
+        self.elsewhere = parameters_elsewhere(model)
+        with self._all_parameters():
+            self.names = self._names()
+
+    @contextlib.contextmanager
+    def _all_parameters(self) -> Iterator[None]:
+        """Show PEFT every parameter, also those of other stages: it writes what it finds in the modules."""
+        here = [(module, dict(module._parameters)) for module, _ in self.elsewhere]
+        try:
+            for module, had in self.elsewhere:
+                module._parameters.clear()
+                module._parameters.update(had)
+            yield
+        finally:
+            for module, has in here:
+                module._parameters.clear()
+                module._parameters.update(has)
 
     def _names(self) -> frozenset[str]:
         """Return the tensors that PEFT writes, by canonical name: it picks them out of a state dict without data."""
@@ -212,10 +230,11 @@ class _Adapters:
             whole[name] = listed_parts[0] if layout is None else layout.unshard(listed_parts)
         shutil.rmtree(shards)
         kind: Any = type(self.peft_model)
-        kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
+        with self._all_parameters():
+            kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
         written = sorted(path.relative_to(temp) for path in temp.rglob("*") if path.is_file())
-        for name in sorted(written, key=lambda path: path.name == "adapter_config.json"):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            fsync(temp / name)
-            os.replace(temp / name, target / name)
+        for file in sorted(written, key=lambda path: path.name == "adapter_config.json"):
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            fsync(temp / file)
+            os.replace(temp / file, target / file)
         fsync(target)

@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from autopar.checkpoint.adapters import alone, options_of_peft, save_adapters
 from autopar.checkpoint.arguments import directory_of
 from autopar.checkpoint.load import TrainingObjects, load
 from autopar.checkpoint.save import save
-from autopar.checkpoint.state import STATE, State, state_of
+from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
     MODEL_SHARD,
     MarkPartial,
@@ -255,7 +255,7 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
         return count
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
-    for module, order in _elsewhere(self):
+    for module, order in parameters_elsewhere(self):
         if id(module) in paths:
             start = f"{paths[id(module)]}." if paths[id(module)] else ""
             found |= {start + name: p for name, p in order.items() if p is not None and start + name not in found}
@@ -270,12 +270,6 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
             shape = parameter.shape if due is None else due.shape
             counted.setdefault(id(parameter), math.prod(shape))
     return sum(counted.values())
-
-
-def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
-    """Return modules whose parameters are on other stages, with all parameters that they had."""
-    pipeline = vars(model).get("_autopar_pipeline")
-    return () if pipeline is None else pipeline.released.orders
 
 
 def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:

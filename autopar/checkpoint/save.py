@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.adapters.wrappers import tuner_layers
+from autopar.adapters.wrappers import check_merged
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.offline.merge import write_merged
@@ -61,13 +61,8 @@ def save(
                 f"{given[0]}= cannot be saved with merge_checkpoints=True: a Hugging Face checkpoint has no place for "
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
-        adapted = next(tuner_layers(model), None) if request.merge else None
-        if adapted is not None:
-            raise CheckpointError(
-                f"merge_checkpoints=True: {adapted[0]} has adapters, for which a Hugging Face checkpoint has no "
-                "place.\n  adapter_only=True writes them as PEFT does; autopar.deparallelize(model).merge_and_unload() "
-                "puts\n  them into the weights."
-            )
+        if request.merge:
+            check_merged(model)
         local = snapshot(model, optimizer, lr_scheduler, extra)
         prepared.append((local, _Writer(state, request, config_writer(model))))
         digests = digest_parameters(model, state.plan) if is_checked(model) else {}

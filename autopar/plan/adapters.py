@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.adapters.supported import check_layer
-from autopar.adapters.wrappers import base_path, tuner_layers
+from autopar.adapters.wrappers import tuner_layers
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
@@ -38,8 +38,9 @@ def adapter_rules(
         ConfigError: an adapter sits on a layer whose rule it cannot follow.
     """
     by_path = {match.path: match for match in matches}
+    first = {id(module): path for path, module in root.named_modules()}
     for path, layer in tuner_layers(root):
-        base = join(path, base_path(layer))
+        base = first[id(layer.get_base_layer())]
         ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
         match = next((by_path[end] for end in ends if end in by_path), None)
         if match is None:

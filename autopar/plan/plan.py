@@ -6,7 +6,7 @@ every rank has, so every rank raises the same error and the model is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -70,12 +70,12 @@ class Piece:
             else:
                 yield from part.sources()
 
-    def renamed(self, start: str) -> Piece:
-        """Return the same with ``start`` before the names of stored tensors."""
+    def renamed(self, rename: Callable[[str], str]) -> Piece:
+        """Return the same with other names of stored tensors."""
         if self.joined is None:
             return self
         parts = [
-            part.renamed(start) if part.joined else replace(part, name=start + part.name) for part in self.joined.parts
+            part.renamed(rename) if part.joined else replace(part, name=rename(part.name)) for part in self.joined.parts
         ]
         return replace(self, joined=replace(self.joined, parts=tuple(parts)))
 

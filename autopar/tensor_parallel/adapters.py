@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autopar.adapters.wrappers import is_tuner
+from autopar.adapters.wrappers import is_peft_model, is_tuner
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
@@ -28,6 +28,8 @@ _OWNER = "tensor parallelism of adapters"
 def attach(model: nn.Module) -> None:
     """Replace methods of PEFT that would be wrong on shards; :func:`autopar.model_methods.unbind` takes them away."""
     for module in model.modules():
+        if is_peft_model(module):
+            bind(module, _OWNER, add_adapter=_refused("add_adapter"), delete_adapter=_refused("delete_adapter"))
         if is_tuner(module):
             if hasattr(type(module), "_enable_peft_forward_hooks"):
                 bind(module, _OWNER, _enable_peft_forward_hooks=_hooks_without_names)
@@ -49,15 +51,15 @@ def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self)._enable_peft_forward_hooks(self, *args, **kwargs)
 
 
-_OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapter")
+_OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapter", "add_adapter")
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
             f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
-            f"  autopar.deparallelize(model).{name}(...) works on the whole model, which can be initialized again; "
-            "model.merge_adapter()\n  merges in place, and model.disable_adapter() is there too."
+            f"  autopar.deparallelize(model).{name}(...) works on the whole model. model.merge_adapter() merges in "
+            "place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) writes the merged model."
         )
 
     return method

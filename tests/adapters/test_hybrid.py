@@ -1,4 +1,4 @@
-"""Adapters under pipeline stages, ZeRO, activation checkpointing and replicas: weights after steps as on one process."""
+"""Adapters under stages, ZeRO, activation checkpointing and replicas: weights after steps as on one process."""
 
 from __future__ import annotations
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError
 from tests.adapters.adapted import batch, peft, randomise_adapters, with_lora
 from tests.parity import close
 from tests.pool import pooled
-from tests.small import gpt2, llama
+from tests.small import llama
 
 
 def _pair() -> tuple[Any, Any]:
@@ -88,3 +89,25 @@ def test_what_would_be_wrong_on_shards_is_refused():
             getattr(model, name)(*(["second"] if name == "delete_adapter" else []))
     model(input_ids=ids)
     assert set(autopar.deparallelize(model).merge_and_unload().state_dict()) == set(llama().state_dict())
+
+
+@pooled(world_size=2)
+def test_dropout_in_front_of_adapters_is_that_of_one_model():
+    """The same mask where the input is whole, another one on each rank where it is sharded."""
+    plain = with_lora(llama(), target_modules=["q_proj", "o_proj"], lora_dropout=0.5)
+    model = autopar.initialize(plain, {"model_parallelism": {"tensor_parallel_size": 2}}).train()
+    masks: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout.default"):
+            module.register_forward_hook(lambda _, x, y, name=name: masks.update({name: (y == 0).long()}))
+    model(**batch()).loss.backward()
+    for name, mask in masks.items():
+        mine = mask[..., :8].contiguous()  # of 12 features on each rank, or of all 24
+        theirs = [torch.empty_like(mine), torch.empty_like(mine)]
+        dist.all_gather(theirs, mine)
+        assert 0.3 < mine.float().mean() < 0.7, name
+        assert torch.equal(*theirs) is ("q_proj" in name), name
+    assert len(masks) == 4
+    states = [torch.get_rng_state()] * 2
+    dist.all_gather_object(states, torch.get_rng_state())
+    assert torch.equal(*states)

@@ -13,15 +13,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import autopar
+from autopar.checkpoint import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from tests.adapters.adapted import batch, peft, phi3, randomise_adapters, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
+from tests.random_models import build, cases, kind
 from tests.small import gpt2, llama
 
 
 def _adapted() -> Any:
-    model = with_lora(llama(), target_modules=["q_proj", "v_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model = with_lora(
+        llama(), target_modules=["q_proj", "v_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"]
+    )
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["down_proj", "k_proj"], task_type="CAUSAL_LM"))
     model.set_adapter("second")
     randomise_adapters(model, 5)
@@ -36,7 +40,8 @@ def _files(folder: Path) -> dict[str, Any]:
             found[str(path.relative_to(folder))] = load_file(path)
         elif path.suffix == ".json":
             values = json.loads(path.read_text())  # sets are written in any order
-            found[str(path.relative_to(folder))] = {k: sorted(v) if isinstance(v, list) else v for k, v in values.items()}
+            plain = {key: sorted(value) if isinstance(value, list) else value for key, value in values.items()}
+            found[str(path.relative_to(folder))] = plain
     return found
 
 
@@ -63,3 +68,72 @@ def test_files_are_those_of_peft(tmp_path: Path):
         again = peft.PeftModel.from_pretrained(llama(), tmp_path / "ours")
         close(again(**batch()).logits, plain(**batch()).logits, "logits of the adapters that were read")
     dist.barrier()
+
+
+@pooled(world_size=2)
+def test_merged_adapters_are_saved_with_the_weights(tmp_path: Path):
+    """In place, without the whole model on a rank; experts are written one by one, as on the hub."""
+    case = next(case for case in cases("mixtral") if kind(case.head) == "causal")
+    for number, build_plain in enumerate((phi3, lambda: build(case, 6, 3))):
+        plain = with_lora(build_plain(), target_modules="all-linear")
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        folder = tmp_path / str(number)
+        with pytest.raises(CheckpointError, match=r"merge_checkpoints=True: .* has adapters.*\n  adapter_only=True"):
+            model.save_parallelized(folder, merge_checkpoints=True)
+        model.merge_adapter()
+        model.save_parallelized(folder, merge_checkpoints=True)
+        if dist.get_rank() == 0:
+            merged = plain.merge_and_unload()
+            again = type(merged).from_pretrained(folder)
+            for name, weight in merged.state_dict().items():
+                close(again.state_dict()[name], weight, name)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pooled(world_size=4)
+def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
+    plain = _adapted()
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    first = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    first.save_parallelized(tmp_path / "stages")
+    first.save_parallelized(tmp_path / "adapters", adapter_only=True)
+    del first
+    for tp in (1, 4):
+        model = copy.deepcopy(plain)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}})
+        model.from_parallelized(tmp_path / "stages")
+        weights = whole_of(model, dict(model.named_parameters()))
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(weights[name], parameter), name
+    if dist.get_rank() == 0:
+        again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters")
+        close(again(**batch()).logits, plain(**batch()).logits, "logits of adapters from stages")
+        with pytest.raises(CheckpointError, match=r"holds a model with adapters of PEFT .*\n.*adapter_only=True"):
+            merge_checkpoint(tmp_path / "stages", tmp_path / "merged")
+
+
+@pooled(world_size=2)
+def test_what_saving_refuses(tmp_path: Path):
+    size = {"model_parallelism": {"tensor_parallel_size": 2}}
+    model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
+    with pytest.raises(CheckpointError, match=r"adapter_only=True writes what PEFT writes, .*merge_checkpoints=True"):
+        model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
+    with pytest.raises(CheckpointError, match=r"save_pretrained\(state_dict=...\) of a parallelized model"):
+        model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\]: there are default"):
+        model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
+    with pytest.raises(ConfigError, match=r"push_to_hub: this rank holds only its part of PeftModel"):
+        model.push_to_hub("nobody/nothing")
+    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its part of GPT2LMHeadModel"):
+        model.get_base_model().save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    plain = autopar.initialize(gpt2(), size)
+    with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel holds 0 models of PEFT .*\n.*get_peft_model before"):
+        plain.save_parallelized(tmp_path / "x", adapter_only=True)
+    late = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    with pytest.raises(ConfigError, match=r"peft's save_pretrained: this rank holds only its part"):
+        late.save_pretrained(tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"parameters of GPT2LMHeadModel came after .*\n  Adapters come first"):
+        late(**batch())
