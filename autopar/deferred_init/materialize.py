@@ -140,8 +140,9 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
                 continue
             # of the parameter, also if it was moved to another module since
             source, then = recorded.get(id(parameter), (sources.get(name), version(parameter)))
-            source = None if id(parameter) in adapters else source  # PEFT draws it, whatever made it
-            if version(parameter) != then and id(parameter) not in adapters:
+            if id(parameter) in adapters:  # PEFT draws it, wherever it was made
+                source, then = None, 0
+            if version(parameter) != then:
                 written.append(full)
             shape = tuple(parameter.shape)
             if source is not None and source.shape != shape:

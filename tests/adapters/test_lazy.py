@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.adapters.adapted import batch, peft, whole_of
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
+
+_Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def _lazy(folder: Path, inside: bool, **settings: Any) -> Any:
@@ -37,6 +40,13 @@ def test_adapters_begin_as_peft_begins(tmp_path: Path, inside: bool):
     size = {"model_parallelism": {"tensor_parallel_size": 2}}
     with pytest.raises(ConfigError, match=r"adapter 'default' at .*embed_tokens is initialized by False.*\n.*True"):
         autopar.initialize(_lazy(tmp_path, inside, init_lora_weights=False), size)
+    if not inside:  # values are for a model that has memory
+        model = _lazy(tmp_path, inside)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            peft.set_peft_model_state_dict(model, {f"{_Q}.lora_A.weight": torch.ones(4, 24)})
+        with pytest.raises(ConfigError, match=r"1 weights of PeftModel were written into before initialize: .*lora_A"):
+            autopar.initialize(model, size)
     model = autopar.initialize(_lazy(tmp_path, inside, modules_to_save=["lm_head"]), size)
     found = whole_of(model, {name: p.data for name, p in model.named_parameters() if p.requires_grad})
     assert len(found) == 2 * 2 * 2 + 2 + 1
