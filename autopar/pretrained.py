@@ -115,8 +115,8 @@ def _load(
         raise ConfigError(
             f"{path} holds an adapter, which comes to a model before it is parallelized:\n"
             "  with autopar.lazy_init(): model = ...from_pretrained(base)\n"
-            "  model = autopar.initialize(peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder)), config)\n"
-            "  model.load_adapter(folder, 'default')"
+            "  model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))\n"
+            "  model = autopar.initialize(model, config); model.load_adapter(folder, 'default')"
         )
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(differs(str(path), model, info))
