@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import autopar
+from autopar.errors import ConfigError
 from tests.adapters.adapted import peft, phi3, randomise_adapters, same_training, with_lora
 from tests.pool import pooled
 from tests.random_models import build, cases, kind
@@ -76,3 +78,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
 @pooled(world_size=2)
 def test_other_adapters_train_as_on_one_process(name: str):
     same_training(OTHERS[name](), {"model_parallelism": {"tensor_parallel_size": 2}}, steps=1)
+
+
+@pooled(world_size=4)
+def test_kv_heads_on_several_ranks():
+    model = with_lora(llama(), target_modules="all-linear")  # 3 KV heads
+    same_training(model, {"model_parallelism": {"tensor_parallel_size": 4}}, steps=1)
+    scaled = _ia3(llama(), ["k_proj", "down_proj"], ["down_proj"])
+    with pytest.raises(
+        ConfigError, match=r"adapters at .*k_proj: the rule .* is 'column' of kv_heads .*\n.*modules_to"
+    ):
+        autopar.initialize(scaled, {"model_parallelism": {"tensor_parallel_size": 4}})
