@@ -184,6 +184,7 @@ def attach(
     model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
     if is_peft_model(model):
         bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=_push_to_hub_of_peft)
+        bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle)
     _attach_hooks(model, plan, mpu)
@@ -253,6 +254,19 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
     if shard is None:
         count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
         return count
+    return _counted(self, shard, only_trainable, exclude_embeddings)
+
+
+def _nb_trainable_of_peft(self: Any) -> tuple[int, int]:
+    """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
+    shard = shard_of(self)
+    if shard is None:
+        counts: tuple[int, int] = type(self).get_nb_trainable_parameters(self)
+        return counts
+    return _counted(self, shard, True, False), _counted(self, shard, False, False)
+
+
+def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddings: bool) -> int:
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
     for module, order in parameters_elsewhere(self):

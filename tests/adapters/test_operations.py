@@ -39,6 +39,7 @@ def _same_logits(model: Any, plain: Any, when: str) -> torch.Tensor:
 @pooled(world_size=2)
 def test_switching_merging_generating_and_back():
     plain, model = _pair()
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
     first = _same_logits(model, plain, "with the first adapter")
     with model.disable_adapter(), plain.disable_adapter():
         assert not torch.allclose(_same_logits(model, plain, "without adapters"), first, atol=1e-3)
