@@ -49,6 +49,8 @@ def is_tuner(module: nn.Module) -> bool:
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield every layer of ``root`` that holds adapters, and its path."""
+    if _TUNERS[0] not in sys.modules:
+        return
     for path, module in root.named_modules():
         if _is(module, _TUNERS) and isinstance(getattr(module, "base_layer", None), nn.Module):
             yield path, module

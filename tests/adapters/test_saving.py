@@ -163,3 +163,7 @@ def test_what_saving_refuses(tmp_path: Path):
         late.save_pretrained(tmp_path / "x")
     with pytest.raises(ConfigError, match=r"parameters of GPT2LMHeadModel came after .*\n  Adapters come first"):
         late(**batch())
+    staged = autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    with pytest.raises(ConfigError, match=r"2 layers of GPT2LMHeadModel have adapters, 0 had.*\n  Adapters come first"):
+        staged.execute_pipeline(batch())
