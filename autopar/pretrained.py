@@ -112,7 +112,12 @@ def _load(
         own = {name: value for name, value in given.items() if name not in ("config", "dtype")}
         raise explained(error, folder, own) from error
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ConfigError(f"{path} holds an adapter: load the base model, and the adapter after that")
+        raise ConfigError(
+            f"{path} holds an adapter, which comes to a model before it is parallelized:\n"
+            "  with autopar.lazy_init(): model = ...from_pretrained(base)\n"
+            "  model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))\n"
+            "  model = autopar.initialize(model, config); model.load_adapter(folder, 'default')"
+        )
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(differs(str(path), model, info))
     return model, info

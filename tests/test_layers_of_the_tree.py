@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROWS = [
     ["errors", "class_swap", "model_methods", "tensor_tracking"],
-    ["layout", "policy", "call_site"],
+    ["layout", "policy", "call_site", "adapters"],
     ["config", "plan"],
     ["distributed"],
     ["storage", "activation_checkpoint", "compiled_blocks", "data_parallel"],

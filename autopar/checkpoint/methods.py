@@ -6,20 +6,23 @@ of it: they raise, or answer for the whole model.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters.wrappers import is_peft_model
+from autopar.checkpoint.adapters import alone, options_of_peft, save_adapters
 from autopar.checkpoint.arguments import directory_of
 from autopar.checkpoint.load import TrainingObjects, load
 from autopar.checkpoint.save import save
-from autopar.checkpoint.state import STATE, State, state_of
+from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
     MODEL_SHARD,
     MarkPartial,
@@ -52,6 +55,7 @@ def save_parallelized(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     async_save: bool = False,
+    adapter_only: bool = False,
     **others: Any,
 ) -> None:
     """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
@@ -76,6 +80,9 @@ def save_parallelized(
             save has written stay there.
         async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
+        adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
+            ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
+            files in the folder stay there. Goes together with no argument but ``timeout``.
         others: arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
 
     Raises:
@@ -90,6 +97,14 @@ def save_parallelized(
         "keep_last": keep_last,
         "async_save": async_save,
     }
+    if adapter_only:
+        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "keep_last": keep_last}
+        save_adapters(
+            self,
+            lambda: alone(lambda: directory_of(save_parallelized, directory, others), {**arguments, **given}),
+            timeout,
+        )
+        return
     save(self, arguments, timeout, optimizer, lr_scheduler, extra)
 
 
@@ -167,6 +182,9 @@ def attach(
     if model.get_submodule(path) is not hf_model:
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
     model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
+    if is_peft_model(model):
+        bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=_push_to_hub_of_peft)
+        bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle)
     _attach_hooks(model, plan, mpu)
@@ -236,9 +254,22 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
     if shard is None:
         count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
         return count
+    return _counted(self, shard, only_trainable, exclude_embeddings)
+
+
+def _nb_trainable_of_peft(self: Any) -> tuple[int, int]:
+    """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
+    shard = shard_of(self)
+    if shard is None:
+        counts: tuple[int, int] = type(self).get_nb_trainable_parameters(self)
+        return counts
+    return _counted(self, shard, True, False), _counted(self, shard, False, False)
+
+
+def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddings: bool) -> int:
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
-    for module, order in _elsewhere(self):
+    for module, order in parameters_elsewhere(self):
         if id(module) in paths:
             start = f"{paths[id(module)]}." if paths[id(module)] else ""
             found |= {start + name: p for name, p in order.items() if p is not None and start + name not in found}
@@ -261,10 +292,29 @@ def _get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     return count
 
 
-def _elsewhere(model: Any) -> Iterable[tuple[Any, Any]]:
-    """Return modules whose parameters are on other stages, with all parameters that they had."""
-    pipeline = vars(model).get("_autopar_pipeline")
-    return () if pipeline is None else pipeline.released.orders
+def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
+
+    Raises:
+        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
+    """
+    kind: Any = type(self)
+    if shard_of(self) is None:
+        kind.save_pretrained(self, save_directory, *args, **kwargs)
+        return
+    named = inspect.signature(kind.save_pretrained).bind(self, save_directory, *args, **kwargs).arguments
+    save_adapters(self, lambda: save_directory, 20.0, options_of_peft(named))
+
+
+def _push_to_hub_of_peft(self: Any, *args: Any, **kwargs: Any) -> Any:
+    shard = shard_of(self)
+    if shard is not None:
+        raise ConfigError(
+            f"push_to_hub: this rank holds only its part of {type(self).__name__}: that of "
+            f"{describe_ranks(shard.ranks(self))}.\n  Use model.save_pretrained(dir) on every rank, then "
+            "huggingface_hub.upload_folder on rank 0."
+        )
+    return type(self).push_to_hub(self, *args, **kwargs)
 
 
 _CALLED = {"should_save_on_this_rank": "save_pretrained"}

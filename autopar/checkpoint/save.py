@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.adapters.wrappers import check_merged
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.offline.merge import write_merged
@@ -30,7 +31,7 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.checksum import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter
 
-__all__ = ["save", "write_shard"]
+__all__ = ["is_checked", "save", "write_shard"]
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging
 
@@ -60,9 +61,11 @@ def save(
                 f"{given[0]}= cannot be saved with merge_checkpoints=True: a Hugging Face checkpoint has no place for "
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
+        if request.merge:
+            check_merged(model)
         local = snapshot(model, optimizer, lr_scheduler, extra)
         prepared.append((local, _Writer(state, request, config_writer(model))))
-        digests = digest_parameters(model, state.plan) if _is_checked(model) else {}
+        digests = digest_parameters(model, state.plan) if is_checked(model) else {}
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
         return {"call": call, "digests": digests}
@@ -83,7 +86,8 @@ def save(
     state.background.start(mpu, copied, writer.run)
 
 
-def _is_checked(model: nn.Module) -> bool:
+def is_checked(model: nn.Module) -> bool:
+    """Tell whether ranks that hold the same weights are compared before a save."""
     return bool(getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True))
 
 

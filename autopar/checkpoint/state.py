@@ -26,6 +26,7 @@ __all__ = [
     "config_writer",
     "listed",
     "local_tensors",
+    "parameters_elsewhere",
     "state_of",
 ]
 
@@ -67,6 +68,12 @@ def state_of(model: nn.Module) -> State:
     if not isinstance(state, State):
         raise CheckpointError(f"{type(model).__name__} is not parallelized; call autopar.initialize first")
     return state
+
+
+def parameters_elsewhere(model: nn.Module) -> Sequence[tuple[nn.Module, Mapping[str, nn.Parameter | None]]]:
+    """Return modules whose parameters are on other stages, with all parameters that they had."""
+    pipeline: Any = vars(model).get("_autopar_pipeline")
+    return () if pipeline is None else pipeline.released.orders
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

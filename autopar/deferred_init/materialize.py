@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autopar.checkpoint.state import listed
+from autopar.deferred_init.adapters import adapter_parameters
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps
 from autopar.deferred_init.sources import by_parameter, clear_sources, replace_storage, sources_of, version
 from autopar.distributed.mesh import MPU
@@ -124,6 +125,7 @@ class Materializer:
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
     recorded = by_parameter(model.modules())
+    adapters = adapter_parameters(model)
     found: dict[int, DeferredParameter] = {}
     written: list[str] = []
     foreign: list[str] = []
@@ -133,11 +135,13 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
             if parameter is None or not parameter.is_meta or id(parameter) in found or not recorded:
                 continue
             full = f"{path}.{name}" if path else name
-            if id(parameter) not in recorded and name not in sources:
+            if id(parameter) not in recorded and name not in sources and id(parameter) not in adapters:
                 foreign.append(full)
                 continue
             # of the parameter, also if it was moved to another module since
             source, then = recorded.get(id(parameter), (sources.get(name), version(parameter)))
+            if id(parameter) in adapters:  # PEFT draws it, wherever it was made
+                source, then = None, 0
             if version(parameter) != then:
                 written.append(full)
             shape = tuple(parameter.shape)

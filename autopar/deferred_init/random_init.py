@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
+from autopar.deferred_init.adapters import adapter_inits
 from autopar.deferred_init.sources import inits_of, sources_of
 from autopar.distributed.rng import kept
 from autopar.layout import Layout
@@ -24,6 +25,9 @@ from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 __all__ = ["DeferredParameter", "InitSteps"]
+
+
+_Step = tuple[nn.Module, Callable[[], Any]]
 
 
 @dataclass
@@ -57,7 +61,7 @@ class InitSteps:
         self._calls: list[tuple[nn.Module, Callable[[], Any]]] = []
         if not any(pending.source is None for pending in drawn.values()):
             return  # transformers has initialized what it missed in the files
-        self._calls = list(_own_inits(model, inner, None))
+        self._calls = list(_own_inits(model, inner, None, adapter_inits(model)))
         try:
             touches = self._touches(self._calls)
             self._add_resets(touches)
@@ -129,13 +133,22 @@ class InitSteps:
 
 
 def _own_inits(
-    module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None
-) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """The modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters."""
+    module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None, adapters: Mapping[int, list[_Step]]
+) -> Iterator[_Step]:
+    """The modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters.
+
+    Args:
+        adapters: ``id(layer)`` -> the steps of its adapters.
+    """
     if isinstance(module, PreTrainedModel):
         owner = module
+    if id(module) in adapters:
+        base: Any = module.base_layer
+        yield from _own_inits(base, inner, owner, adapters)
+        yield from adapters[id(module)]
+        return
     for child in module.children():
-        yield from _own_inits(child, inner, owner)
+        yield from _own_inits(child, inner, owner, adapters)
     if getattr(module, "_is_hf_initialized", False):
         return
     if owner is not None:

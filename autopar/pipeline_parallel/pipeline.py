@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters.wrappers import tuner_layers
 from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
@@ -90,6 +91,7 @@ class Pipeline:
         self.p2p = P2P(mpu, failures)
         if plan.stages > 1:
             mark_boundaries(model, plan, self.context)
+        self._adapted = sum(1 for _ in tuner_layers(model))
         self.released = release(model, plan, mpu.pp.rank, mpu.device)
         self.context.placeholders = self.released.placeholders
         self.tied = TiedWeights(model, plan, mpu)
@@ -133,6 +135,16 @@ class Pipeline:
             make = make_schedule if backward else forwards
             self._schedules[key] = make(self.config.schedule, self.plan.rank_of, microbatches)
         return self._schedules[key]
+
+    def check_adapters(self, model: nn.Module) -> None:
+        """Raise ConfigError if layers have got adapters since: no stage has those of the others."""
+        now = sum(1 for _ in tuner_layers(model))
+        if now != self._adapted:
+            raise ConfigError(
+                f"{now} layers of {type(model).__name__} have adapters, {self._adapted} had them when it was split "
+                f"into {self.plan.stages} pipeline stages.\n  Adapters come first: model = "
+                "autopar.initialize(peft.get_peft_model(plain_model, lora_config), config)."
+            )
 
     def read_step(self, data: Any, criterion: Callable[..., Any] | None, *, backward: bool, wants_loss: bool) -> Step:
         """Read the next batch, check it, split it into micro-batches and weigh their losses. Collective."""
@@ -270,6 +282,7 @@ def execute_pipeline(
     pipeline: Pipeline = vars(self)["_autopar_pipeline"]
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
     with pipeline.p2p.reports_failure():
+        pipeline.check_adapters(self)
         step = pipeline.read_step(data, criterion, backward=backward, wants_loss=backward or return_loss)
         step.scale = getattr(optimizer, "scale_loss", None)
         step.keep_outputs = return_outputs

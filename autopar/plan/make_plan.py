@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from autopar.adapters.supported import check_adapters
 from autopar.errors import ConfigError, PolicyError
 from autopar.layout import Layout
+from autopar.plan.adapters import adapter_rules
 from autopar.plan.attributes import scaled_attributes, sliced_inputs
 from autopar.plan.experts import shard_by_expert
 from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, join, matches_of
@@ -34,6 +36,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
         ConfigError: the size does not fit (both numbers, and what would).
     """
     prefix, model = model_inside(root, policy)
+    check_adapters(root, tp)
     scopes = list(all_scopes(policy, prefix, model, tp))
     names = _Names(root)
     found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
@@ -49,6 +52,8 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
             if isinstance(match.module, nn.Module) is not bare:
                 for rule in tensor_rules_of(match):
                     _add(rule, match, modules, layouts, bare)
+    for match, rule in adapter_rules(root, matches, modules, tp):
+        _add(rule, match, modules, layouts, bare=False)
     check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters.wrappers import seen_through
 from autopar.errors import PolicyError, nearest
 from autopar.layout import Layout
 from autopar.plan.kernels import check_kernels
@@ -137,7 +138,7 @@ def matches_of(scope: Scope) -> Iterator[RuleMatch]:
 def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """Yield each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
 
-    ``*`` stands for every member of a list of modules.
+    ``*`` stands for every member of a list of modules. Adapters are seen through (:mod:`autopar.adapters`).
     """
     found: list[tuple[str, Any]] = [("", root)]
     for segment in pattern.split("."):
@@ -154,7 +155,11 @@ def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.
                 known += [known for known, _ in (*root.named_parameters(), *root.named_buffers())]
                 wanted = pattern.replace("?", "")
                 raise PolicyError(f"{type(root).__name__} has no module '{wanted}'.{nearest(wanted, known)}", where)
-            below += [(join(path, child_name), child) for child_name, child in children]
+            below += [
+                (join(path, child_name, further), inside)
+                for child_name, child in children
+                for further, inside in seen_through(child)
+            ]
         found = below
     yield from found
 

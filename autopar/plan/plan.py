@@ -6,7 +6,7 @@ every rank has, so every rank raises the same error and the model is untouched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -70,12 +70,12 @@ class Piece:
             else:
                 yield from part.sources()
 
-    def renamed(self, start: str) -> Piece:
-        """Return the same with ``start`` before the names of stored tensors."""
+    def renamed(self, rename: Callable[[str], str]) -> Piece:
+        """Return the same with other names of stored tensors."""
         if self.joined is None:
             return self
         parts = [
-            part.renamed(start) if part.joined else replace(part, name=start + part.name) for part in self.joined.parts
+            part.renamed(rename) if part.joined else replace(part, name=rename(part.name)) for part in self.joined.parts
         ]
         return replace(self, joined=replace(self.joined, parts=tuple(parts)))
 
@@ -184,6 +184,7 @@ class ModulePlan:
         summed: whole parameters whose incoming gradient is summed over tp (they work on sharded activations).
         once: of those the ones that only the first rank adds (the bias behind a partial sum).
         gather_output, split_input, enter_output, inside: as in the policy.
+        aside: of a column whose input no other layer reads (that of an adapter).
         opens, closes: of a region that only enters, and of one that only sums.
         by_hidden: an embedding sharded along its columns instead of its rows.
         inputs: arguments of forward that are sliced.
@@ -201,6 +202,7 @@ class ModulePlan:
     split_input: bool = False
     enter_output: bool = False
     inside: bool = False
+    aside: bool = False
     opens: bool = False
     closes: bool = False
     by_hidden: bool = False

@@ -227,14 +227,8 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
             )
         dim = 0 if rule.kind == "column" else 1
     else:
-        hint = ""
-        if type(module).__module__.startswith("peft."):
-            hint = (
-                " of PEFT: adapters cannot be sharded yet.\n"
-                "  Merge them first (model.merge_and_unload()), or train them without tensor parallelism."
-            )
         raise PolicyError(
-            f"'{rule.kind}' needs an nn.Linear, Conv1D or convolution, {match.shown} is a {kind}{hint}",
+            f"'{rule.kind}' needs an nn.Linear, Conv1D or convolution, {match.shown} is a {kind}",
             rule.where,
         )
     weight = module.weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +24,19 @@ __all__ = ["saved_form"]
 _ATEN = torch.ops.aten
 
 
-def saved_form(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
     """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
 
     A piece that is joined from several tensors is listed with the first of them.
 
     Args:
-        names: of the state dict, one of each tied tensor.
+        names: in the plain model's state dict, one of each tied tensor -> in this one's, which may have adapters.
     """
     ignored = {str(key) for key in model._keys_to_ignore_on_save or ()}
     held = model.state_dict()
     state = {
-        name: torch.empty(held[name].shape, dtype=held[name].dtype, device="meta")
-        for name in names
+        name: torch.empty(held[stored].shape, dtype=held[stored].dtype, device="meta")
+        for name, stored in names.items()
         if name not in ignored
     }
     views = _ViewTracking(state)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters.supported import check_adapters
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.blocks import Blocks
 from autopar.policy.described_model import model_inside
@@ -124,6 +125,7 @@ def make_stages(
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
         UnsupportedModelError: the blocks are no chain, or a stage cannot run by itself.
     """
+    check_adapters(root, 1, ranks)
     blocks = Blocks(policy, *model_inside(root, policy))
     chunks = chunks if ranks > 1 else 1
     stages = ranks * chunks

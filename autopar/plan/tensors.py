@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters.wrappers import plain_name
 from autopar.errors import UnsupportedModelError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
@@ -40,9 +41,13 @@ def plan_tensors(
     if not isinstance(model, PreTrainedModel):
         return {plan.name: plan for key in tensors for plan in [_of_plain(tensors[key], names[key], layouts.get(key))]}
     kept = [name.removeprefix(start) for name in canonical.values() if name.startswith(start)]
-    renamed, pieces = saved_form(model, kept)
-    saved = {start + name: new for name, new in renamed.items()}
-    parts = {start + name: tuple(piece.renamed(start) for piece in new) for name, new in pieces.items()}
+    stored = {plain: name for name in kept if (plain := plain_name(model, name)) is not None}  # without adapters
+    renamed, pieces = saved_form(model, stored)
+    saved = {start + stored[name]: new for name, new in renamed.items()}
+    parts = {
+        start + stored[name]: tuple(piece.renamed(lambda plain: start + stored[plain]) for piece in new)
+        for name, new in pieces.items()
+    }
     plans = {}
     for key, tensor in tensors.items():
         name = canonical[key]

@@ -13,7 +13,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.tensor_parallel import hooks, parallelize
+from autopar.tensor_parallel import adapters, hooks, parallelize
 from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.megatron import parameter_marks
 from autopar.tensor_parallel.parallel_layer import ParallelLayer
@@ -75,10 +75,13 @@ def _keep_logits_sharded(model: nn.Module, chunk: int) -> None:
 def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
     parameter_marks.mark(model, plan, stages, mpu)
+    if mpu.tp.size > 1:
+        adapters.attach(model)
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
     parallelize.undo(model, plan, mpu.tp)
     hooks.detach(inner)
+    adapters.detach(model)
     parameter_marks.unmark(model)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.call_site import is_library, warn_user
-from autopar.distributed.axis import Group
+from autopar.distributed.axis import Axis, Group
 from autopar.distributed.collectives import gather, reduce_
 from autopar.errors import ConfigError
+from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.parallel_layer import (
     FullWeight,
@@ -24,7 +25,7 @@ from autopar.tensor_parallel.parallel_layer import (
     seeded_axis,
 )
 
-__all__ = ["WARNED", "HiddenParallelEmbedding", "VocabParallelEmbedding", "vocabulary_weight"]
+__all__ = ["WARNED", "HiddenParallelEmbedding", "VocabParallelEmbedding", "look_up", "vocabulary_weight"]
 
 WARNED = "_autopar_warned"
 """Attribute of a layer whose rows were warned about."""
@@ -110,19 +111,29 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         make_layer(self, axis, plan, plain, FullWeight(init_method, device=device, dtype=dtype))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        layout = self.autopar_layouts["weight"]
-        (start, stop) = next(iter(layout.ranges(self.tp.rank)), (0, 0))
-        _check_ids(input, layout.size)
-        if start == stop:  # no rows here: zeros that are part of the graph
-            y: torch.Tensor = self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
-            return self.region.mark_replicated(reduce_(y, self.tp))
-        local = input - start
-        outside = (local < 0) | (local >= stop - start)
-        padding = self.padding_idx
-        if padding is not None:
-            padding = padding - start if start <= padding < stop else None
-        y = F.embedding(local.masked_fill(outside, 0), self.weight, padding)
-        return self.region.mark_replicated(reduce_(y.masked_fill(outside.unsqueeze(-1), 0), self.tp))
+        y = look_up(input, self.weight, self.autopar_layouts["weight"], self.tp, self.padding_idx)
+        return self.region.mark_replicated(y)
+
+
+def look_up(
+    ids: torch.Tensor, weight: torch.Tensor, layout: Layout, axis: Axis, padding: int | None = None
+) -> torch.Tensor:
+    """Look up ``ids`` in a table of which ``weight`` is this rank's rows: mask, look up, sum. ``[..., features]``.
+
+    Raises:
+        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
+    """
+    (start, stop) = next(iter(layout.ranges(axis.rank)), (0, 0))
+    _check_ids(ids, layout.size)
+    if start == stop:  # no rows here: zeros that are part of the graph
+        y: torch.Tensor = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
+        return reduce_(y, axis)
+    local = ids - start
+    outside = (local < 0) | (local >= stop - start)
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+    y = F.embedding(local.masked_fill(outside, 0), weight, padding)
+    return reduce_(y.masked_fill(outside.unsqueeze(-1), 0), axis)
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):

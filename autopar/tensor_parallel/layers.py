@@ -29,6 +29,7 @@ from autopar.distributed.collectives import copy, gather, reduce_, scatter
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
@@ -73,8 +74,8 @@ class _Column(ParallelLayer):
         """Enter the region and multiply, ``[..., in] -> [..., out/tp]``."""
         if self.autopar.inside:
             return self._multiply(x, weight, bias)
-        if self._weight_gradient is None:
-            return self._multiply(self.region.enter(x), weight, bias)
+        if self._weight_gradient is None or self.autopar.aside:
+            return self._multiply(self.region.enter(x, shared=not self.autopar.aside), weight, bias)
         x, late = self.region.enter_first(x, weight, self._weight_gradient)
         if late is None:
             return self._multiply(x, weight, bias)
@@ -260,7 +261,13 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
     ("embedding", False): VocabParallelEmbedding,
     ("embedding", True): HiddenParallelEmbedding,
 }
-_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm, "experts": ExpertParallel}
+_REGION_MODULES: dict[str, type[RegionModule]] = {
+    "norm_over": ShardedNorm,
+    "experts": ExpertParallel,
+    "dropout_alike": DropoutAlike,
+    "dropout_apart": DropoutApart,
+    "adapter_of_rows": AdapterOfRows,
+}
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.adapters.wrappers import tuner_layers
 from autopar.errors import ConfigError
 
 __all__ = ["ModuleTree"]
@@ -23,6 +24,11 @@ __all__ = ["ModuleTree"]
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
     "  with autopar.deparallelize(model), change it, and initialize it again."
+)
+
+_ADAPTERS = (
+    "  Adapters come first: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
+    "  Where the plain model is too large for one process, build it, with its adapters, in autopar.lazy_init()."
 )
 
 
@@ -127,9 +133,10 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
                 )
     if new:
         more = " ..." if len(new) > 3 else ""
+        adapted = next(tuner_layers(model), None)
         raise ConfigError(
             f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know how "
-            f"they are to be sharded: {', '.join(new[:3])}{more}\n{_WHEN}"
+            f"they are to be sharded: {', '.join(new[:3])}{more}\n{_WHEN if adapted is None else _ADAPTERS}"
         )
 
 

@@ -62,7 +62,7 @@ class _LayerRegion(Region):
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerRegion:
         return _LayerRegion(self.axis)
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor, *, shared: bool = True) -> torch.Tensor:
         return copy(x, self.axis)
 
 

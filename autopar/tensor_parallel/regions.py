@@ -14,6 +14,7 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -131,12 +132,18 @@ class Region:
         again = f", logits {self._logits_made}" if self._logits_made > 1 else ""
         return f"forward {self.forwards} of model {self.model}{again}"
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce."""
+    def enter(self, x: torch.Tensor, *, shared: bool = True) -> torch.Tensor:
+        """Copy ``x`` for a column-parallel layer. Readers of one tensor get the same copy, for one all-reduce.
+
+        Args:
+            shared: other layers may read ``x`` too; else the copy that they read last is kept for them.
+        """
         if self.tracking is not None:
             return self.alias(x)
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x  # nothing to sum; also inference tensors, which have no version
+        if not shared:
+            return copy(x, self.axis)
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else x._version
         if self._source is not x or self._version != version or self._copied is None:
@@ -196,6 +203,18 @@ class Region:
         """Restore the default generators as they were before :meth:`draw_per_rank`: the same over tp."""
         if self._outside is not None:
             self._restore()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Draw alike on all tp ranks, inside a region too; behind it draws are again as they were before."""
+        inside = None if self._outside is None else TorchGenerators.now()
+        self.draw_alike()
+        try:
+            yield
+        finally:
+            if inside is not None:
+                self._outside = TorchGenerators.now()
+                inside.restore()
 
     # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

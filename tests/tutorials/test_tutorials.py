@@ -179,6 +179,14 @@ def test_08_losses_are_those_of_one_process_before_and_after_resuming(printed: d
     assert "resumed at step 2" in text
 
 
+def test_15_adapters_are_those_of_one_process_and_of_plain_peft(printed: dict[str, str]) -> None:
+    text = printed["15_lora"]
+    assert number(text, "largest difference of losses: #") < 1e-5
+    for line in ("logits of the base model differ by #", "plain PEFT reads them: logits differ by #"):
+        assert number(text, line) < 1e-5
+    assert number(text, "merged, plain transformers: logits differ by #") < 1e-5
+
+
 def in_a_world(name: str, folder: Path, *more: str) -> str:
     """What one script prints in this world of ranks."""
     arguments = ["--vocab-size", "300", "--context", "16", "--batch-size", "1", "--steps", "4", *more]

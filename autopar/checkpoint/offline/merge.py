@@ -73,6 +73,7 @@ def merge_checkpoint(
     size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
     with Shards(folder) as shards:
         manifest = shards.manifest
+        _refuse_adapters(folder, manifest.tensors)
         has_config = "config.json" in manifest.along
         if has_config and not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
@@ -87,6 +88,15 @@ def merge_checkpoint(
         "tensors": sum(len(tensor.saved_names()) for tensor in manifest.tensors.values()),
         "parameters": manifest.total_parameters(),
     }
+
+
+def _refuse_adapters(folder: Path, tensors: Mapping[str, Any]) -> None:
+    adapted = next((name for name in tensors if ".base_layer." in name or ".modules_to_save." in name), None)
+    if adapted is not None:
+        raise CheckpointError(
+            f"{folder} holds a model with adapters of PEFT ({adapted}), for which a Hugging Face checkpoint has no "
+            "place.\n  Load it (from_parallelized) and save the adapters with save_parallelized(adapter_only=True)."
+        )
 
 
 def write_merged(

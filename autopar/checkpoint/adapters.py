@@ -1,0 +1,240 @@
+"""Save the adapters of a parallelized ``PeftModel`` alone, as PEFT writes them: readable without autopar.
+
+Ranks write what they hold of the adapters into a hidden folder; rank 0 puts that together and lets PEFT write its
+files there, which then take the place of older ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from autopar.adapters.wrappers import is_peft_model
+from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
+from autopar.checkpoint.fsdp_shards import gather
+from autopar.checkpoint.save import is_checked, write_shard
+from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
+from autopar.checkpoint.staging import fsync
+from autopar.checkpoint.state import State, listed, parameters_elsewhere, state_of
+from autopar.distributed.barrier import barrier
+from autopar.distributed.consensus import all_ranks, rank_zero
+from autopar.errors import CheckpointError
+from autopar.storage.safetensors_io import dtype_of
+
+__all__ = ["alone", "options_of_peft", "save_adapters"]
+
+_SHARDS = ".shards"
+
+
+def save_adapters(
+    model: nn.Module, directory: Callable[[], object], timeout: float, options: Mapping[str, Any] | None = None
+) -> None:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter. Every rank calls it.
+
+    Args:
+        model: parallelized; a ``PeftModel``, or with one inside.
+        directory: returns the folder. Files in it that PEFT does not write stay there.
+        timeout: seconds to wait for the other ranks to call.
+        options: further arguments of ``PeftModel.save_pretrained``: ``selected_adapters``, ``save_embedding_layers``,
+            ``safe_serialization``.
+
+    Raises:
+        CheckpointError: the same on every rank, with the folder as it was, if there are no adapters, an argument is
+            wrong, ranks hold different values of a replicated weight, a rank did not call, or could not write.
+    """
+    state = state_of(model)
+    state.background.wait()
+    barrier(state.mpu, "save_parallelized", timeout_or_default(timeout))
+    prepared: list[tuple[str, _Adapters, Snapshot]] = []
+    given = dict(options or {})
+
+    def check() -> dict[str, Any]:
+        check_timeout(timeout)
+        target = absolute(directory())
+        adapters = _Adapters(model, state, given)
+        prepared.append((target, adapters, snapshot(model)))
+        digests = digest_parameters(model, state.plan) if is_checked(model) else {}
+        call = {"function": "save_parallelized", "adapter_only": True, "directory": target}
+        call |= {"adapters": sorted(adapters.names)}
+        return {"call": call | {key: repr(value) for key, value in given.items()}, "digests": digests}
+
+    def compare(ranks: list[dict[str, Any]]) -> None:
+        check_same_call([rank.get("call", rank) for rank in ranks])
+        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.sizes, prepared[0][2].fsdp)
+
+    all_ranks(state.mpu, check, check=compare)
+    ((target, adapters, local),) = prepared
+    adapters.write(Path(target), local)
+
+
+def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:
+    """Return the folder. Raises CheckpointError if another argument of ``save_parallelized`` is given beside it."""
+    path = directory()
+    usual = {"format": "safetensors", "max_shard_size": "5GB"}
+    for name, value in others.items():
+        if name != "directory" and value not in (None, False, usual.get(name)):
+            raise CheckpointError(
+                f"adapter_only=True writes what PEFT writes, which has no place for {name}={value!r}.\n  Leave "
+                "adapter_only out to save the whole model, with its adapters and what training needs."
+            )
+    return path
+
+
+_OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
+
+
+def options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
+    given = {**arguments, **arguments.get("kwargs", {})}
+    for name, why in (
+        ("state_dict", "the adapters are gathered from all ranks"),
+        ("path_initial_model_for_weight_conversion", "the conversion needs whole weights on a rank"),
+        ("push_to_hub", "upload the folder on rank 0 afterwards, with huggingface_hub.upload_folder"),
+    ):
+        if given.get(name):
+            raise CheckpointError(f"PeftModel.save_pretrained({name}=...) of a parallelized model: {why}; leave it out")
+    return {name: given[name] for name in _OF_PEFT if name in given}
+
+
+class _Adapters:
+    """The adapters of one model, to be written by PEFT.
+
+    Args:
+        model: parallelized; holds one ``PeftModel``.
+        options: of ``PeftModel.save_pretrained``.
+
+    Raises:
+        CheckpointError: it holds none, or several; or PEFT would write something else than tensors of the model.
+    """
+
+    def __init__(self, model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
+        self.state, self.options = state, options
+        found = [(path, module) for path, module in model.named_modules() if is_peft_model(module)]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"adapter_only=True: {type(model).__name__} holds {len(found)} models of PEFT (PeftModel); it must be "
+                "one, which writes its adapters.\n  Make it with peft.get_peft_model before autopar.initialize."
+            )
+        path, self.peft_model = found[0]
+        self._start = f"{path}." if path else ""
+        self.elsewhere = parameters_elsewhere(model)
+        with self._all_parameters():
+            self.names = self._names()
+
+    @contextlib.contextmanager
+    def _all_parameters(self) -> Iterator[None]:
+        """Show PEFT every parameter, also those of other stages: it writes what it finds in the modules."""
+        here = [(module, dict(module._parameters)) for module, _ in self.elsewhere]
+        try:
+            for module, had in self.elsewhere:
+                module._parameters.clear()
+                module._parameters.update(had)
+            yield
+        finally:
+            for module, has in here:
+                module._parameters.clear()
+                module._parameters.update(has)
+
+    def _names(self) -> frozenset[str]:
+        """Return the tensors that PEFT writes, by canonical name: it picks them out of a state dict without data."""
+        from peft import get_peft_model_state_dict
+
+        peft_model: Any = self.peft_model
+        chosen = self.options.get("selected_adapters") or list(peft_model.peft_config)
+        unknown = [name for name in chosen if name not in peft_model.peft_config]
+        if unknown:
+            raise CheckpointError(f"selected_adapters={chosen}: there are {', '.join(peft_model.peft_config)}")
+        plans = self.state.plan.tensors
+        empty = {name: torch.empty(t.shape, dtype=dtype_of(t.dtype), device="meta") for name, t in plans.items()}
+        named = self._by_peft_name(empty)
+        found: set[str] = set()
+        canonical = {id(tensor): name for name, tensor in empty.items()}
+        for name in chosen:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT says it again when it writes
+                embeddings = self.options.get("save_embedding_layers", "auto")
+                picked = get_peft_model_state_dict(
+                    peft_model, state_dict=dict(named), adapter_name=name, save_embedding_layers=embeddings
+                )
+            computed = [saved for saved, tensor in picked.items() if id(tensor) not in canonical]
+            if computed and peft_model.peft_config[name].is_prompt_learning:
+                continue  # of parameters that every rank has
+            if computed:
+                raise CheckpointError(f"adapter '{name}': PEFT computes {listed(computed)} when it saves")
+            found |= {canonical[id(tensor)] for tensor in picked.values()}
+        return frozenset(found)
+
+    def _by_peft_name(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors by all of their names in the state dict of the ``PeftModel``, from canonical ones."""
+        plans = self.state.plan.tensors
+        return {
+            alias.removeprefix(self._start): tensor
+            for name, tensor in tensors.items()
+            for alias in (name, *plans[name].aliases)
+            if alias.startswith(self._start)
+        }
+
+    def write(self, target: Path, local: Snapshot) -> None:
+        """Write what all ranks hold. Collective."""
+        mpu = self.state.mpu
+        held = {name: tensor for name, tensor in local.tensors["model"].items() if name in self.names}
+        if local.fsdp:
+            held = gather(held, mpu)
+        made: list[Path] = []
+
+        def start() -> str:
+            target.mkdir(parents=True, exist_ok=True)
+            made.append(target / f".adapters.tmp-{secrets.token_hex(8)}")
+            (made[0] / _SHARDS).mkdir(parents=True)
+            return str(made[0])
+
+        def untouched() -> str:
+            return f"The adapters in {target} are as they were."
+
+        def shard() -> None:
+            if held:
+                write_shard(temp / _SHARDS, temp.name, "model", (mpu.tp.rank, mpu.pp.rank, None), held)
+
+        try:
+            temp = Path(rank_zero(mpu, start, untouched))
+            all_ranks(mpu, shard, untouched)
+            rank_zero(mpu, lambda: self._finish(temp, target), untouched)
+        finally:
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _finish(self, temp: Path, target: Path) -> None:
+        """Put the shards together, let PEFT write its files, and move them into place: configs last."""
+        shards = temp / _SHARDS
+        parts: dict[str, list[torch.Tensor]] = {}
+        for tp in range(self.state.mpu.sizes.tp):
+            for path in sorted(shards.glob(f"model-tp{tp}-*")):
+                for name, tensor in load_file(path).items():
+                    parts.setdefault(name, []).append(tensor)
+        missing = self.names - parts.keys()
+        if missing:
+            raise CheckpointError(f"no rank holds {listed(sorted(missing))}")
+        whole = {}
+        for name, listed_parts in parts.items():
+            layout = self.state.plan.tensors[name].layout
+            whole[name] = listed_parts[0] if layout is None else layout.unshard(listed_parts)
+        shutil.rmtree(shards)
+        kind: Any = type(self.peft_model)
+        with self._all_parameters():
+            kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
+        written = sorted(path.relative_to(temp) for path in temp.rglob("*") if path.is_file())
+        for file in sorted(written, key=lambda path: path.name == "adapter_config.json"):
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            fsync(temp / file)
+            os.replace(temp / file, target / file)
+        fsync(target)

@@ -1,0 +1,241 @@
+"""Adapters follow their base layer: the layouts of PEFT's parameters, and what becomes of its modules.
+
+Low-rank adapters (Hu et al., "LoRA", 2021) add ``B A x`` to ``W x``. Where ``W`` is column-parallel, ``A`` is
+replicated and ``B`` is column-parallel with the layout of ``W``: what enters the region is ``A x``, of ``r`` features,
+so that the gradient of ``A`` is whole. Where ``W`` is row-parallel, ``A`` is row-parallel with the layout of ``W`` and
+``B`` is replicated: what is summed over the ranks is ``A x`` again. In both cases the ranks exchange ``r`` numbers a
+token, and ``W + B A`` is sharded as ``W`` is, which merging relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.adapters.supported import check_layer
+from autopar.adapters.wrappers import tuner_layers
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+from autopar.plan.matching import RuleMatch, join
+from autopar.plan.plan import ModulePlan
+from autopar.plan.rules import TensorRule
+
+__all__ = ["adapter_rules"]
+
+
+def adapter_rules(
+    root: nn.Module, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
+) -> Iterator[tuple[RuleMatch, TensorRule]]:
+    """Yield the rules of all adapters in ``root``, each with the match of its base layer.
+
+    Args:
+        modules: plans of the base layers.
+
+    Raises:
+        ConfigError: an adapter sits on a layer whose rule it cannot follow.
+    """
+    by_path = {match.path: match for match in matches}
+    first = {id(module): path for path, module in root.named_modules()}
+    for path, layer in tuner_layers(root):
+        base = first[id(layer.get_base_layer())]
+        ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
+        match = next((by_path[end] for end in ends if end in by_path), None)
+        if match is None:
+            continue  # the base layer has no rule either, which is another error
+        try:
+            check_layer(path, layer)
+            rules = list(_rules_of(path, layer, modules.get(base), match))
+        except ConfigError:
+            if tp > 1:
+                raise
+            rules = list(_replicated(path, layer))  # one rank computes whatever PEFT has
+        for rule in rules:
+            yield match, rule
+
+
+def _rules_of(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    if hasattr(layer, "parameter_name"):
+        return _of_parameter(path, layer, plan, match)
+    if hasattr(layer, "ia3_l"):
+        return _scaling(path, layer, plan, match)
+    if plan is not None and plan.rule == "embedding":
+        return _of_embedding(path, layer, plan)
+    return _low_rank(path, layer, plan, match)
+
+
+def _replicated(path: str, layer: Any) -> Iterator[TensorRule]:
+    base = {id(parameter) for parameter in layer.base_layer.parameters()}
+    own: list[tuple[str, torch.Tensor, Layout | None]] = [
+        (name, parameter, None) for name, parameter in layer.named_parameters() if id(parameter) not in base
+    ]
+    yield TensorRule(None, own)
+
+
+def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of linear layers and convolutions."""
+    whole = plan is None or (plan.rule == "" and not plan.layouts)
+    where = str(match.rule.where) if plan is None else plan.where
+    for name in layer.lora_A:
+        a, b = join(path, "lora_A", name), join(path, "lora_B", name)
+        dropout = join(path, "lora_dropout", name)
+        first, second = layer.lora_A[name], layer.lora_B[name]
+        drops = isinstance(layer.lora_dropout[name], nn.Dropout)
+        if plan is None or whole or plan.rule == "enter_output":
+            yield TensorRule(None, _whole(first))
+            entering = ModulePlan(b, "enter_output", where, enter_output=True)
+            yield TensorRule(None if whole else entering, _whole(second))
+            if drops:
+                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+        elif plan.rule == "column":
+            if plan.inside:  # x has entered already: its gradient is summed further up, and so is A's
+                summed = frozenset(n for n, _ in first.named_parameters())
+                yield TensorRule(ModulePlan(a, "replicated", where, summed=summed), _whole(first))
+            else:
+                yield TensorRule(None, _whole(first))
+            yield _sharded(b, second, "column", 0, plan, aside=True)
+            if drops:
+                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+        elif plan.rule == "row":
+            yield _sharded(a, first, "row", 1, plan)
+            if plan.enter_output:
+                yield TensorRule(ModulePlan(b, "enter_output", where, enter_output=True), _whole(second))
+            else:
+                yield TensorRule(None, _whole(second))
+            if drops:
+                kind = "dropout_alike" if plan.split_input else "dropout_apart"
+                yield TensorRule(ModulePlan(dropout, kind, where))
+        elif plan.rule == "sharded" and isinstance(layer.get_base_layer(), nn.Linear):
+            yield from _inside(path, name, layer, plan)
+            if drops and plan.layouts["weight"].dim == 0:
+                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+        elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
+            for place, module in ((a, first), (b, second)):
+                summed = frozenset(n for n, _ in module.named_parameters())
+                yield TensorRule(ModulePlan(place, "replicated", where, summed=summed), _whole(module))
+        else:
+            raise _cannot_follow(path, plan, match)
+
+
+def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of a linear layer inside a region that others open and close: the gradient of one is partial."""
+    blocks, of_output = plan.layouts["weight"].blocks, plan.layouts["weight"].dim == 0
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    whole = a if of_output else b
+    summed = frozenset(n for n, _ in whole.named_parameters())
+    once = summed & {"bias"}  # outputs are summed further on
+    place = join(path, "lora_A" if of_output else "lora_B", name)
+    yield TensorRule(ModulePlan(place, "replicated", plan.where, summed=summed, once=once), _whole(whole))
+    cut = b if of_output else a
+    layouts = {n: Layout.of(0 if of_output else 1, blocks) for n, _ in cut.named_parameters()}
+    place = join(path, "lora_B" if of_output else "lora_A", name)
+    yield TensorRule(
+        ModulePlan(place, "sharded", plan.where, layouts["weight"], layouts),
+        [(n, parameter, layouts[n]) for n, parameter in cut.named_parameters()],
+    )
+
+
+def _sharded(path: str, module: Any, rule: str, dim: int, base: ModulePlan, *, aside: bool = False) -> TensorRule:
+    """``A`` or ``B`` as a parallel layer with the units of the base layer along ``dim``."""
+    assert base.layout is not None
+    layout = Layout.of(dim, base.layout.blocks)
+    tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", module.weight, layout)]
+    layouts = {"weight": layout}
+    if module.bias is not None:
+        if rule == "column":
+            layouts["bias"] = Layout.of(0, base.layout.blocks)
+        tensors.append(("bias", module.bias, layouts.get("bias")))
+    plan = ModulePlan(
+        path,
+        rule,
+        base.where,
+        layout,
+        layouts,
+        gather_output=rule == "column" and base.gather_output,
+        split_input=rule == "row" and base.split_input,
+        inside=rule == "column" and base.inside,
+        aside=aside,
+    )
+    return TensorRule(plan, tensors)
+
+
+def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
+    """``A`` [r, vocabulary] and ``B`` [hidden, r] of a vocabulary-parallel embedding."""
+    if plan.by_hidden:
+        raise ConfigError(
+            f"adapters at {path}: the rule of the embedding shards its columns ({plan.where}), which LoRA does not "
+            "follow.\n  Leave it out of target_modules, or train all of it with modules_to_save."
+        )
+    assert plan.layout is not None
+    layout = Layout.of(1, plan.layout.blocks)
+    layouts = dict.fromkeys(layer.lora_embedding_A.keys(), layout)
+    sharded: list[tuple[str, torch.Tensor, Layout | None]] = [
+        (name, parameter, layout) for name, parameter in layer.lora_embedding_A.items()
+    ]
+    yield TensorRule(ModulePlan(path, "adapter_of_rows", plan.where, plan.layout))
+    yield TensorRule(ModulePlan(join(path, "lora_embedding_A"), "sharded", plan.where, layout, layouts), sharded)
+    yield TensorRule(None, [(name, parameter, None) for name, parameter in layer.lora_embedding_B.items()])
+
+
+def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of a bare parameter, such as the weights of all experts: ``W + B A`` is made in each forward.
+
+    The factor that has the sharded dim is sharded along it; what each rank has of the other's gradient is partial.
+    """
+    layout = None if plan is None else plan.layouts.get(layer.parameter_name)
+    if plan is None or (layout is None and layer.parameter_name not in plan.summed):
+        yield from _replicated(path, layer)
+        return
+    dims = layer.get_param().ndim
+    if layout is None or layout.replicated or layout.dim < dims - 2:
+        raise _cannot_follow(path, plan, match)
+    of_output = (layout.dim == dims - 2) is (dims == 2 or layer._did_swap_in_out_features)
+    yield TensorRule(ModulePlan(path, "", plan.where))  # while its forward runs, gradients are summed
+    for name in layer.lora_A:
+        a, b = (("lora_A", 1), ("lora_B", 0))
+        (cut, dim), (other, _) = (b, a) if of_output else (a, b)
+        sharding = Layout.of(dim, layout.blocks)
+        module, whole = getattr(layer, cut)[name], getattr(layer, other)[name]
+        yield TensorRule(
+            ModulePlan(join(path, cut, name), "sharded", plan.where, sharding, {"weight": sharding}),
+            [("weight", module.weight, sharding)],
+        )
+        summed = frozenset(n for n, _ in whole.named_parameters())
+        yield TensorRule(ModulePlan(join(path, other, name), "replicated", plan.where, summed=summed), _whole(whole))
+
+
+def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """The vector of (IA)3 (Liu et al., 2022): one factor for each feature in front of or behind the base layer."""
+    if plan is None or (plan.rule == "" and not plan.layouts):
+        yield from _replicated(path, layer)
+        return
+    dim = 1 if layer.is_feedforward else 0  # [1, in] or [out, 1]
+    of_column = plan.rule == "column" and not layer.is_feedforward and not plan.gather_output
+    of_row = plan.rule == "row" and layer.is_feedforward and not plan.split_input
+    layout = plan.layout
+    if (of_column or of_row) and layout is not None and not layout.replicated:
+        sharding = Layout.of(dim, layout.blocks)
+        layouts = dict.fromkeys(layer.ia3_l.keys(), sharding)
+        yield TensorRule(
+            ModulePlan(join(path, "ia3_l"), "sharded", plan.where, sharding, layouts),
+            [(name, parameter, sharding) for name, parameter in layer.ia3_l.items()],
+        )
+    elif of_column or of_row or plan.rule not in ("column", "row") or plan.inside or plan.enter_output:
+        raise _cannot_follow(path, plan, match)
+    else:
+        yield from _replicated(path, layer)
+
+
+def _whole(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout | None]]:
+    return [(name, parameter, None) for name, parameter in module.named_parameters()]
+
+
+def _cannot_follow(path: str, plan: ModulePlan, match: RuleMatch) -> ConfigError:
+    units = ", ".join(match.rule.units)
+    return ConfigError(
+        f"adapters at {path}: the rule of the base layer there is '{plan.rule or match.rule.kind}' of {units or 'all'} "
+        f"({plan.where}), which they cannot follow.\n"
+        "  Leave this layer out of target_modules, or train all of it with modules_to_save."
+    )

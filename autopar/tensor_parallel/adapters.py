@@ -1,0 +1,94 @@
+"""Modules of PEFT in a tensor-parallel model that are no parallel layers: dropout in front of adapters, embeddings.
+
+Dropout in front of an adapter zeroes elements of the base layer's input. Where that is replicated (a column-parallel
+base layer, which has begun a region by then) all ranks must draw the same mask; where it is sharded (a row-parallel
+one, which has ended the region by then) each rank must draw its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autopar.adapters.wrappers import is_peft_model, is_tuner
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+from autopar.model_methods import bind, unbind
+from autopar.tensor_parallel.embeddings import look_up
+from autopar.tensor_parallel.region_modules import RegionModule
+
+__all__ = ["AdapterOfRows", "DropoutAlike", "DropoutApart", "attach", "detach"]
+
+_OWNER = "tensor parallelism of adapters"
+
+
+def attach(model: nn.Module) -> None:
+    """Replace methods of PEFT that would be wrong on shards; :func:`autopar.model_methods.unbind` takes them away."""
+    for module in model.modules():
+        if is_peft_model(module):
+            bind(module, _OWNER, add_adapter=_refused("add_adapter"), delete_adapter=_refused("delete_adapter"))
+        if is_tuner(module):
+            if hasattr(type(module), "_enable_peft_forward_hooks"):
+                bind(module, _OWNER, _enable_peft_forward_hooks=_hooks_without_names)
+            bind(module, _OWNER, **{name: _refused(name) for name in _OF_TREES if hasattr(type(module), name)})
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    unbind(model, _OWNER)
+
+
+def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("adapter_names") is not None:
+        raise ConfigError(
+            "adapter_names, another adapter for each sample: PEFT goes through the adapters in an order of its own on "
+            "each tensor-parallel rank.\n  Compute the samples of one adapter after the other, with "
+            "model.set_adapter(name)."
+        )
+    return type(self)._enable_peft_forward_hooks(self, *args, **kwargs)
+
+
+_OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapter", "add_adapter")
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
+            f"  autopar.deparallelize(model).{name}(...) works on the whole model. model.merge_adapter() merges in "
+            "place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) writes the merged model."
+        )
+
+    return method
+
+
+class DropoutAlike(RegionModule):
+    """Dropout of a replicated activation inside a region: the same mask on all tp ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.region.outside():
+            return super().forward(*args, **kwargs)
+
+
+class DropoutApart(RegionModule):
+    """Dropout of a sharded activation behind a region: a mask of its own on each tp rank."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.region.draw_alike()
+
+
+class AdapterOfRows(RegionModule):
+    """PEFT's LoRA on a vocabulary-parallel embedding: ``A`` [r, vocabulary/tp], ``B`` [hidden, r] replicated."""
+
+    def _embed(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        layout = self.autopar.layout
+        assert isinstance(layout, Layout)
+        padding: int | None = self.get_base_layer().padding_idx  # type: ignore[attr-defined]
+        return self.region.mark_replicated(look_up(input, weight, layout, self.tp, padding))  # [..., r]
