@@ -104,8 +104,11 @@ def refuse_flat(*_: Any, **__: Any) -> Any:
 def _check_group(what: str, group: Any, mpu: MPU) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if not set(ranks) <= set(mpu.dp.ranks):
-        by_accelerate = any(module.startswith("accelerate.") for module, _ in calls())
-        raise ConfigError(_explain(what, ranks, mpu, _GROUP) if not by_accelerate else _in_accelerate(what, ranks, mpu))
+        through = [module for module, _ in calls()]
+        for caller, explain in (("transformers.trainer", _in_trainer), ("accelerate.", _in_accelerate)):
+            if any(module.startswith(caller) for module in through):
+                raise ConfigError(explain(what, ranks, mpu))
+        raise ConfigError(_explain(what, ranks, mpu, _GROUP))
 
 
 def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
@@ -120,8 +123,15 @@ def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
     return (
         f"{what} over ranks {_listed(ranks)} would take their different shards of the model for one: with "
         f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
-        f"{_listed(mpu.dp.ranks)}. Give it {remedy}.\n"
-        "  Where transformers' Trainer makes it: autopar.integrations.ParallelTrainer instead."
+        f"{_listed(mpu.dp.ranks)}. Give it {remedy}."
+    )
+
+
+def _in_trainer(what: str, ranks: list[int], mpu: MPU) -> str:
+    return (
+        f"transformers' Trainer would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
+        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
+        "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
     )
 
 

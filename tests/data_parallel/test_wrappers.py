@@ -31,8 +31,7 @@ def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Any:
     text = (
         f"{what} over ranks {ranks} would take their different shards of the model for one: with "
         f"tensor_parallel_size={mpu.sizes.tp} and\n  pipeline_parallel_size={mpu.sizes.pp} the shard of rank "
-        f"{mpu.rank} is held by {list(mpu.dp.ranks)}. Give it {remedy}.\n"
-        "  Where transformers' Trainer makes it: autopar.integrations.ParallelTrainer instead."
+        f"{mpu.rank} is held by {list(mpu.dp.ranks)}. Give it {remedy}."
     )
 
     class _Check:
