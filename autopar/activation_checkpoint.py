@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from autopar.class_swap import swap, unswap
 from autopar.errors import ConfigError
 
-__all__ = ["apply", "check", "keep", "keep_on_cpu", "recompute", "undo"]
+__all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "undo"]
 
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
@@ -57,6 +58,19 @@ def undo(model: nn.Module) -> None:
         model.gradient_checkpointing_disable()
     else:
         keep(model)
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in on:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 class _Recomputed:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
+from autopar import activation_checkpoint
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
@@ -167,7 +168,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if check is not None and mpu.pp.size == 1:
             check.check_call("generate")
         sync_generators(mpu.model, mpu.device)
-        with contextlib.nullcontext() if check is None else check.first_only():
+        first = contextlib.nullcontext() if check is None else check.first_only()
+        with first, activation_checkpoint.paused(self):
             return type(self).generate(self, *args, **kwargs)
 
 

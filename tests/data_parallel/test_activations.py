@@ -52,3 +52,15 @@ def test_only_the_inputs_of_blocks_are_moved():
     assert len(inputs) == 4  # two blocks, two micro-batches
     weights = {tuple(parameter.shape) for parameter in model.parameters()}
     assert not weights & set(moved)
+
+
+@pooled(world_size=2)
+def test_generating_in_training_mode_keeps_the_cache():
+    """transformers' blocks forget it where they recompute, and go on from the last token alone."""
+    plain = gpt2()
+    model = autopar.initialize(copy.deepcopy(plain), CONFIG).train()
+    ids = torch.arange(10).view(2, 5)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+    compare(model, plain)  # and it recomputes again
+    assert model.transformer.gradient_checkpointing
