@@ -81,11 +81,11 @@ $(OLDEST): $(VENV) Makefile
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
 
-test: $(VENV) ## run what a change needs first: all policies without ranks, some model types over ranks (8 minutes)
+test: $(VENV) ## run what a change needs first: all policies without ranks, some model types over ranks (15 minutes)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not every and not slow'
 
 # Goes on where it was stopped: what has passed on exactly this tree is not repeated (rm -r .pytest_cache to repeat it).
-test-all: $(VENV) real-models $(OLDEST) ## run all tests: every policy, every head, both transformers (35 minutes)
+test-all: $(VENV) real-models $(OLDEST) ## run all tests: every policy, every head, both transformers (45 minutes more)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse tests/test_oldest.py
 
