@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ class Place:
 
 
 @pooled(world_size=2)
-def test_what_prepare_would_get_wrong_is_refused() -> None:
+def test_what_prepare_would_get_wrong_is_refused(tmp_path: Path) -> None:
     accelerator = accelerator_of()
     model = autopar.initialize(grouped(), {"model_parallelism": {"tensor_parallel_size": 2}})
     text = (
@@ -117,8 +118,8 @@ def test_what_prepare_would_get_wrong_is_refused() -> None:
     with pytest.raises(ConsistencyError, match=r"autopar\.prepare_dataloader"):
         model(**next(iter(loader)))
     for save in (
-        lambda: accelerator.save_model(model, "nowhere"),
-        lambda: accelerator.save_state("nowhere"),
+        lambda: accelerator.save_model(model, tmp_path),
+        lambda: accelerator.save_state(tmp_path),
         lambda: accelerator.get_state_dict(model),
     ):
         with pytest.raises(ConfigError, match="save_parallelized"):
