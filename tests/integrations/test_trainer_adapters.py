@@ -113,6 +113,11 @@ def test_folders_and_going_on(tmp_path: Path):
         assert abs(loss_of(trainer.model) - loss_of(plain)) < 1e-5
         trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
         assert trained and not any(".second." in name for name in trained)
+        half = trainer_of(tmp_path / "half", 2, 1, adapted(), save_only_model=True, bf16=True, **SAVED)
+        half.train()
+        evaluated = [row["eval_loss"] for row in half.state.log_history if "eval_loss" in row]
+        assert half.evaluate()["eval_loss"] == min(evaluated)
+        assert {p.dtype for p in half.model.parameters()} == {torch.bfloat16}
         if dist.get_rank() == 0:
             found = load_file(tmp_path / "alone" / best.name / "adapter_model.safetensors")
             expected = load_file(best / "adapter_model.safetensors")

@@ -101,7 +101,8 @@ class CheckpointMixin(ParallelBase):
         """Read all adapters from PEFT's files; the trainer itself would read the first active one."""
         model = self.model
         for name in model.peft_config:
-            model.load_adapter(str(folder if name == "default" else folder / name), name, is_trainable=True)
+            own = folder if name == "default" else folder / name
+            model.load_adapter(str(own), name, is_trainable=True, autocast_adapter_dtype=False)  # keep the precision
 
     def _refresh_masters(self) -> None:
         """Let the fp32 weights of an optimizer follow the model's, which were loaded."""
