@@ -80,6 +80,8 @@ def test_get_peft_model_on_a_parallelized_model(tmp_path: Path):
     dist.barrier()
     base = autopar.deparallelize(model).unload()
     model = get_peft_model(autopar.initialize(base, TP), peft.LoraConfig.from_pretrained(tmp_path))
+    with raises_everywhere(ConfigError, r"came after autopar.initialize", "get_peft_model", "load_adapter"):
+        peft.PeftModel.from_pretrained(autopar.initialize(llama(), TP), tmp_path)
     model.load_adapter(tmp_path, "default")
     expected.set_adapter("default")
     close(model.eval()(**batch()).logits[:], expected.eval()(**batch()).logits, "logits of adapters from files")
