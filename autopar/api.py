@@ -159,6 +159,7 @@ class Parallelized:
         plan: what this rank holds of each tensor over tp.
         stages: what it holds over pp.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
+        own_policy: the policy that the user gave.
         pp, dp: the parts that can be undone.
     """
 
@@ -166,6 +167,7 @@ class Parallelized:
         self, checked: _Call, plan: Plan, stages: StagePlan, mpu: MPU, pp: Pipeline, dp: data_parallel.DataParallel
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
+        self.own_policy = checked.policy if checked.own_policy else None
         self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
 
     @property

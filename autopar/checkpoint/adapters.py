@@ -34,6 +34,7 @@ from autopar.storage.safetensors_io import dtype_of
 __all__ = ["alone", "options_of_peft", "save_adapters"]
 
 _SHARDS = ".shards"
+_CARD = "README.md"
 
 
 def save_adapters(
@@ -229,6 +230,8 @@ class _Adapters:
             layout = self.state.plan.tensors[name].layout
             whole[name] = listed_parts[0] if layout is None else layout.unshard(listed_parts)
         shutil.rmtree(shards)
+        if (target / _CARD).is_file():
+            shutil.copy(target / _CARD, temp / _CARD)  # PEFT changes a card that is there
         kind: Any = type(self.peft_model)
         with self._all_parameters():
             kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)

@@ -4,15 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar.integrations.adapters import add_adapter, get_peft_model
     from autopar.integrations.trainer.mixin import ParallelTrainerMixin
     from autopar.integrations.trainer.trainers import ParallelSeq2SeqTrainer, ParallelTrainer
 
-__all__ = ["ParallelSeq2SeqTrainer", "ParallelTrainer", "ParallelTrainerMixin"]
+__all__ = ["ParallelSeq2SeqTrainer", "ParallelTrainer", "ParallelTrainerMixin", "add_adapter", "get_peft_model"]
 
 _HOMES = {
     "ParallelSeq2SeqTrainer": "autopar.integrations.trainer.trainers",
     "ParallelTrainer": "autopar.integrations.trainer.trainers",
     "ParallelTrainerMixin": "autopar.integrations.trainer.mixin",
+    "add_adapter": "autopar.integrations.adapters",
+    "get_peft_model": "autopar.integrations.adapters",
 }
 
 

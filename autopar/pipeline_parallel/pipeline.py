@@ -143,7 +143,8 @@ class Pipeline:
             raise ConfigError(
                 f"{now} layers of {type(model).__name__} have adapters, {self._adapted} had them when it was split "
                 f"into {self.plan.stages} pipeline stages.\n  Adapters come first: model = "
-                "autopar.initialize(peft.get_peft_model(plain_model, lora_config), config)."
+                "autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
+                "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config)."
             )
 
     def read_step(self, data: Any, criterion: Callable[..., Any] | None, *, backward: bool, wants_loss: bool) -> Step:

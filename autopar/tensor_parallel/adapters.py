@@ -56,6 +56,12 @@ _OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapt
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *_: Any, **__: Any) -> NoReturn:
+        if name == "add_adapter":
+            raise ConfigError(
+                f"add_adapter: PEFT makes adapters by the sizes of the layers, and those of this {type(self).__name__} "
+                "are sharded.\n  Use autopar.integrations.add_adapter(model, name, config). After it, "
+                "model.load_adapter(dir, name) reads an adapter's files."
+            )
         raise ConfigError(
             f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
             f"  autopar.deparallelize(model).{name}(...) works on the whole model. model.merge_adapter() merges in "

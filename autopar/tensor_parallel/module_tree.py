@@ -28,6 +28,7 @@ _WHEN = (
 
 _ADAPTERS = (
     "  Adapters come first: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
+    "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config).\n"
     "  Where the plain model is too large for one process, build it, with its adapters, in autopar.lazy_init()."
 )
 

@@ -50,11 +50,18 @@ def _files(folder: Path) -> dict[str, Any]:
 def test_files_are_those_of_peft(tmp_path: Path):
     plain = _adapted()
     model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    for folder in ("through peft", "plain"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "README.md").write_text("---\ntags: [mine]\n---\nA card of the user's.\n")
+    dist.barrier()
     model.save_pretrained(tmp_path / "through peft")
     model.save_parallelized(tmp_path / "ours", adapter_only=True)
     if dist.get_rank() == 0:
         plain.save_pretrained(tmp_path / "plain")
         expected = _files(tmp_path / "plain")
+        cards = [(tmp_path / folder / "README.md").read_text() for folder in ("plain", "through peft")]
+        assert "A card of the user's." in cards[0]
+        assert cards[0] == cards[1]
         assert {"adapter_config.json", "adapter_model.safetensors", "second/adapter_config.json"} <= expected.keys()
         for folder in ("ours", "through peft"):
             found = _files(tmp_path / folder)

@@ -26,7 +26,7 @@ def test_its_code_runs(tmp_path: Path) -> None:
     try:
         names = {"folder": tmp_path / "model", "batches": [batch(0), batch(1)]}
         blocks = codes((DOCS / "peft.md").read_text(), "python")
-        assert len(blocks) == 2
+        assert len(blocks) == 3
         exec(blocks[0].text, names)
         trained = names["model"]
         assert {path.name for path in Path("adapters").iterdir()} >= {
@@ -34,6 +34,8 @@ def test_its_code_runs(tmp_path: Path) -> None:
             "adapter_model.safetensors",
         }
         exec(blocks[1].text, names)
+        assert list(names["model"].peft_config) == ["default", "second"]
+        exec(blocks[2].text, names)
         assert type(names["model"]) is type(trained) is peft.PeftModelForCausalLM
         assert names["model"].mpu.tp.size == 2
     finally:

@@ -30,7 +30,7 @@ RUN = {
     DOCS / "coming-from.md": 4,
     DOCS / "checkpoints.md": 2,
     DOCS / "launching.md": 1,
-    DOCS / "peft.md": 2,
+    DOCS / "peft.md": 3,
     DOCS / "policies.md": 3,
     DOCS / "trainer.md": 1,
     DOCS / "training.md": 2,

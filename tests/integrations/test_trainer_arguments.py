@@ -176,7 +176,9 @@ def test_what_is_refused(tmp_path):
             trainer_of(tmp_path, 2, model=model)
         model = llama()
         model.peft_config = {}
-        with raises_everywhere(ConfigError, "LlamaForCausalLM has adapters of PEFT", "merge_and_unload"):
+        with raises_everywhere(
+            ConfigError, "LlamaForCausalLM has adapters of PEFT without a PeftModel", "get_peft_model"
+        ):
             trainer_of(tmp_path, 2, model=model)
         for name in ("fsdp", "deepspeed", "use_liger_kernel"):
             args = arguments(tmp_path, 1)

@@ -57,7 +57,7 @@ def data(kind):
     return datasets.Dataset.from_list(rows)
 
 
-def run(kind, folder, tp, pp=1):
+def run(kind, folder, tp, pp=1, peft_config=None):
     import trl
 
     from autopar.integrations import ParallelTrainerMixin
@@ -76,17 +76,19 @@ def run(kind, folder, tp, pp=1):
         train_dataset=rows,
         eval_dataset=rows.select(range(8 if kind == "DPO" else 7)),
         processing_class=tokenizer(),
-        **({"ref_model": llama(1)} if kind == "DPO" else {}),
+        **({"ref_model": llama(1)} if kind == "DPO" and peft_config is None else {}),
+        **({"peft_config": peft_config} if peft_config is not None else {}),
         **({"parallel_config": sizes} if world > 1 else {}),
     )
     trainer.train()
     trainer.evaluate()
     timed = ("runtime", "per_second", "total_flos")  # replicas pad to other lengths
     history = [{k: v for k, v in row.items() if not k.endswith(timed)} for row in trainer.state.log_history]
+    file = folder / f"{kind}-{peft_config is not None}.json"
     if world == 1:
-        (folder / f"{kind}.json").write_text(json.dumps(history))
+        file.write_text(json.dumps(history))
         return
-    expected = json.loads((folder / f"{kind}.json").read_text())
+    expected = json.loads(file.read_text())
     for mine, theirs in zip(history, expected, strict=True):
         assert mine.keys() == theirs.keys()
         # rewards of the first step are 0: which of two is larger is a matter of rounding
@@ -110,6 +112,32 @@ def on_four_ranks(folder):
         run("DPO", folder, 2)
         with raises_everywhere(ConfigError, "ParallelSFTTrainer.compute_loss with pipeline_parallel_size=2"):
             run("SFT", folder, 2, 2)
+
+
+def lora():
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+
+
+@pooled(world_size=1)
+def adapters_on_one_process(folder):
+    with launched():
+        run("SFT", folder, 1, peft_config=lora())
+        run("DPO", folder, 1, peft_config=lora())
+
+
+@pooled(world_size=2)
+def adapters_on_two_ranks(folder):
+    """The reference of DPO is the model with its adapters disabled."""
+    with launched():
+        run("SFT", folder, 2, peft_config=lora())
+        run("DPO", folder, 2, peft_config=lora())
+
+
+def test_sft_and_dpo_with_adapters(tmp_path):
+    lora()
+    adapters_on_one_process(tmp_path)
+    adapters_on_two_ranks(tmp_path)
 
 
 def test_sft_and_dpo(tmp_path):

@@ -6,9 +6,10 @@ from typing import Any
 
 from transformers import Trainer
 
+from autopar.adapters.wrappers import is_peft_model
 from autopar.pipeline_parallel.microbatch import divides_by_items
 
-__all__ = ["ParallelBase"]
+__all__ = ["ParallelBase", "base_of"]
 
 
 class ParallelBase(Trainer):
@@ -55,5 +56,11 @@ class ParallelBase(Trainer):
             return False
         if self.compute_loss_func is not None:
             return True
-        divides = self.label_smoother is not None or divides_by_items(self.model, {**inputs, "num_items_in_batch": 1})
+        model = base_of(self.model)
+        divides = self.label_smoother is not None or divides_by_items(model, {**inputs, "num_items_in_batch": 1})
         return bool(self.model_accepts_loss_kwargs) and divides
+
+
+def base_of(model: Any) -> Any:
+    """Return the model in a ``PeftModel``; any other is returned as it is."""
+    return model.get_base_model() if is_peft_model(model) else model

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from autopar.adapters.wrappers import is_peft_model
 from autopar.checkpoint.format import MANIFEST, Manifest
 from autopar.checkpoint.random_states import restore, take
 from autopar.errors import CheckpointError
@@ -33,10 +34,14 @@ class CheckpointMixin(ParallelBase):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the whole model as ``save_pretrained`` of the plain one, with the processing class and arguments."""
+        """Write what ``save_pretrained`` of the plain model writes, with the processing class and arguments.
+
+        Of a ``PeftModel`` that is its adapters.
+        """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         model = self.model
-        model.save_parallelized(folder, merge_checkpoints=True, timeout=_TIMEOUT)
+        what = "adapter_only" if is_peft_model(model) else "merge_checkpoints"
+        model.save_parallelized(folder, timeout=_TIMEOUT, **{what: True})
         if not self.args.should_save:
             return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -85,9 +90,19 @@ class CheckpointMixin(ParallelBase):
             model.from_parallelized(
                 folder / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer() if step is not None else None
             )
+        elif is_peft_model(model):
+            self._load_adapters(folder)
+            self._refresh_masters()
         else:
             super()._load_best_model()
             self._refresh_masters()
+
+    def _load_adapters(self, folder: Path) -> None:
+        """Read all adapters from PEFT's files; the trainer itself would read the first active one."""
+        model = self.model
+        for name in model.peft_config:
+            own = folder if name == "default" else folder / name
+            model.load_adapter(str(own), name, is_trainable=True, autocast_adapter_dtype=False)  # keep the precision
 
     def _refresh_masters(self) -> None:
         """Let the fp32 weights of an optimizer follow the model's, which were loaded."""

@@ -29,15 +29,19 @@ def has_fused_head(model: nn.Module) -> bool:
     return code is not None and _ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def give_whole_head(model: Any) -> None:
-    """Give a forward with ``fused_lm_head=True`` the whole weight of the head of a parallelized model."""
+def give_whole_head(model: Any, root: Any) -> None:
+    """Give a forward with ``fused_lm_head=True`` the whole weight of the head of ``model``.
+
+    Args:
+        root: the parallelized model, which is ``model`` or has it inside.
+    """
     inner = vars(model)["forward"].__func__
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get(_ARGUMENT):
             return inner(self, *args, **kwargs)
-        head = _whole(self)
+        head = _whole(self, root)
         bind(self, _OWNER, get_output_embeddings=lambda _: head)
         try:
             return inner(self, *args, **kwargs)
@@ -47,11 +51,11 @@ def give_whole_head(model: Any) -> None:
     model.forward = MethodType(forward, model)
 
 
-def _whole(model: Any) -> SimpleNamespace:
+def _whole(model: Any, root: Any) -> SimpleNamespace:
     """Return the head's weight and bias, all-gathered over tp. A collective, also of the backward pass: none."""
     head = model.get_output_embeddings()
-    state = model._autopar
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = root._autopar
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
 
     def gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
         name = None if tensor is None else names.get(id(tensor))

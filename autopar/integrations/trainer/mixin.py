@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from autopar.adapters.wrappers import is_peft_model, tuner_layers
 from autopar.api import initialize
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_state import check_optimizer
@@ -23,6 +24,7 @@ from autopar.integrations.trainer.arguments import (
     merge_arguments,
     parse_parallel_config,
 )
+from autopar.integrations.trainer.base import base_of
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.evaluation import EvaluationMixin
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
@@ -97,10 +99,11 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
                 "the model was loaded with device_map, which spreads it over devices: load it without, or with "
                 "autopar.from_pretrained"
             )
-        if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        if not is_peft_model(model) and _has_adapters(model):
             raise ConfigError(
-                f"{type(model).__name__} has adapters of PEFT, which the folders of a parallel trainer would not keep "
-                "apart from the model: merge them first (model.merge_and_unload())"
+                f"{type(model).__name__} has adapters of PEFT without a PeftModel around it, and the folders of a "
+                "parallel trainer would not keep them apart from the model:\n  give peft.get_peft_model(model, config)"
+                " instead of model.add_adapter(config), or merge them first"
             )
         world = dist.get_world_size() if dist.is_initialized() else self.args.world_size
         if world != self.args.world_size:
@@ -148,8 +151,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         self.args._n_gpu = 1
         if state.config.zero_stage == 3 and hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
-        if has_fused_head(model):
-            give_whole_head(model)
+        if has_fused_head(base_of(model)):
+            give_whole_head(base_of(model), model)
         show_replicas(self.accelerator, model, model.mpu)
         self._watch_norm()
         self.autopar_ready = True
@@ -171,3 +174,7 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """Return this rank's part of the operations of its replica; the trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.mpu.model.size
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") or next(tuner_layers(model), None) is not None

@@ -1,0 +1,114 @@
+"""Adapters of PEFT for a model that is parallelized already.
+
+PEFT makes an adapter by the sizes of its layer, which are a shard's there, and draws the initial values from them. So
+the model is made whole, gets its adapters as on one process, with the same random numbers, and is parallelized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autopar.adapters.wrappers import is_peft_model, is_tuner
+from autopar.api import Parallelized, deparallelize, initialize
+from autopar.errors import AutoparError, ConfigError
+
+__all__ = ["add_adapter", "get_peft_model"]
+
+
+def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
+    """Put adapters into a parallelized model, as ``peft.get_peft_model`` into a plain one; every rank calls it.
+
+    For a while every rank holds the whole model. Parameters of the model keep their identity; ``model.mpu`` is a new
+    one, and so must be the optimizer. A plain model gets its adapters and stays plain.
+
+    Args:
+        model: what ``initialize`` returned, without adapters.
+        peft_config: ``LoraConfig`` and such.
+        options: of ``peft.get_peft_model``.
+
+    Returns:
+        The ``PeftModel``, parallelized with the config and policy of ``model``.
+
+    Raises:
+        ConfigError: the model was initialized with an optimizer or ``zero.stage`` 3, nothing is changed; or these
+            adapters cannot be sharded: the model is parallelized as before then.
+    """
+    import peft
+
+    state = _state_of(model, "get_peft_model")
+    if state is None:
+        return peft.get_peft_model(model, peft_config, adapter_name, **options)
+    trained = {id(parameter) for parameter in deparallelize(model).parameters() if parameter.requires_grad}
+
+    def undo(adapted: Any) -> Any:
+        if is_tuner(adapted.base_model):
+            adapted.base_model.unload()
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trained)
+        return model
+
+    return _again(state, model, lambda: peft.get_peft_model(model, peft_config, adapter_name, **options), undo)
+
+
+def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any) -> None:
+    """Add an adapter to a parallelized ``PeftModel``, as its ``add_adapter`` does to a plain one; every rank calls it.
+
+    ``model.load_adapter(dir, adapter_name)`` then reads one from files. Everything else is as in
+    :func:`get_peft_model`.
+
+    Raises:
+        ConfigError: ``model`` is no ``PeftModel``, or as in :func:`get_peft_model`.
+    """
+    if not is_peft_model(model):
+        raise ConfigError(
+            f"add_adapter: {type(model).__name__} is no PeftModel; get_peft_model(model, config) makes it"
+        )
+    if adapter_name in model.peft_config:
+        raise ConfigError(f"add_adapter: there is an adapter '{adapter_name}' already")
+    state = _state_of(model, "add_adapter")
+    if state is None:
+        model.add_adapter(adapter_name, peft_config, **options)
+        return
+
+    def change() -> Any:
+        model.add_adapter(adapter_name, peft_config, **options)
+        return model
+
+    def undo(adapted: Any) -> Any:
+        adapted.delete_adapter(adapter_name)
+        return adapted
+
+    deparallelize(model)
+    _again(state, model, change, undo)
+
+
+def _state_of(model: nn.Module, name: str) -> Parallelized | None:
+    """Return what ``initialize`` left on the model, if it can be taken back and done again."""
+    state: Parallelized | None = vars(model).get("_autopar")
+    if state is None:
+        return None
+    held = "zero.stage 3" if state.config.zero_stage == 3 else "an optimizer" if state.step is not None else None
+    if held is not None:
+        raise ConfigError(
+            f"{name}: the model was initialized with {held}, which knows the parameters that it had then.\n"
+            "  Adapters come first here: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), "
+            "config)."
+        )
+    return state
+
+
+def _again(state: Parallelized, model: Any, change: Callable[[], Any], undo: Callable[[Any], Any]) -> Any:
+    """Change a model that was made whole, and parallelize it as it was; without the change if that cannot be."""
+    try:
+        changed = change()
+    except Exception:
+        initialize(model, state.config, policy=state.own_policy)
+        raise
+    try:
+        return initialize(changed, state.config, policy=state.own_policy)
+    except AutoparError:
+        initialize(undo(changed), state.config, policy=state.own_policy)
+        raise
