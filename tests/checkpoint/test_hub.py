@@ -73,6 +73,8 @@ def test_one_upload_of_the_whole_model(tmp_path: Path) -> None:
                 assert sent.calls[1]["commit_message"] == "new" and sent.calls[1]["repo_id"] == "user/mine"
                 assert_whole(here / "a")
                 assert (here / "a" / "README.md").read_text() == "tags: ['small']"
+            if "pipeline_parallel_size" in sizes:
+                continue
             kept = here / "kept"
             if first:
                 kept.mkdir()
