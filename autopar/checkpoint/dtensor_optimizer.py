@@ -36,6 +36,10 @@ class OptimizerDTensors(dict[str, Any]):
         super().__init__(entries)
         self._of = model, optimizer
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as a plain dict, without the model."""
+        return dict, (), None, None, iter(self.items())
+
     def state_dict(self) -> dict[str, Any]:
         """Return the entries; torch asks for them."""
         return dict(self)

@@ -142,7 +142,7 @@ def test_what_the_entries_are(tmp_path: Path) -> None:
     train(fresh, stepped, range(1))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), fresh.parameters(), strict=True))
     inside = {"run": to_dtensor_training_state(model, optimizer)}
-    dcp.save(inside, checkpoint_id=tmp_path / "inside")
+    dcp.async_save(inside, checkpoint_id=tmp_path / "inside").result()
     for group in optimizer.param_groups:
         group["lr"] = 0.7
     inside = {"run": to_dtensor_training_state(model, optimizer)}
