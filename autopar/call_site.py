@@ -9,7 +9,7 @@ from types import FrameType
 
 from autopar.errors import ShardWarning
 
-__all__ = ["calls", "is_library", "warn_user"]
+__all__ = ["calls", "frames_of", "is_library", "warn_user"]
 
 _OURS = __file__.rpartition("/")[0] + "/"
 
@@ -37,6 +37,15 @@ def calls() -> Iterator[tuple[str, str]]:
         frame = frame.f_back
     while frame is not None and not _is_ours(frame):
         yield str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        frame = frame.f_back
+
+
+def frames_of(module: str) -> Iterator[tuple[FrameType, str]]:
+    """Yield the calls inside of ``module`` that are running, innermost first, with the name of the function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            yield frame, frame.f_code.co_name
         frame = frame.f_back
 
 

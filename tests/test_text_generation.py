@@ -6,6 +6,7 @@ import contextlib
 import io
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
@@ -43,3 +44,46 @@ def test_pipelines_and_streamers() -> None:
         program = TextIteratorStreamer(words)
         model.generate(ids, streamer=program, **settings)
         assert "".join(program) == whole  # on every rank
+
+
+def drafter() -> Any:
+    """A smaller model of the same vocabulary, which guesses."""
+    return llama(1, num_hidden_layers=1).eval()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "beams that are drawn": {"num_beams": 2, "do_sample": True},
+    "static cache": {"cache_implementation": "static"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "assisted": {"assistant_model": drafter},
+    "assisted and drawn": {"assistant_model": drafter, "do_sample": True},
+    "by its own first layer": {"assistant_early_exit": 1},
+}
+
+
+def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[int]:
+    """Tokens after a prompt that repeats itself, so that a guess is right now and then."""
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    torch.manual_seed(3)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **way}
+    if assistant is not None:
+        settings["assistant_model"] = assistant
+    tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    return tokens
+
+
+@pooled(world_size=2)
+def test_ways_to_generate() -> None:
+    whole = grouped()
+    plain = {name: generated(whole, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
+    parallel = autopar.initialize(drafter(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+        for name, way in WAYS.items():
+            if "assistant_model" not in way:
+                assert generated(model, way) == plain[name], (name, sizes)
+                continue
+            assert generated(model, way, drafter()) == plain[name], (name, sizes)
+            assert generated(model, way, parallel) == plain[name], (name, sizes)
+    assert generated(whole, WAYS["assisted"], parallel) == plain["assisted"]

@@ -17,9 +17,19 @@ from autopar.checkpoint.offline.merge import check_format
 from autopar.checkpoint.rotation import check_keep_last
 from autopar.errors import CheckpointError, nearest
 
-__all__ = ["SaveRequest", "absolute", "check_same_call", "check_timeout", "directory_of", "timeout_or_default"]
+__all__ = [
+    "HUB_OPTIONS",
+    "SaveRequest",
+    "absolute",
+    "check_same_call",
+    "check_timeout",
+    "directory_of",
+    "hub_options",
+    "timeout_or_default",
+]
 
-_HUB = "save with merge_checkpoints=True, then upload the folder on rank 0, with huggingface_hub.upload_folder"
+HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_HUB = "it goes together with push_to_hub=True and merge_checkpoints=True"
 _RANKS = "leave it out: every rank calls it, writes what it holds, and rank 0 writes the config"
 _SELF = "it fills this model in place, on its devices and in its dtypes; autopar.from_pretrained makes a new one"
 
@@ -37,8 +47,7 @@ _SAVING: dict[str, tuple[tuple[Any, ...], str]] = {
     "safe_serialization": ((None, True), "use merge_checkpoints=True, format='bin'; shards are always safetensors"),
     "push_to_hub": ((None, False), _HUB),
     "repo_id": ((None,), _HUB),
-    "token": ((None,), _HUB),
-    "commit_message": ((None,), _HUB),
+    **dict.fromkeys(HUB_OPTIONS, ((None,), _HUB)),
     "variant": ((None,), "rename the files afterwards; transformers' names are written"),
     "save_peft_format": ((None, True), "adapters are saved as part of the model, under its own names"),
     "save_original_format": ((None, True), "merged files always have the names of the hub"),
@@ -79,6 +88,7 @@ class SaveRequest:
     format: str
     keep_last: int | None
     async_save: bool
+    repo_id: str | None = None
 
     @classmethod
     def of(
@@ -89,9 +99,18 @@ class SaveRequest:
         format: str,
         keep_last: int | None,
         async_save: object,
+        hub: Mapping[str, Any] | None = None,
     ) -> SaveRequest:
         """Check the arguments. Raises CheckpointError for those that make no sense."""
         path = absolute(directory())
+        if hub is not None and (merge_checkpoints is not True or async_save is not False):
+            raise CheckpointError(
+                "push_to_hub=True needs merge_checkpoints=True and async_save=False: what is uploaded is one whole "
+                "Hugging Face checkpoint"
+            )
+        repo_id = None if hub is None else hub.get("repo_id") or os.path.basename(path)
+        if repo_id is not None and not isinstance(repo_id, str):
+            raise CheckpointError(f"repo_id={repo_id!r} must be a name such as 'user/model'")
         for name, value in (("merge_checkpoints", merge_checkpoints), ("async_save", async_save)):
             if type(value) is not bool:
                 raise CheckpointError(f"{name}={value!r} must be True or False")
@@ -105,7 +124,17 @@ class SaveRequest:
             )
         if keep_last is not None:
             check_keep_last(Path(path), keep_last)
-        return cls(path, bool(merge_checkpoints), parse_size(max_shard_size), format, keep_last, bool(async_save))
+        size = parse_size(max_shard_size)
+        return cls(path, bool(merge_checkpoints), size, format, keep_last, bool(async_save), repo_id)
+
+
+def hub_options(others: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Split keywords into those of an upload, None without ``push_to_hub=True``, and the rest."""
+    if others.get("push_to_hub") is not True:
+        return None, dict(others)
+    names = ("push_to_hub", "repo_id", *HUB_OPTIONS)
+    hub = {key: value for key, value in others.items() if key in names and key != "push_to_hub"}
+    return hub, {key: value for key, value in others.items() if key not in names}
 
 
 def absolute(directory: object) -> str:

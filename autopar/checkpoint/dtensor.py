@@ -23,17 +23,18 @@ from autopar.checkpoint.state import local_tensors, state_of
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range
 
-__all__ = ["disjoint_ranges", "is_even_shard", "to_dtensor_state_dict"]
+__all__ = ["as_dtensor", "disjoint_ranges", "is_even_shard", "to_dtensor_state_dict"]
 
 _aten = torch.ops.aten
 
 
-def to_dtensor_state_dict(model: nn.Module, aliases: bool = False) -> dict[str, DTensor]:
+def to_dtensor_state_dict(model: nn.Module, *, aliases: bool = False) -> dict[str, DTensor]:
     """Return the tensors of a parallelized model as DTensors, under the names of the plain model's state dict.
 
     What ``torch.distributed.checkpoint.save`` or ``async_save`` makes of it holds whole logical tensors: it loads on
     any number of ranks, and ``dcp_to_torch_save`` turns it into the plain model's state dict. The values share memory
-    with the model, so ``torch.distributed.checkpoint.load`` into the dict fills the model in place::
+    with the model, so ``torch.distributed.checkpoint.load`` into the dict fills the model in place (with an optimizer:
+    :func:`~autopar.checkpoint.dtensor_optimizer.to_dtensor_training_state`)::
 
         state = to_dtensor_state_dict(model)
         torch.distributed.checkpoint.load(state, checkpoint_id="folder")
@@ -57,13 +58,13 @@ def to_dtensor_state_dict(model: nn.Module, aliases: bool = False) -> dict[str, 
     result: dict[str, DTensor] = {}
     for name, tensor in local_tensors(model).items():
         plan = state.plan.tensors[name]
-        result[name] = _as_dtensor(tensor.detach(), plan.shape, plan.layout, mesh, rank)
+        result[name] = as_dtensor(tensor.detach(), plan.shape, plan.layout, mesh, rank)
         if aliases:
             result |= dict.fromkeys(plan.aliases, result[name])
     return result
 
 
-def _as_dtensor(
+def as_dtensor(
     local: torch.Tensor, shape: Sequence[int], layout: Layout | None, mesh: DeviceMesh, rank: int
 ) -> DTensor:
     if layout is None:

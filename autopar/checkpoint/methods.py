@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from autopar.adapters.wrappers import is_peft_model
 from autopar.checkpoint.adapters import alone, options_of_peft, save_adapters
-from autopar.checkpoint.arguments import directory_of
+from autopar.checkpoint.arguments import absolute, directory_of, hub_options
+from autopar.checkpoint.hub import push_merged, upload
 from autopar.checkpoint.load import TrainingObjects, load
 from autopar.checkpoint.save import save
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
@@ -32,6 +33,7 @@ from autopar.checkpoint.state_dict import (
     shard_of,
     use_instead,
 )
+from autopar.checkpoint.torch_state_dict import fqn_modifiers
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.model_methods import bind, unbind
@@ -83,29 +85,37 @@ def save_parallelized(
         adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
             ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
             files in the folder stay there. Goes together with no argument but ``timeout``.
-        others: arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
+        others: ``push_to_hub=True`` with ``merge_checkpoints=True`` uploads the files of the folder afterwards, once;
+            ``repo_id`` (by default the folder's name), ``private``, ``token``, ``commit_message``, ``revision`` ... are
+            then those of transformers. Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for
+            what happens anyway.
 
     Raises:
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
+    hub, others = hub_options(others)
+
+    def folder() -> object:
+        return directory_of(save_parallelized, directory, others)
+
     arguments = {
-        "directory": lambda: directory_of(save_parallelized, directory, others),
+        "directory": folder,
         "merge_checkpoints": merge_checkpoints,
         "max_shard_size": max_shard_size,
         "format": format,
         "keep_last": keep_last,
         "async_save": async_save,
+        "hub": hub,
     }
     if adapter_only:
         given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "keep_last": keep_last}
-        save_adapters(
-            self,
-            lambda: alone(lambda: directory_of(save_parallelized, directory, others), {**arguments, **given}),
-            timeout,
-        )
+        save_adapters(self, lambda: alone(folder, {**arguments, **given}), timeout)
         return
     save(self, arguments, timeout, optimizer, lr_scheduler, extra)
+    if hub is not None:
+        target = absolute(folder())
+        upload(self, lambda: target, lambda: hub.pop("repo_id", None) or os.path.basename(target), hub)
 
 
 def wait_for_save(self: nn.Module) -> None:
@@ -186,7 +196,7 @@ def attach(
         bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=_push_to_hub_of_peft)
         bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
-    bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle)
+    bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
     _attach_hooks(model, plan, mpu)
 
 
@@ -317,10 +327,25 @@ def _push_to_hub_of_peft(self: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).push_to_hub(self, *args, **kwargs)
 
 
+def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> str:
+    """``push_to_hub`` of the whole model, with transformers' arguments; every rank calls it, and rank 0 uploads once.
+
+    Raises:
+        ConfigError: of a model inside of the one that was parallelized.
+        CheckpointError: the same on every rank, if the model cannot be saved, or the upload fails.
+    """
+    shard = shard_of(self)
+    if shard is None:
+        address: str = type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
+        return address
+    if STATE not in vars(self):
+        raise ConfigError(f"push_to_hub: {_holds_a_part(self, describe_ranks(shard.ranks(self)))}")
+    return push_merged(self, repo_id, max_shard_size, options)
+
+
 _CALLED = {"should_save_on_this_rank": "save_pretrained"}
 _METHODS_REFUSED = {
     "save_pretrained": _holds_a_part,
-    "push_to_hub": _holds_a_part,
     "should_save_on_this_rank": _holds_a_part,  # save_pretrained asks it, also when it is called through the class
     "set_input_embeddings": _embeddings_are_sharded,
     "set_output_embeddings": _embeddings_are_sharded,
@@ -328,6 +353,7 @@ _METHODS_REFUSED = {
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
     "num_parameters": _num_parameters,
     "get_memory_footprint": _get_memory_footprint,
+    "push_to_hub": _push_to_hub,
     **{name: _refused(name, error) for name, error in _METHODS_REFUSED.items() if hasattr(PreTrainedModel, name)},
 }
 

@@ -28,7 +28,7 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["OptimizerState", "Restoration", "Target", "prepare", "take"]
+__all__ = ["OptimizerState", "Restoration", "Target", "named_groups", "new_option", "prepare", "take"]
 
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
@@ -82,7 +82,7 @@ class Restoration:
         self._optimizer.state.update(self._other)
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
-                group[key] = _option(group.get(key), value)
+                group[key] = new_option(group.get(key), value)
 
 
 def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> OptimizerState:
@@ -97,7 +97,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     """
     title = _title(optimizer)
     _refuse_wrapper(optimizer, title)
-    groups = _groups(optimizer, model, plan)
+    groups = named_groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
     plans: dict[str, TensorPlan] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -157,7 +157,7 @@ def prepare(
     """
     title = _title(optimizer)
     _refuse_wrapper(optimizer, title)
-    groups = _groups(optimizer, model, plan)
+    groups = named_groups(optimizer, model, plan)
     before = OptimizerMetadata.parse(metadata)
     before.check_class(title)
     before.check_groups(groups, set(_named(model, plan).values()), plan, title)
@@ -226,7 +226,7 @@ def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return True
 
 
-def _groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
+def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
     """Return the named parameters of each group, without those of other stages (empty here)."""
     names = _named(model, plan)
     groups: list[_Named] = []
@@ -248,7 +248,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _option(now: Any, saved: Any) -> Any:
+def new_option(now: Any, saved: Any) -> Any:
     """Return the saved option; a tensor that is there stays the same object, because a captured graph may hold it."""
     if isinstance(now, torch.Tensor) and now.shape == (saved.shape if isinstance(saved, torch.Tensor) else ()):
         return now.copy_(saved) if isinstance(saved, torch.Tensor) else now.fill_(saved)

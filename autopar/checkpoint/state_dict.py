@@ -65,6 +65,7 @@ class ModelShard:
 
     def __init__(self, plan: Plan, mpu: MPU, path: str, name: str) -> None:
         self.plan, self.mpu, self.name = plan, mpu, name
+        self.warned = False  # that an optimizer's state is a part
         self.prefix = f"{path}." if path else ""
         self._canonical = {alias: t for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
 

@@ -110,7 +110,7 @@ def test_what_saves_a_whole_model_raises(tmp_path: Path, how: str) -> None:
             model, tmp_path / "x", state_dict=model.state_dict()
         ),
         "of the base model": lambda: model.base_model.save_pretrained(tmp_path / "x"),
-        "push_to_hub": lambda: model.push_to_hub("nobody/nothing"),
+        "push_to_hub of the base model": lambda: model.base_model.push_to_hub("nobody/nothing"),
         "save_model": lambda: save_model(model, str(tmp_path / "x.safetensors")),
         "peft": lambda: called_by("peft.peft_model", "save_pretrained")(model),
         "accelerate": lambda: called_by("accelerate.accelerator", "get_state_dict")(model),

@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 import warnings
+from contextlib import nullcontext
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tests.worlds import distributed
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
 RUN = {
     README: 1,
-    DOCS / "coming-from.md": 4,
+    DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
     DOCS / "launching.md": 1,
     DOCS / "peft.md": 3,
@@ -141,31 +143,44 @@ def test_policies(tmp_path: Path) -> None:
     assert layer.mlp.c_fc.weight.shape[1] == 72 and layer.attn.c_attn.weight.shape == (36, 108)
 
 
+OTHERS = {"Trainer": "accelerate", "accelerate": "accelerate", "DeepSpeed": "deepspeed"}  # what a section needs
+
+
+def others() -> dict[str, str]:
+    """Heading -> its block, of what is installed here."""
+    text = (DOCS / "coming-from.md").read_text()
+    parts = [(part.partition("\n")[0], codes(part, "python")) for part in text.split("\n## ")[1:]]
+    found = {heading: code[0].text for heading, code in parts if code}
+    assert len(found) == RUN[DOCS / "coming-from.md"]
+    return {name: code for name, code in found.items() if name not in OTHERS or util.find_spec(OTHERS[name])}
+
+
 @distributed(world_size=2)
 def run_what_others_do(folder: Path) -> None:
     """All libraries are in one process, so each block ends with what it has made."""
-    rank = str(dist.get_rank())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     warnings.simplefilter("ignore")  # those of others
     page = DOCS / "coming-from.md"
     run(page, folder, 0)
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__ = dict.fromkeys(deepspeed.ops.__compatible_ops__, False)  # nothing to compile
-    for block in blocks(page):
+    for heading, block in others().items():
         names: dict[str, Any] = {"dataset": Sequences()}
-        exec(compile(block, page.name, "exec"), names)
+        with launched() if heading in OTHERS else nullcontext():
+            if heading == "DeepSpeed":
+                import deepspeed
+
+                os.environ |= {"MASTER_ADDR": "here", "MASTER_PORT": "1"}
+                ops = deepspeed.ops.__compatible_ops__
+                deepspeed.ops.__compatible_ops__ = dict.fromkeys(ops, False)  # nothing to compile
+            exec(compile(block, page.name, "exec"), names)
         names["model"].mpu.destroy()
 
 
 def test_coming_from_others(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("deepspeed")
     run_what_others_do(tmp_path)
-    for name in ("from-accelerate", "from-oslo"):
-        trained = AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight
-        assert torch.equal(trained, gpt2().lm_head.weight) == (name == "from-oslo")
+    folders = {"Trainer": "from-trainer", "accelerate": "from-accelerate", "ColossalAI": "from-colossalai/merged"}
+    for name in others().keys() & {*folders, "OSLO"}:
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / folders.get(name, "from-oslo")).lm_head.weight
+        assert torch.equal(trained, gpt2().lm_head.weight) == (name == "OSLO"), name
 
 
 @distributed(world_size=2)
