@@ -44,7 +44,7 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 14
+    assert set(documented()) == scripts and len(scripts) == 15
 
 
 def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
@@ -82,6 +82,8 @@ def _kept(script: str) -> list[object]:
 
 @pytest.mark.parametrize("script", [case for script in sorted(documented()) for case in _kept(script)])
 def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
+    if script == "16_deepspeed":
+        pytest.importorskip("deepspeed")
     command, output = documented()[script]
     pattern = r"torchrun --nproc-per-node (\d+) (--max-restarts \d+ )?(\S+) ?(.*)"
     processes, restarts, path, options = re.fullmatch(pattern, command).groups(default="")  # type: ignore[union-attr]

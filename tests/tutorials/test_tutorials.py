@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def run(processes: int, folder: Path) -> dict[str, str]:
     jobs["classification replicas"] = [*jobs["classification fp32"], "--pipeline-parallel-size", "1"]
     jobs["classification zero 3"] = [*jobs["classification replicas"], "--zero-stage", "3"]
     jobs["replicas"] = [*jobs["04_tensor_data_parallel"], "--tensor-parallel-size", "1"]
+    if find_spec("deepspeed") is None:
+        del jobs["16_deepspeed"]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), str(Path(__file__).with_name("run_scripts.py"))]
@@ -255,6 +258,12 @@ def test_14_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
     assert number(text.partition("one process")[2], "largest difference of losses: #") < 1e-5
     assert number(text, "logits differ by #") < 1e-5
     assert "held out: 11 sequences" in text
+
+
+def test_16_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
+    if "16_deepspeed" not in printed:
+        pytest.skip("deepspeed is not installed")
+    assert number(printed["16_deepspeed"], "largest difference of losses: #") < 1e-5
 
 
 def test_17_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
