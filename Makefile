@@ -34,7 +34,7 @@ GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv real-models demo test test-all lint bench gpu clean
+.PHONY: help venv real-models fetch demo test test-all lint bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -77,6 +77,8 @@ $(OLDEST): $(VENV) Makefile
 	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(OLDEST_TRANSFORMERS) || \
 	  { echo "error: could not download $(OLDEST_TRANSFORMERS)" >&2; exit 1; }
 	@touch $@
+
+fetch: real-models $(OLDEST) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
