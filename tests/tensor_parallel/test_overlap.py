@@ -122,7 +122,7 @@ def test_nothing_is_overlapped_where_it_could_not_be_right_or_would_not_pay() ->
             model(input_ids=IDS, labels=IDS).loss.backward()
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             model(input_ids=IDS, labels=IDS).loss.backward()
-        patch.setattr(overlap, "_LEAST", 1 << 24)
+        patch.setattr(overlap, "_LEAST", 1 << 16)
         model(input_ids=IDS, labels=IDS).loss.backward()
         model.requires_grad_(False)
         embeddings = torch.randn(2, 8, 24, requires_grad=True)
