@@ -1,0 +1,207 @@
+"""Row tracking: whether what runs between two points of a forward works on each row of the sequence by itself.
+
+Sequence and context parallelism leave rows of the sequence on different ranks. That is right for a block whose
+operations treat rows alike and apart (norms, products, dropout), and wrong, with fitting shapes, for one that mixes
+them (a convolution, a softmax over the rows, positions counted from the number of rows). So the block runs on the meta
+device with a number of rows that is a prime which no other size has: a tensor holds rows in the one dim that the prime
+divides. An operation on rows must keep exactly one such dim and must not work along it; what is not known to is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.dry_run.meta_results import on_meta
+from autopar.tensor_tracking import TensorTracking, tensors_in
+
+__all__ = ["MixedRows", "RowTracking", "prime_beside"]
+
+_PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 19, 17, 13, 11, 7, 5)
+
+
+class MixedRows(Exception):
+    """An operation on rows that mixes them, or of which that is not known.
+
+    Attributes:
+        operation: its name, and what is wrong with it.
+    """
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(operation)
+        self.operation = operation
+
+
+def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int | None:
+    """Return a number of rows for each of ``ranks`` that divides no size of a parameter; None if there is none.
+
+    Args:
+        longest: sequence that the model takes.
+    """
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size > 1}
+    sizes |= {ranks, ranks + 1}
+    fitting = (p for p in _PRIMES if longest is None or p * ranks <= longest)
+    return next((p for p in fitting if not any(size % p == 0 for size in sizes)), None)
+
+
+class RowTracking(TensorTracking):
+    """A dispatch mode that follows the tensors which hold rows.
+
+    Args:
+        prime: of :func:`prime_beside`: rows of this rank.
+        ranks: the sequence has ``ranks * prime`` rows. The batch is no multiple of ``ranks``.
+
+    Raises:
+        MixedRows: in the forward, at the operation.
+    """
+
+    def __init__(self, prime: int, ranks: int) -> None:
+        super().__init__()
+        self.prime, self.ranks = prime, ranks
+        self._rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._paused = 0
+
+    def mark_rows(self, value: Any) -> Any:
+        """Mark the tensors in ``value`` that have a dim of rows; returns ``value``."""
+        for tensor in tensors_in(value):
+            if self._dims(tensor):
+                self._rows[tensor] = True
+        return value
+
+    def holds_rows(self, value: Any) -> bool:
+        """Whether some tensor in ``value`` holds rows."""
+        return any(tensor in self._rows for tensor in tensors_in(value))
+
+    def whole(self, value: Any) -> Any:
+        """Return other tensors of the same shapes, which hold no rows."""
+        with self.paused():
+            return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Follow nothing inside: what runs there is known."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return on_meta(func, args, kwargs)
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self._paused:
+            return
+        name = func.overloadpacket.__name__
+        held = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self._rows]
+        if not held:
+            if name in _COUNTING and any(self._of_rows(size) for x in tensors_in(result) for size in x.shape):
+                raise MixedRows(f"{name}: counts the rows of one rank from 0")
+            return
+        if name in _SHAPE_ONLY:
+            return
+        self._check(func, name, args, kwargs, held[0])
+        for tensor in tensors_in(result):
+            dims = self._dims(tensor)
+            if len(dims) != 1:
+                does = "leaves no dim of rows" if not dims else "makes a table of rows by rows"
+                raise MixedRows(f"{name}: {does}, {[list(x.shape) for x in held]} -> {list(tensor.shape)}")
+            self._rows[tensor] = True
+            if tensor._base is not None and func._schema.is_mutable:
+                self._rows[tensor._base] = True
+
+    def _check(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: torch.Tensor) -> None:
+        if torch.Tag.pointwise in func.tags or name in _APART:
+            return
+        rule = _BY_DIM.get(name)
+        if rule is None:
+            raise MixedRows(f"{name}: not known to work on each row by itself")
+        row = self._dims(held)
+        if row and row[0] in {dim % held.ndim for dim in rule(held, _named(func, args, kwargs))}:
+            raise MixedRows(f"{name}: works along the rows of {list(held.shape)}")
+
+    def _dims(self, tensor: torch.Tensor) -> list[int]:
+        return [dim for dim, size in enumerate(tensor.shape) if size and size % self.prime == 0]
+
+    def _of_rows(self, size: int) -> bool:
+        return size > 0 and size % self.prime == 0 and (size // self.prime) % self.ranks != 0
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by name, with their defaults."""
+    named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    named.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+    return {**named, **kwargs}
+
+
+def _dims_of(*names: str) -> Callable[[torch.Tensor, dict[str, Any]], list[int]]:
+    def dims(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+        value = next((given[name] for name in names if given.get(name) is not None), None)
+        return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
+
+    return dims
+
+
+def _normalized(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    return [-1 - place for place in range(len(given["normalized_shape"]))]
+
+
+def _all_but_first(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    return list(range(1, held.ndim))
+
+
+def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    if given["self"] is not held:
+        return []  # rows look something up
+    return [dim for dim, index in enumerate(given["indices"]) if index is not None]
+
+
+def _embedded(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    return [] if given["indices"] is held else [0]
+
+
+# What counts positions.
+_COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "range", "eye"))
+# What has nothing of its argument but the shape.
+_SHAPE_ONLY = frozenset(
+    (
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "sym_size", "sym_stride", "sym_numel"),
+    )
+)
+# What treats each row by itself whenever one dim of rows is left: the size of the result tells.
+_APART = frozenset(
+    (
+        *("mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm", "linear", "matmul", "sum", "mean", "var", "std"),
+        *("var_mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin", "logsumexp", "norm"),
+        *("linalg_vector_norm", "native_dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "dropout"),
+        *("clone", "copy_", "_to_copy", "contiguous", "detach", "alias", "lift_fresh", "fill_", "zero_", "copy"),
+        *("view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze"),
+        *("expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "repeat", "movedim", "narrow"),
+        *("masked_fill", "masked_fill_", "where", "is_same_size", "uniform_", "normal_", "_conj", "view_as_real"),
+        *("view_as_complex", "real", "imag", "diagonal", "constant_pad_nd", "flatten", "unflatten", "_softplus"),
+        *("_local_scalar_dense", "set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
+    )
+)
+_ALONG = _dims_of("dim", "dims")
+# What works along one dim, or several, and keeps its size: those must not be the rows'.
+_BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
+    **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax"), _ALONG),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll", "renorm"), _ALONG),
+    **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "mode", "median"), _ALONG),
+    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select"), _ALONG),
+    **dict.fromkeys(
+        ("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "repeat_interleave"), _ALONG
+    ),
+    **dict.fromkeys(("cat", "stack", "glu"), _ALONG),
+    **dict.fromkeys(("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"), _normalized),
+    **dict.fromkeys(("convolution", "native_group_norm"), _all_but_first),
+    **dict.fromkeys(("index", "index_put", "index_put_", "_unsafe_index"), _indexed),
+    "embedding": _embedded,
+}
