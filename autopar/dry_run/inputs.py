@@ -23,8 +23,8 @@ _HOOKS = _OWN - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
-    """Make inputs on the meta device: two sequences of five tokens, two images or two pieces of sound.
+def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, seq: int = _SEQ) -> dict[str, Any]:
+    """Make inputs on the meta device: ``batch`` sequences of ``seq`` tokens, two images or two pieces of sound.
 
     Raises:
         ValueError: the model's main input is of another kind.
@@ -32,7 +32,7 @@ def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
     if main == "input_ids" or "input_ids" in taken:
-        inputs = _text(model)
+        inputs = _text(model, batch, seq)
         if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
             inputs["pixel_values"] = _pixels(config)
     elif main in ("pixel_values", "pixel_values_videos"):
@@ -40,24 +40,24 @@ def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
     elif main in ("input_features", "input_values"):
         inputs = {main: _sound(main, config)}
     elif main == "inputs_embeds" or "inputs_embeds" in taken:
-        inputs = {"inputs_embeds": _empty(_BATCH, _SEQ, config.hidden_size)}
+        inputs = {"inputs_embeds": _empty(batch, seq, config.hidden_size)}
     else:
         raise ValueError(f"no sample for the input '{main}'")
     if "bbox" in taken and "input_ids" in inputs:
         inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
     if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
-        inputs["decoder_input_ids"] = _ids(_BATCH, _SEQ)
+        inputs["decoder_input_ids"] = _ids(batch, seq)
     return {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
-def _text(model: PreTrainedModel) -> dict[str, Any]:
+def _text(model: PreTrainedModel, batch: int, seq: int) -> dict[str, Any]:
     config = model.config
-    shape = (_BATCH, 3, _SEQ) if "MultipleChoice" in type(model).__name__ else (_BATCH, _SEQ)
+    shape = (batch, 3, seq) if "MultipleChoice" in type(model).__name__ else (batch, seq)
     inputs: dict[str, Any] = {"input_ids": _ids(*shape)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = _ids(*shape)
     elif getattr(config, "add_cross_attention", False):
-        inputs["encoder_hidden_states"] = _empty(_BATCH, _SEQ, config.hidden_size)
+        inputs["encoder_hidden_states"] = _empty(batch, seq, config.hidden_size)
     vision = getattr(config, "vision_config", None)
     if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
         inputs["pixel_values"] = _pixels(vision)  # a pair of towers needs both

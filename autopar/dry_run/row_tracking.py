@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.dry_run.meta_results import on_meta
-from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.tensor_tracking import tensors_in
 
 __all__ = ["MixedRows", "RowTracking", "prime_beside"]
 
@@ -50,7 +50,7 @@ def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> in
     return next((p for p in fitting if not any(size % p == 0 for size in sizes)), None)
 
 
-class RowTracking(TensorTracking):
+class RowTracking(ValuelessTracking):
     """A dispatch mode that follows the tensors which hold rows.
 
     Args:
@@ -92,8 +92,11 @@ class RowTracking(TensorTracking):
         finally:
             self._paused -= 1
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return on_meta(func, args, kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _READING and not self._paused and self.holds_rows(args):
+            raise MixedRows(f"{name}: what it finds is another thing on each rank")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self._paused:
@@ -166,6 +169,8 @@ def _embedded(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
     return [] if given["indices"] is held else [0]
 
 
+# What tells values to Python.
+_READING = frozenset(("_local_scalar_dense", "nonzero"))
 # What counts positions.
 _COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "range", "eye"))
 # What has nothing of its argument but the shape.
@@ -186,7 +191,7 @@ _APART = frozenset(
         *("expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "repeat", "movedim", "narrow"),
         *("masked_fill", "masked_fill_", "where", "is_same_size", "uniform_", "normal_", "_conj", "view_as_real"),
         *("view_as_complex", "real", "imag", "diagonal", "constant_pad_nd", "flatten", "unflatten", "_softplus"),
-        *("_local_scalar_dense", "set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
+        *("set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
     )
 )
 _ALONG = _dims_of("dim", "dims")
