@@ -63,13 +63,12 @@ def attention_over_rows(
     """
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
-    if not state.cutting:
+    layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
+    if layout is None:
         return function(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     if state.watch is not None:
         return state.watch(module, query, key, value, attention_mask), None
-    layout, crosses = state.layout(module._autopar_list), state.plan.crosses[module._autopar_path]  # type: ignore
-    if layout is None:
-        return function(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    crosses = state.plan.crosses[module._autopar_path]  # type: ignore[index]
     if crosses:
         return _with_whole_keys(
             state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses
@@ -217,7 +216,7 @@ def _causal_rows(rows: Layout, rank: int, device: torch.device) -> torch.Tensor:
 
 
 def _of_rows(mask: Any, rows: Layout, rank: int) -> Any:
-    """This rank's rows of ``[batch, heads, rows, keys]``; a row for all stays."""
-    if mask is None or mask.shape[2] == 1:
+    """This rank's rows of ``[batch, heads, rows, keys]``; a row for all stays, and what the module made of its rows."""
+    if mask is None or mask.shape[2] in (1, rows.local_size(rank)):
         return mask
     return rows.shard(mask, rank, 2)

@@ -7,6 +7,7 @@ masks stay whole. Modules that need all rows gather them, and keep their own of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers.cache_utils import Cache
 
 from autopar.class_swap import plain_class
@@ -44,21 +45,23 @@ class Door:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         named = _named(plain_class(self, Door), args, kwargs)
         hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
-        x = dict(named).get(hidden)
-        if first:
-            layout = state.enter(number, x.shape[1]) if isinstance(x, torch.Tensor) and x.ndim > 2 else None
-            if layout is not None:
-                state.region.draw_per_rank(self.training)
+        if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
+            raise state.tracking.mixed("the first block runs a second time", between=True)
+        if first or state.plan.between:
+            state.enter(number, _length(hidden, dict(named).get(hidden), state))
         layout = state.layout(number)
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        values = [self._enter(name, value, layout, whole=first or name != hidden) for name, value in named]
+        state.region.draw_per_rank(self.training)
+        whole = first or state.plan.between
+        values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if last:
+        if last or state.plan.between:
             state.region.draw_alike()
-            if not (state.keeping and number == len(state.plan.lists) - 1):
-                out = _join(state, layout, out)
+        if (last and not (state.keeping and number == len(state.plan.lists) - 1)) or state.plan.between:
+            state.inside.discard(number)
+            out = _join(state, layout, out)
         return out
 
     def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
@@ -70,26 +73,45 @@ class Door:
         state = self._autopar_rows
 
         def own(path: Any, x: Any) -> Any:
+            if type(x) is int:
+                _check_number(f"{name}{keystr(path)}", x, state)
             if not isinstance(x, torch.Tensor):
                 return x
-            dim = _dim_of_rows(f"{name}{keystr(path)} of {x.ndim} dims", x, layout.size, state)
+            dim = _dim_of_rows(_place(f"{name}{keystr(path)}", x), x, layout.size, state)
             return x if dim is None else state.narrow(x, layout, dim)
 
         return tree_map_with_path(own, value)
 
 
+def _place(name: str, x: torch.Tensor) -> str:
+    return f"{name} of {x.ndim} dims"
+
+
+def _length(name: str, x: Any, state: RowState) -> int:
+    """Return how many rows the hidden states have; 0 for what has none."""
+    if not isinstance(x, torch.Tensor) or x.ndim < 3:
+        return 0
+    if state.tracking is not None:
+        whole = state.tracking.prime * state.axis.size
+        return whole if list(x.shape).count(whole) == 1 and not state.tracking.holds_rows(x) else 0
+    return x.shape[state.plan.arguments.get(_place(name, x), 1)]
+
+
 def _join(state: RowState, layout: Layout, out: Any) -> Any:
-    """Gather the rows of what the last block returns: the hidden states."""
+    """Gather the rows of what a block returns; of a tuple, the hidden states."""
     own = layout.local_size(state.axis.rank)
 
-    def join(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.ndim == 3 and x.shape[1] == own and x.is_floating_point():
-            return state.unmark(gather_rows(x, state.axis, layout, 1))
-        return x
+    def join(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        place = _place(f"return{keystr(path)}", x)
+        if state.tracking is not None:
+            dims = [dim for dim, size in enumerate(x.shape) if size == own] if state.tracking.holds_rows(x) else []
+            state.plan.arguments[place] = dims[0] if len(dims) == 1 else -1
+        dim = state.plan.arguments.get(place, -1)
+        return x if dim < 0 or x.shape[dim] != own else gather_all(x, state, layout, dim)
 
-    if isinstance(out, torch.Tensor):
-        return join(out)
-    return (join(out[0]), *out[1:]) if type(out) is tuple else tree_map(join, out)
+    return tree_map_with_path(join, out)
 
 
 def _is_whole(name: str) -> bool:
@@ -101,7 +123,7 @@ def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> in
     """Return the dim that has a row for each position; as the rehearsal saw it, else the one that is as long."""
     fitting = [dim for dim, size in enumerate(x.shape) if size == length]
     seen = state.plan.arguments
-    if state.tracking is not None:
+    if state.tracking is not None and (fitting or path not in seen) and not state.tracking.holds_rows(x):
         seen[path] = fitting[0] if len(fitting) == 1 else -1
     if path in seen:
         return seen[path] if seen[path] in fitting else None
@@ -111,6 +133,21 @@ def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> in
             f"its dims {' and '.join(map(str, fitting))}: another length of the sequence tells them apart"
         )
     return 1 if len(fitting) > 1 else next(iter(fitting), None)
+
+
+def _check_number(name: str, number: int, state: RowState) -> None:
+    """Check that a number that a block is given was one in the rehearsal: it may count rows."""
+    seen = state.plan.numbers.setdefault(name, set())
+    if state.tracking is not None:
+        if number and number % state.tracking.prime == 0:
+            raise state.tracking.mixed(f"argument {name} of a block counts rows, {number}")
+        seen.add(number)
+    elif number not in seen:
+        known = ", ".join(map(str, sorted(seen)[:8])) or "none"
+        raise ConfigError(
+            f"context_parallel_size={state.axis.size}: a block was given {name}={number}, which may count rows; seen "
+            f"before were: {known}. These inputs need the plain model, or tensor_parallel_size."
+        )
 
 
 @functools.cache
@@ -137,7 +174,7 @@ class NeedsAllRows:
         if not state.cutting or layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, layout, where)
-        with _uncut(state):
+        with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _own_part(out, state, layout, where)
 
@@ -187,11 +224,14 @@ def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> 
         if isinstance(x, torch.Tensor):
             if state.tracking is not None:
                 dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
+                if len(dims) > 1:
+                    state.tracking.mark_table(x)
                 if len(dims) == 1:
                     where.outputs[name] = dims[0]
             dim = where.outputs.get(name)
-            x = x if dim is None else _own_along(x, state, layout, dim)
-        kept.append(x)
+            kept.append(x if dim is None else _own_along(x, state, layout, dim))
+        else:
+            kept.append(x)
     return tree_unflatten(kept, structure)
 
 

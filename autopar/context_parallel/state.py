@@ -37,18 +37,22 @@ class RowPlan:
     Attributes:
         lists: paths of the blocks of each list that is cut.
         arguments: argument of a block, and path in it -> dim of rows.
+        numbers: argument of a block -> whole numbers that it was given.
         whole: path of a module -> how it is run with all rows.
         crosses: path of a module that calls attention -> whether its keys are those of another sequence.
         head: path of the head that makes logits of rows; None without one.
+        between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
         through: whether rows stay on their ranks from the last block up to the head; else they are joined between.
     """
 
     lists: tuple[tuple[str, ...], ...]
     arguments: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, set[int]] = field(default_factory=dict)
     whole: dict[str, WholeModule] = field(default_factory=dict)
     crosses: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
     through: bool = True
+    between: bool = False
 
 
 class RowState:
@@ -64,7 +68,7 @@ class RowState:
         watch: of a rehearsal: answers instead of attention.
         tracking: of a rehearsal: marks rows.
         region: random draws that differ over the axis.
-        entered: lists of blocks that were run over rows.
+        entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -75,6 +79,7 @@ class RowState:
         self.tracking: Any = None
         self.region = Region(axis)
         self.entered: set[int] = set()
+        self.inside: set[int] = set()
         self._layouts: dict[int, Layout] = {}
         self._known: dict[tuple[int, int], Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -101,6 +106,7 @@ class RowState:
     def release(self) -> None:
         """Release the references to activations."""
         self._layouts.clear()
+        self.inside.clear()
         self._narrowed.clear()
 
     def enter(self, number: int, length: int) -> Layout | None:
@@ -114,6 +120,7 @@ class RowState:
         zigzag = self.method == "gather"
         layout = self._known.setdefault((length, zigzag), rows_layout(length, self.axis.size, zigzag=zigzag))
         self._layouts[number] = layout
+        self.inside.add(number)
         return layout
 
     def layout(self, number: int) -> Layout | None:

@@ -70,6 +70,7 @@ def _head_of(model: PreTrainedModel) -> str | None:
 class _Failure(NamedTuple):
     path: str  # of the innermost module that ran
     reason: str
+    between: bool = False  # it happened between blocks
 
 
 class _Search:
@@ -109,7 +110,7 @@ class _Search:
         """Change the plan; False if nothing is left to change."""
         plan = self.plan
         whole, lists = {path: WholeModule() for path in plan.whole}, plan.lists
-        head, through = plan.head, plan.through
+        head, through, between = plan.head, plan.through, plan.between
         block = next((b for each in lists for b in each if _below(failure.path, b)), None)
         if block is not None:
             inner = failure.path
@@ -120,6 +121,8 @@ class _Search:
             for path in self._alike(inner, block):
                 whole = {known: where for known, where in whole.items() if not _below(known, path)}
                 whole[path] = WholeModule()
+        elif failure.between and not plan.between:
+            between = True
         elif through:
             through = False
         elif head is not None:
@@ -129,7 +132,7 @@ class _Search:
             whole = {path: where for path, where in whole.items() if any(_below(path, b) for b in lists[0])}
         else:
             return False
-        self.plan = RowPlan(lists, whole=whole, head=head, through=through)
+        self.plan = RowPlan(lists, whole=whole, head=head, through=through and not between, between=between)
         return True
 
     def _alike(self, path: str, block: str) -> list[str]:
@@ -151,7 +154,7 @@ class _Search:
         tracking = RowTracking(self.prime, self.ranks)
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
-        _follow(model, stack)
+        count = _follow(model, stack, {path for each in self.plan.lists for path in each})
         for module in model.modules():
             if _is_experts(module):
                 module.forward = _Experts(tracking)  # type: ignore[assignment]
@@ -160,11 +163,16 @@ class _Search:
                 warnings.simplefilter("ignore")
                 out = model(**self.inputs)
         except MixedRows as error:
-            return _Failure(stack[-1] if stack else "", error.operation)
+            return self._failed(stack, error.operation, count)._replace(**({"between": True} if error.between else {}))
         except Exception as error:
-            return _Failure(stack[-1] if stack else "", f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return self._failed(stack, f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}", count)
         rows = [name for name, value in out.items() if tracking.holds_rows(value)]
         return _Failure("", f"{rows[0]} is made of rows") if rows else self._check(state)
+
+    def _failed(self, stack: list[str], reason: str, done: list[str]) -> _Failure:
+        main = self.plan.lists[-1]
+        outside = not any(_below(path, block) for path in stack for block in main)
+        return _Failure(stack[-1] if stack else "", reason, outside and bool(done) and done[-1] in main[:-1])
 
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
@@ -178,18 +186,22 @@ def _below(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def _follow(model: nn.Module, stack: list[str]) -> None:
-    """Keep the paths of the modules that run on ``stack``, also of one that fails."""
+def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
+    """Keep the paths of the modules that run on ``stack``, also of one that fails; returns the blocks that have run."""
+    done: list[str] = []
     for path, module in model.named_modules():
 
         def before(_: nn.Module, args: Any, path: str = path) -> None:
             stack.append(path)
 
-        def after(_: nn.Module, args: Any, out: Any) -> None:
+        def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
             stack.pop()
+            if path in blocks:
+                done.append(path)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+    return done
 
 
 class _Watch:

@@ -34,11 +34,11 @@ def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, seq: int = _SEQ) 
     if main == "input_ids" or "input_ids" in taken:
         inputs = _text(model, batch, seq)
         if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
-            inputs["pixel_values"] = _pixels(config)
+            inputs["pixel_values"] = _pixels(config, batch)
     elif main in ("pixel_values", "pixel_values_videos"):
-        inputs = {main: _pixels(config)}
+        inputs = {main: _pixels(config, batch)}
     elif main in ("input_features", "input_values"):
-        inputs = {main: _sound(main, config)}
+        inputs = {main: _sound(main, config, batch)}
     elif main == "inputs_embeds" or "inputs_embeds" in taken:
         inputs = {"inputs_embeds": _empty(batch, seq, config.hidden_size)}
     else:
@@ -60,39 +60,39 @@ def _text(model: PreTrainedModel, batch: int, seq: int) -> dict[str, Any]:
         inputs["encoder_hidden_states"] = _empty(batch, seq, config.hidden_size)
     vision = getattr(config, "vision_config", None)
     if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
-        inputs["pixel_values"] = _pixels(vision)  # a pair of towers needs both
+        inputs["pixel_values"] = _pixels(vision, batch)  # a pair of towers needs both
     return inputs
 
 
-def _pixels(config: Any) -> torch.Tensor:
+def _pixels(config: Any, batch: int) -> torch.Tensor:
     config = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     size = getattr(config, "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
     frames = getattr(config, "num_frames", None)
-    return _empty(_BATCH, *([frames] if frames else []), channels, height, width)
+    return _empty(batch, *([frames] if frames else []), channels, height, width)
 
 
-def _sound(main: str, config: Any) -> torch.Tensor:
+def _sound(main: str, config: Any, batch: int) -> torch.Tensor:
     if main == "input_values" and hasattr(config, "conv_stride"):
         samples = 1
         for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
             samples = (samples - 1) * stride + kernel
-        return _empty(_BATCH, samples + 7 * torch.Size(config.conv_stride).numel())
+        return _empty(batch, samples + 7 * torch.Size(config.conv_stride).numel())
     if main == "input_values" and not hasattr(config, "num_mel_bins"):
-        return _empty(_BATCH, 2000)
+        return _empty(batch, 2000)
     if hasattr(config, "input_feat_per_channel"):
-        return _empty(_BATCH, 4 * _FRAMES, config.input_feat_per_channel * config.input_channels)
+        return _empty(batch, 4 * _FRAMES, config.input_feat_per_channel * config.input_channels)
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-        return _empty(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)
+        return _empty(batch, config.num_mel_bins, 2 * config.max_source_positions)
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
-        return _empty(_BATCH, config.max_length, config.num_mel_bins)
+        return _empty(batch, config.max_length, config.num_mel_bins)
     inner = getattr(config, "encoder_config", config)
     width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(inner, "num_mel_bins", 80)
     channels = getattr(config, "subsampling_conv_channels", None)
     if isinstance(channels, list):
         width = channels[0]  # Gemma 4 says its mel bins so
-    return _empty(_BATCH, 4 * _FRAMES, width)
+    return _empty(batch, 4 * _FRAMES, width)
 
 
 def _ids(*shape: int) -> torch.Tensor:

@@ -31,11 +31,12 @@ class MixedRows(Exception):
 
     Attributes:
         operation: its name, and what is wrong with it.
+        between: it is what runs between blocks.
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, between: bool = False) -> None:
         super().__init__(operation)
-        self.operation = operation
+        self.operation, self.between = operation, between
 
 
 def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int | None:
@@ -65,6 +66,7 @@ class RowTracking(ValuelessTracking):
         super().__init__()
         self.prime, self.ranks = prime, ranks
         self._rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._paused = 0
 
     def mark_rows(self, value: Any) -> Any:
@@ -74,6 +76,10 @@ class RowTracking(ValuelessTracking):
                 self._rows[tensor] = True
         return value
 
+    def mark_table(self, tensor: torch.Tensor) -> None:
+        """Mark a table of all rows by all rows, which nothing that follows rows may use."""
+        self._tables[tensor] = True
+
     def holds_rows(self, value: Any) -> bool:
         """Whether some tensor in ``value`` holds rows."""
         return any(tensor in self._rows for tensor in tensors_in(value))
@@ -82,6 +88,11 @@ class RowTracking(ValuelessTracking):
         """Return other tensors of the same shapes, which hold no rows."""
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
+
+    @staticmethod
+    def mixed(what: str, *, between: bool = False) -> MixedRows:
+        """Return the error that says what mixes rows; ``between``: blocks that are one by one right."""
+        return MixedRows(what, between)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -102,6 +113,8 @@ class RowTracking(ValuelessTracking):
         if self._paused:
             return
         name = func.overloadpacket.__name__
+        if any(tensor in self._tables for tensor in tensors_in((args, kwargs))):
+            raise MixedRows(f"{name}: uses a table of rows by rows")
         held = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self._rows]
         if not held:
             if name in _COUNTING and any(self._of_rows(size) for x in tensors_in(result) for size in x.shape):
