@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from autopar.class_swap import swap, unswap
-from autopar.context_parallel.attention import IMPLEMENTATION, register
+from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.door import Door, NeedsAllRows, gather_all
 from autopar.context_parallel.row_logits import row_logits
 from autopar.context_parallel.state import RowPlan, RowState
@@ -56,7 +56,8 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, rehearsal
 
 def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:
     if hasattr(getattr(module, "config", None), "_attn_implementation"):
-        set_value(view_of_config(module), "_attn_implementation", IMPLEMENTATION)
+        name = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
+        set_value(view_of_config(module), "_attn_implementation", Implementation(name))
         module._autopar_rows, module._autopar_list = state, number  # type: ignore[assignment]
         module._autopar_path = path  # type: ignore[assignment]
 

@@ -28,10 +28,24 @@ from autopar.distributed.row_collectives import exchange, gather_rows
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
-__all__ = ["IMPLEMENTATION", "attention_over_rows", "plain_attention", "register"]
+__all__ = ["IMPLEMENTATION", "Implementation", "attention_over_rows", "plain_attention", "register"]
 
 IMPLEMENTATION = "autopar_rows"
 """Name of :func:`attention_over_rows` among transformers' attention functions."""
+
+
+class Implementation(str):
+    """Name of an attention that is compared as the model's own (``== "sdpa"``) and looked up as :data:`IMPLEMENTATION`."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == IMPLEMENTATION or str.__eq__(self, other) is True  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(IMPLEMENTATION)
+
 
 _PER_HEAD = ("s_aux", "sinks")  # arguments and attributes with one number for each head
 _BIASES = ("position_bias",)  # [batch or 1, heads, queries, keys]
@@ -85,7 +99,7 @@ def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     Raises:
         ConfigError: it is ``eager``, and the model's file has no function of the usual name.
     """
-    name = type(module.config)._autopar_whole._attn_implementation or "eager"  # type: ignore[union-attr]
+    name = str(type(module.config)._autopar_whole._attn_implementation or "eager")  # type: ignore[union-attr]
     for kind in type(module).__mro__:
         file = sys.modules.get(kind.__module__)
         functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
