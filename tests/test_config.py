@@ -232,7 +232,9 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
         ({"clip_grad_norm": 0.5}, "'clip_grad_norm' is ColossalAI's name: write gradient_clipping: 0.5"),
         (
             {"enable_sequence_parallelism": True},
-            "'enable_sequence_parallelism' is ColossalAI's name: autopar does not shard sequences; leave it out",
+            "'enable_sequence_parallelism' is ColossalAI's name: write model_parallelism: {sequence_parallel: true} "
+            "for its split_gather (over the tensor-parallel ranks), {context_parallel_size: ...} for all_to_all and "
+            "ring_attn",
         ),
         (
             {"activation_checkpointing": {"partitioned_checkpointing": True}},
