@@ -245,9 +245,11 @@ class StepCheck:
         return True
 
     def _missing(self, optimizer: str, rank: int) -> None:
+        replica, place = divmod(self.mpu.dp_cp.ranks.index(rank), self.mpu.cp.size)
+        context = f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else ""
         raise self.failures.failure(
             f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
-            f"replica {self.mpu.dp_cp.ranks.index(rank)} and has not stepped.",
+            f"replica {replica}{context} and has not stepped.",
             [rank],
             TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
         )

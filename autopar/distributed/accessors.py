@@ -27,6 +27,15 @@ def _refuse_unmarked_norm(frame: Any) -> None:
         )
 
 
+def _refuse_data_alone(frame: Any, cp: int) -> None:
+    """Raise ConfigError if DeepSpeed asks for the group over which it averages gradients: it knows no other one."""
+    if str(frame.f_globals.get("__name__")).startswith("deepspeed."):
+        raise ConfigError(
+            f"context_parallel_size={cp}: DeepSpeed averages gradients over mpu.get_data_parallel_group(), which\n"
+            "  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
+        )
+
+
 class MeshAccessors:
     """The accessors of :class:`~autopar.distributed.mesh.MPU`."""
 
@@ -64,7 +73,12 @@ class MeshAccessors:
 
         With a context-parallel size above 1 that is the one ``with_context_parallel``: gradients are averaged over all
         ranks that hold the same weights, also over those that read the same data.
+
+        Raises:
+            ConfigError: DeepSpeed asks, and the context-parallel size is above 1.
         """
+        if self.cp.size > 1 and not with_context_parallel:
+            _refuse_data_alone(sys._getframe(1), self.cp.size)
         return self._data(with_context_parallel).group
 
     def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
