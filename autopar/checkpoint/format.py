@@ -191,7 +191,7 @@ class Manifest:
     def check(self) -> None:
         """Raise ``ValueError`` unless the parts of the manifest agree with each other."""
         if min(self.sizes) < 1 or math.prod(self.sizes) > 10_000_000:
-            raise ValueError(f"the mesh {tuple(self.sizes)} is impossible")
+            raise ValueError(f"the mesh {tuple(self.sizes[:3])} is impossible")
         if self.cp < 1 or self.sizes.dp % self.cp:
             raise ValueError(f"context_parallel_size {self.cp} does not divide {self.sizes.dp} replicas")
         foreign = [name for name in self.parts if name not in PARTS]

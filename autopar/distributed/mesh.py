@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,13 +63,13 @@ def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
     Joined axes vary what they name: ``dp_cp``, ``tp_cp``, ``tp_pp``, and ``model``, one whole model replica (tp x cp x
     pp). ``embedding`` groups the first and last stage, which both hold tied embeddings.
     """
-    ranks = torch.arange(math.prod(sizes)).view(sizes.pp, sizes.dp, sizes.cp, sizes.tp)
+    ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp)
 
     def groups_of(*varied: str) -> list[list[int]]:
         dims = [_DIMS.index(name) for name in varied]
         fixed = [dim for dim in range(ranks.ndim) if dim not in dims]
         size = math.prod(ranks.shape[dim] for dim in dims)
-        groups: list[list[int]] = ranks.permute(*fixed, *dims).reshape(-1, size).tolist()
+        groups: list[list[int]] = ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
         return groups
 
     groups = {name: groups_of(name) for name in ("tp", "dp", "pp")}
