@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
+from autopar.context_parallel import apply as context_parallel
+from autopar.context_parallel.state import RowPlan
 from autopar.data_parallel import apply as data_parallel
 from autopar.data_parallel.fsdp import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
@@ -29,6 +31,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.context_parallel import plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
@@ -141,6 +144,7 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     model.wait_for_save()  # type: ignore[operator]
     state.dp.undo()
+    context_parallel.undo(model)
     state.pp.undo(model)
     if state.config.activation_checkpointing:
         activation_checkpoint.undo(state.inner_of(model))
@@ -210,11 +214,12 @@ class _Call(NamedTuple):
 class _Plans(NamedTuple):
     tensors: Plan
     stages: StagePlan
+    rows: RowPlan | None
     weights: Materializer
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         fingerprint = self.tensors.fingerprint(model) | {"lazy": deferred_fingerprint(model)}
-        return fingerprint | {"stages": self.stages.to_json()}
+        return fingerprint | {"stages": self.stages.to_json(), "rows": self.rows and dataclasses.asdict(self.rows)}
 
 
 def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> _Call:
@@ -285,12 +290,13 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
         folded=config.pipeline.folded,
         layers_per_stage=config.pipeline.layers_per_stage,
     )
-    return _Plans(plan, stages, Materializer(model, inner, plan))
+    rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size) if mpu.cp.size > 1 else None
+    return _Plans(plan, stages, rows, Materializer(model, inner, plan))
 
 
 def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer: Any) -> None:
     """Change the model in place: tensors, then stages, then memory, then hooks and methods, then the optimizer."""
-    config, inner, (plan, stages, weights) = checked.config, checked.inner, plans
+    config, inner, (plan, stages, rows, weights) = checked.config, checked.inner, plans
     plain = not isinstance(inner, PreTrainedModel)
     blocks = [model.get_submodule(path) for path in stages.elements]
     whole = count(model)
@@ -319,6 +325,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     if first_forward is not None:
         first_forward.attach(inner)
     pp.attach(model)
+    if rows is not None:
+        context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu  # type: ignore[assignment]
     model._autopar = Parallelized(checked, plan, stages, mpu, pp, dp)  # type: ignore[assignment]
