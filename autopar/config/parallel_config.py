@@ -39,6 +39,7 @@ class ParallelConfig:
         pipeline_parallel_size: stages into which the blocks of one model replica are split.
         expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
             travel to them, instead of a part of each expert.
+        sequence_parallel: shard the sequence over the tensor-parallel ranks between the sharded regions of the blocks.
         cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
             ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
@@ -75,6 +76,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
+    sequence_parallel: bool = False
     cpu_transport: str = "auto"
     activation_checkpointing: bool = False
     compile: bool = False
@@ -214,6 +216,8 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
         problems.append(f"compile.mode={mode} is one of the backend inductor, not of {backend}")
     if values["compile"] and values["cpu_transport"] == "shm":
         problems.append("cpu_transport=shm does not go with compile: graphs use the process group. Leave one out")
+    if values["compile"] and values["sequence_parallel"]:
+        problems.append("sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out")
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
     return problems

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "tensor_parallel_size": int,
         "pipeline_parallel_size": int,
         "expert_parallel_size": int,
+        "sequence_parallel": bool,
         "cpu_transport": str,
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},

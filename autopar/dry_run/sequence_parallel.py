@@ -1,0 +1,243 @@
+"""The dry run of sequence parallelism: which modules of a model's blocks work on rows of the sequence.
+
+The shard of one rank runs on the meta device with rows between its regions, as it will, and every operation on rows is
+looked at. Where one mixes rows, or shapes do not fit, the innermost module around it is made whole (it computes with
+whole sequences, as without sequence parallelism), then what is around that; where that is the block itself, the model
+is refused. Parameters that rows were computed with have their gradients summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.rng import kept
+from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.dry_run.sequence_tracking import SequenceTracking
+from autopar.dry_run.tensor_parallel import below, run, shapes_of
+from autopar.errors import ConfigError
+from autopar.plan.plan import Plan
+from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
+from autopar.plan.stages import StagePlan
+from autopar.tensor_parallel import parallelize
+from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
+
+__all__ = ["plan_sequence"]
+
+_TRIES = 16
+
+
+def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) -> SequencePlan:
+    """Find out what of each block can work on rows of the sequence. The model is only read.
+
+    Args:
+        model: the Hugging Face model, not yet sharded.
+        prefix: its path in the plan's names.
+
+    Raises:
+        ConfigError: sequence parallelism does not fit the model; says where, and why.
+    """
+    lists = lists_of_blocks(stages)
+    if not lists:
+        raise _refused(model, f"the policy {plan.policy} names no blocks, at whose door sequences are sharded")
+    if not isinstance(model, PreTrainedModel):
+        raise _refused(model, "a module without a config has no dry run before its first forward")
+    _refuse_dropped_layers(model)
+    with kept():
+        return _Rehearsal(model, prefix, plan, lists).plan()
+
+
+def _refused(model: nn.Module, reason: str) -> ConfigError:
+    return ConfigError(
+        f"sequence_parallel does not fit {type(model).__name__}: {reason}.\n"
+        "  Leave it out: tensor parallelism alone keeps whole sequences between the regions."
+    )
+
+
+def _refuse_dropped_layers(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name in ("layerdrop", "layer_drop"):
+            if isinstance(value := vars(module).get(name), float) and value > 0:
+                raise _refused(model, f"{path}.{name}={value:g} leaves out blocks, and the last one makes sequences whole")
+
+
+class _Rehearsal:
+    """Runs of the shards of one model, with one choice of whole modules after the other."""
+
+    def __init__(self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]]) -> None:
+        self.model, self.prefix, self.full = model, prefix, plan
+        start = f"{prefix}." if prefix else ""
+        self.start, self.tp = start, plan.tp
+        self.plan_inside = below(plan, prefix)
+        self.lists = tuple(tuple(path.removeprefix(start) for path in blocks) for blocks in lists)
+        self.blocks = [path for blocks in self.lists for path in blocks]
+        self.batch = 3 if self.tp != 3 else 2  # no multiple of the ranks
+        config = model.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        prime = prime_beside(model, self.tp, longest if isinstance(longest, int) and longest > 0 else None)
+        if prime is None:
+            raise _refused(model, f"no length of a sequence up to {longest} tells its rows from other sizes")
+        self.prime = prime
+        self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+
+    def plan(self) -> SequencePlan:
+        """Return what was found out."""
+        expected = self._expected()
+        entries, wholes = entries_of(self.plan_inside, self.blocks)
+        last = ""
+        for _ in range(_TRIES):
+            chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)))
+            try:
+                found = [self._run(chosen, rank, expected) for rank in ([0, self.tp - 1])]
+            except _Problem as problem:
+                last = problem.text
+                place = self._larger(problem.path, entries, wholes)
+                if place is None:
+                    raise _refused(self.model, problem.text) from None
+                block = self._block_of(place)
+                own = place.removeprefix(f"{block}.")
+                alike = {f"{b}.{own}" for b in self.blocks if self.kinds.get(f"{b}.{own}") is self.kinds[place]}
+                wholes = outermost(wholes | alike)
+                entries = outermost(entries, wholes)
+            else:
+                return self._full(replace(chosen, parameters=found[0]))
+        raise _refused(self.model, last)
+
+    def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
+        """Return the next module to be made whole, around what failed; None if that is a block, or none."""
+        block = self._block_of(path)
+        while block and path != block:
+            inside_whole = any(path == w or path.startswith(f"{w}.") for w in wholes)
+            inside_entry = any(path.startswith(f"{e}.") for e in entries)
+            if not (inside_whole or inside_entry):
+                return path
+            path = path.rpartition(".")[0]
+        return None
+
+    def _block_of(self, path: str) -> str:
+        return next((block for block in self.blocks if path == block or path.startswith(f"{block}.")), "")
+
+    def _inputs(self) -> dict[str, Any]:
+        try:
+            return sample_inputs(self.model, self.batch, self.tp * self.prime)
+        except ValueError as error:
+            raise _refused(self.model, f"the dry run has {error}") from None
+
+    def _expected(self) -> list[tuple[int, ...]]:
+        plain = meta_copy(self.model)
+        try:
+            with ActivationTracking():
+                return shapes_of(run(plain, (), self._inputs()))
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise _refused(self.model, f"it does not run without data, so nothing is known of its blocks ({reason})") from None
+
+    def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
+        """Run the shard of a rank: return the parameters of each block that work on rows. Raises _Problem."""
+        shard = meta_copy(self.model)
+        region = Region(Axis("tp", None, range(self.tp), rank))
+        parallelize.apply(shard, self.plan_inside, region.axis, region)
+        sequence_parallel.apply(shard, chosen, region, functools.partial(_SampleRows, self.tp * self.prime))
+        stack: list[str] = []
+        rows = RowTracking(self.prime, self.tp)
+        tracking = SequenceTracking(rows, self.blocks, stack)
+        for name, parameter in shard.named_parameters():
+            if self.plan_inside.tensors[self.plan_inside.canonical(name)].layout is None:
+                tracking.mark_parameter(name, parameter)
+            else:
+                tracking.mark_sharded(parameter)
+        inputs = self._inputs()
+        tracking.mark_inputs(inputs)
+        region.tracking = tracking
+        hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
+        ran: dict[str, set[str]] = {block: set() for block in self.blocks}
+        hooks += list(_notes(shard, ran, tracking))
+        try:
+            with tracking:
+                out = run(shard, (), inputs)
+        except Exception as error:
+            at = stack[-1] if stack else ""
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise _Problem(at, f"{reason}, in {self.start}{at}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if rows.holds_rows(out) or shapes_of(out) != expected:
+            raise _Problem("", f"its outputs have shapes {shapes_of(out)}, those of the full model {expected}")
+        return {block: self._parameters(block, names, tracking, ran) for block, names in tracking.on_rows.items()}
+
+    def _parameters(
+        self, block: str, names: set[str], tracking: SequenceTracking, ran: dict[str, set[str]]
+    ) -> tuple[str, ...]:
+        for name in sorted(names):
+            owner = name.rpartition(".")[0]
+            if name in tracking.on_whole:
+                raise _Problem(owner, f"{self.start}{name} works on rows and on whole sequences")
+            if owner not in ran[block]:
+                raise _Problem("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
+        return tuple(sorted(names))
+
+    def _full(self, found: SequencePlan) -> SequencePlan:
+        """With names from the root."""
+
+        def named(paths: Sequence[str]) -> tuple[str, ...]:
+            return tuple(f"{self.start}{path}" for path in paths)
+
+        return SequencePlan(
+            tuple(named(blocks) for blocks in found.lists),
+            named(found.entries),
+            named(found.wholes),
+            {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
+        )
+
+
+class _Problem(Exception):
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(text)
+        self.path, self.text = path, text
+
+
+def _notes(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTracking) -> Iterator[Any]:
+    """Register hooks that note which modules run in each block."""
+    for path, module in shard.named_modules():
+
+        def before(_: nn.Module, args: Any, path: str = path) -> None:
+            if tracking.block:
+                ran[tracking.block].add(path)
+
+        yield module.register_forward_pre_hook(before)
+
+
+class _SampleRows(RowsOfList):
+    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
+
+    def __init__(self, length: int, region: Region) -> None:
+        super().__init__(region)
+        self.length = length
+        self.whole: list[int] = []
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows."""
+        if x.ndim != 3:
+            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
+        self.whole = list(x.shape)
+        sample = self.region.mark_replicated(x.new_empty(x.shape[0], self.length, x.shape[2]))
+        return super().enter(sample)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Return whole hidden states, as long as they were."""
+        y = super().leave(x)
+        return self.region.mark_replicated(y.new_empty(*self.whole[:2], y.shape[2]))

@@ -1,0 +1,91 @@
+"""Where rows of the sequence become whole inside a block, and rows again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.layout import Layout
+from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows
+
+__all__ = ["Entry", "Whole", "change_first", "first_argument"]
+
+
+class Entry:
+    """Class before that of a module with a region: its first argument is the whole sequence, its rows leave it.
+
+    What the region makes is summed into rows by its row-parallel layer, here or in a later module.
+    """
+
+    rows_region: Region
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rows_region
+        if region.rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = change_first(self, args, kwargs, region.enter_whole)
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        region.leave()
+        return output
+
+
+class Whole:
+    """Class before that of a module which mixes rows: it computes with whole sequences, as without sequence parallel.
+
+    Its first argument is gathered, the first tensor that it returns becomes rows again.
+    """
+
+    rows_region: Region
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rows_region
+        rows = region.rows
+        if rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            return region.mark_replicated(gather_rows(x, region.axis, rows))
+
+        args, kwargs = change_first(self, args, kwargs, gathered)
+        with region.whole():
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return change_output(output, lambda y: region.mark_rows(own_rows(y, region.axis, rows)))
+
+
+@functools.cache
+def first_argument(kind: type[nn.Module]) -> str:
+    """Return the name of the first argument of a module's forward."""
+    names = [name for name in inspect.signature(inspect.unwrap(_plain(kind).forward)).parameters if name != "self"]
+    return names[0] if names else ""
+
+
+def _plain(kind: Any) -> Any:
+    while "_autopar_plain" in vars(kind):
+        kind = kind._autopar_plain
+    return kind
+
+
+def change_first(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a forward of which the first one, hidden states, is changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = first_argument(type(module))
+    name = name if name in kwargs else next(name for name, x in kwargs.items() if isinstance(x, torch.Tensor))
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return what a module returned with its first tensor changed: hidden states."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
+        return type(output)([change(output[0]), *output[1:]])
+    raise TypeError(f"a {type(output).__name__} is returned, where hidden states or a tuple of them is expected")
