@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
 from autopar.dry_run.sequence_tracking import SequenceTracking
 from autopar.dry_run.tensor_parallel import below, run, shapes_of
 from autopar.errors import ConfigError
+from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
 from autopar.plan.stages import StagePlan
@@ -32,10 +33,9 @@ from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
 from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
+from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 
 __all__ = ["plan_sequence"]
-
-_TRIES = 16
 
 
 def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) -> SequencePlan:
@@ -65,11 +65,15 @@ def _refused(model: nn.Module, reason: str) -> ConfigError:
     )
 
 
-def _refuse_dropped_layers(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        for name in ("layerdrop", "layer_drop"):
-            if isinstance(value := vars(module).get(name), float) and value > 0:
-                raise _refused(model, f"{path}.{name}={value:g} leaves out blocks, and the last one makes sequences whole")
+def _refuse_dropped_layers(model: PreTrainedModel) -> None:
+    owners = {type(module).__name__: vars(module) for module in model.modules()}
+    owners |= {"config": vars(model.config), "text config": vars(model.config.get_text_config())}
+    for place, values in owners.items():
+        for name, value in values.items():
+            if "layerdrop" in name and isinstance(value, float) and value > 0:
+                raise _refused(
+                    model, f"{place}.{name}={value:g} leaves out blocks, and whole sequences are made by the last of them"
+                )
 
 
 class _Rehearsal:
@@ -95,13 +99,11 @@ class _Rehearsal:
         """Return what was found out."""
         expected = self._expected()
         entries, wholes = entries_of(self.plan_inside, self.blocks)
-        last = ""
-        for _ in range(_TRIES):
+        while True:
             chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)))
             try:
                 found = [self._run(chosen, rank, expected) for rank in ([0, self.tp - 1])]
             except _Problem as problem:
-                last = problem.text
                 place = self._larger(problem.path, entries, wholes)
                 if place is None:
                     raise _refused(self.model, problem.text) from None
@@ -110,9 +112,15 @@ class _Rehearsal:
                 alike = {f"{b}.{own}" for b in self.blocks if self.kinds.get(f"{b}.{own}") is self.kinds[place]}
                 wholes = outermost(wholes | alike)
                 entries = outermost(entries, wholes)
-            else:
-                return self._full(replace(chosen, parameters=found[0]))
-        raise _refused(self.model, last)
+                continue
+            idle = [block for block in self.blocks if block not in found[0].worked and block not in wholes]
+            if not idle:
+                break
+            wholes = outermost(wholes | set(idle))
+            entries = outermost(entries, wholes)
+        if wholes.issuperset(self.blocks):
+            raise _refused(self.model, "none of its blocks ran with rows of a sequence")
+        return self._full(replace(chosen, parameters=found[0].parameters))
 
     def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
         """Return the next module to be made whole, around what failed; None if that is a block, or none."""
@@ -145,8 +153,8 @@ class _Rehearsal:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise _refused(self.model, f"it does not run without data, so nothing is known of its blocks ({reason})") from None
 
-    def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-        """Run the shard of a rank: return the parameters of each block that work on rows. Raises _Problem."""
+    def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
+        """Run the shard of a rank. Raises _Problem."""
         shard = meta_copy(self.model)
         region = Region(Axis("tp", None, range(self.tp), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
@@ -165,6 +173,11 @@ class _Rehearsal:
         hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
         ran: dict[str, set[str]] = {block: set() for block in self.blocks}
         hooks += list(_notes(shard, ran, tracking))
+        hooks += [
+            module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region))
+            for module in shard.modules()
+            if isinstance(module, PreTrainedModel)
+        ]
         try:
             with tracking:
                 out = run(shard, (), inputs)
@@ -177,7 +190,8 @@ class _Rehearsal:
                 hook.remove()
         if rows.holds_rows(out) or shapes_of(out) != expected:
             raise _Problem("", f"its outputs have shapes {shapes_of(out)}, those of the full model {expected}")
-        return {block: self._parameters(block, names, tracking, ran) for block, names in tracking.on_rows.items()}
+        named = {block: self._parameters(block, names, tracking, ran) for block, names in tracking.on_rows.items()}
+        return _Found(named, tracking.worked)
 
     def _parameters(
         self, block: str, names: set[str], tracking: SequenceTracking, ran: dict[str, set[str]]
@@ -202,6 +216,13 @@ class _Rehearsal:
             named(found.wholes),
             {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
+
+
+class _Found(NamedTuple):
+    """What a run has shown: the parameters of each block that work on rows, and the blocks that had rows."""
+
+    parameters: dict[str, tuple[str, ...]]
+    worked: set[str]
 
 
 class _Problem(Exception):
@@ -237,7 +258,7 @@ class _SampleRows(RowsOfList):
         sample = self.region.mark_replicated(x.new_empty(x.shape[0], self.length, x.shape[2]))
         return super().enter(sample)
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
+    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
         """Return whole hidden states, as long as they were."""
-        y = super().leave(x)
+        y = super().leave(x, rows)
         return self.region.mark_replicated(y.new_empty(*self.whole[:2], y.shape[2]))

@@ -32,6 +32,7 @@ class SequenceTracking(ActivationTracking):
     Attributes:
         on_rows: block -> parameters that work on rows in it.
         on_whole: parameters that work on whole sequences.
+        worked: blocks that computed with rows.
     """
 
     def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
@@ -39,6 +40,7 @@ class SequenceTracking(ActivationTracking):
         self.rows, self.stack = rows, stack
         self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
         self.on_whole: set[str] = set()
+        self.worked: set[str] = set()
 
     @property
     def block(self) -> str:
@@ -93,5 +95,9 @@ class SequenceTracking(ActivationTracking):
         inside = sorted(name[1:] for name in parameters if name.startswith("+"))
         if inside:
             raise MixedRows(f"rows meet {inside[0]}, which works inside a sharded region")
-        self.on_rows[self.block or next(iter(self.on_rows))] |= parameters
+        if self.block:
+            self.worked.add(self.block)
+            self.on_rows[self.block] |= parameters
+        elif parameters:
+            raise MixedRows(f"rows meet {min(parameters)} outside of blocks")
         return _ROWS

@@ -29,6 +29,7 @@ from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, p
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 
 __all__ = ["Hook", "attach", "detach"]
 
@@ -143,8 +144,10 @@ class AfterForward(Hook):
     @no_graph_of_its_own
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
+        if output is not None and self.region.row_tensors:
+            output = gather_hidden_states(output, self.region)
         if self.region.running or self.mpu.tp.size == 1:
-            return None  # inside another of the model's forwards
+            return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
             check.after_forward(model)

@@ -15,7 +15,8 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_parallel.rows import enter_rows, gather_rows
+from autopar.tensor_parallel.sequence_parallel.saved_rows import Entered, can_save_rows
 
 __all__ = ["Region"]
 
@@ -68,7 +70,8 @@ class Region:
         self.tracking: Any = None  # of a dry run: an ActivationTracking
         self.rows: Layout | None = None  # of the sequence, between regions (sequence parallel)
         self.rows_of_parameters: Mapping[int, torch.Tensor] = {}  # id -> what rows are computed with
-        self._entered: tuple[torch.Tensor, torch.Tensor] | None = None  # the whole sequence, its rows
+        self.row_tensors: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self._entered: Entered | None = None  # the whole sequence that rows became
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
@@ -107,6 +110,7 @@ class Region:
         self.release()
         if self.running == 0:
             self.depth, self.rows, self.rows_of_parameters = 0, None, {}
+            self.row_tensors.clear()
         self.running += 1
         on = [owner for owner, name in self._dropouts if float(_entries(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
@@ -150,14 +154,18 @@ class Region:
             return x  # nothing to sum; also inference tensors, which have no version
         if not shared:
             return copy(x, self.axis)
-        if self._entered is not None and self._entered[0] is x and self.rows is not None and self._source is not x:
-            self._source, self._version = x, x._version
-            self._copied = enter_rows(self._entered[1], x.detach(), self.axis, self.rows)
+        if self._entered is not None and self.rows is not None and self._entered.is_whole(x):
+            return self._enter_rows(self._entered, self.rows)
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else x._version
         if self._source is not x or self._version != version or self._copied is None:
             self._source, self._version, self._copied = x, version, copy(x, self.axis)
         return self._copied
+
+    def _enter_rows(self, entered: Entered, rows: Layout) -> torch.Tensor:
+        if entered.inside is None:
+            entered.inside = enter_rows(entered.rows, entered.whole.detach(), self.axis, rows)
+        return entered.inside
 
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
@@ -166,8 +174,10 @@ class Region:
 
         Returns:
             The copy, and what the layer attaches to its output (:mod:`~autopar.tensor_parallel.overlap`); None if the
-            layer is not the first that reads ``x``, or nothing would overlap.
+            layer is not the first that reads ``x``, or nothing would overlap. Of rows every layer attaches something.
         """
+        if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
+            return self.enter(x), self._entered.late_weight(weight, gradient)
         if self.tracking is not None or not can_overlap(x, weight, self.axis) or self._is_copied(x):
             return self.enter(x), None
         copied, late = enter_overlapped(x, weight, gradient, self.axis)
@@ -271,7 +281,8 @@ class Region:
         if self.tracking is not None:
             return self.mark_replicated(x)
         self.draw_alike()
-        self._entered = (x, rows)
+        if x.requires_grad and torch.is_grad_enabled():
+            self._entered = Entered(x, rows, self.axis, self.rows)
         return x
 
     # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.

@@ -6,6 +6,7 @@ first block too, whose output is what the stage received: rows.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.borders import change_first, change_output
+from autopar.tensor_parallel.sequence_parallel.hidden_states import note_rows
 from autopar.tensor_parallel.sequence_parallel.parameters import summed_over_rows
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows, rows_of
 
@@ -30,12 +32,20 @@ class RowsOfList:
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Note the length of a sequence, ``[batch, seq, hidden]``; return its rows."""
         self.rows = rows_of(x.shape[1], self.region.axis.size)
-        return x if self.rows is None else self.region.mark_rows(own_rows(x, self.region.axis, self.rows))
+        if self.rows is None:
+            return x
+        return self.made(self.region.mark_rows(own_rows(x, self.region.axis, self.rows)))
 
-    def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, rows that the model may collect."""
         assert self.rows is not None
-        return self.region.mark_replicated(gather_rows(x, self.region.axis, self.rows))
+        return note_rows(x, self.region, functools.partial(self.leave, rows=self.rows))
+
+    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
+        """Return the whole sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
+        rows = rows or self.rows
+        assert rows is not None
+        return self.region.mark_replicated(gather_rows(x, self.region.axis, rows))
 
 
 class RowsBlock:
@@ -52,6 +62,7 @@ class RowsBlock:
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
+        output = change_output(output, of.made)
         return change_output(output, of.leave) if last else output
 
     def forward(self, *args: Any, autopar_rows: Layout | None = None, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows
 
-__all__ = ["Entry", "Whole", "change_first", "first_argument"]
+__all__ = ["Entry", "Whole", "change_first", "change_output"]
 
 
 class Entry:
@@ -59,7 +59,7 @@ class Whole:
 
 
 @functools.cache
-def first_argument(kind: type[nn.Module]) -> str:
+def _first_argument(kind: type[nn.Module]) -> str:
     """Return the name of the first argument of a module's forward."""
     names = [name for name in inspect.signature(inspect.unwrap(_plain(kind).forward)).parameters if name != "self"]
     return names[0] if names else ""
@@ -77,7 +77,7 @@ def change_first(
     """Return arguments of a forward of which the first one, hidden states, is changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = first_argument(type(module))
+    name = _first_argument(type(module))
     name = name if name in kwargs else next(name for name, x in kwargs.items() if isinstance(x, torch.Tensor))
     return args, {**kwargs, name: change(kwargs[name])}
 
@@ -87,5 +87,6 @@ def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
     if isinstance(output, torch.Tensor):
         return change(output)
     if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
-        return type(output)([change(output[0]), *output[1:]])
+        changed = change(output[0])
+        return output if changed is output[0] else type(output)([changed, *output[1:]])
     raise TypeError(f"a {type(output).__name__} is returned, where hidden states or a tuple of them is expected")
