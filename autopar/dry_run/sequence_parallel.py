@@ -33,6 +33,7 @@ from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
 from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
+from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 
 __all__ = ["plan_sequence"]
@@ -99,12 +100,16 @@ class _Rehearsal:
         """Return what was found out."""
         expected = self._expected()
         entries, wholes = entries_of(self.plan_inside, self.blocks)
+        inputs: tuple[str, ...] = ()
         while True:
-            chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)))
+            chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
             try:
                 found = [self._run(chosen, rank, expected) for rank in ([0, self.tp - 1])]
             except _Problem as problem:
                 place = self._larger(problem.path, entries, wholes)
+                if place is None and problem.inputs and not inputs:
+                    inputs = problem.inputs
+                    continue
                 if place is None:
                     raise _refused(self.model, problem.text) from None
                 block = self._block_of(place)
@@ -158,7 +163,7 @@ class _Rehearsal:
         shard = meta_copy(self.model)
         region = Region(Axis("tp", None, range(self.tp), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
-        sequence_parallel.apply(shard, chosen, region, functools.partial(_SampleRows, self.tp * self.prime))
+        sequence_parallel.apply(shard, chosen, region, functools.partial(_SampleRows, self.batch, self.tp * self.prime))
         stack: list[str] = []
         rows = RowTracking(self.prime, self.tp)
         tracking = SequenceTracking(rows, self.blocks, stack)
@@ -172,7 +177,9 @@ class _Rehearsal:
         region.tracking = tracking
         hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
         ran: dict[str, set[str]] = {block: set() for block in self.blocks}
+        beside: set[str] = set()
         hooks += list(_notes(shard, ran, tracking))
+        hooks += list(_notes_inputs([shard.get_submodule(path) for path in self.blocks], self.tp * self.prime, beside))
         hooks += [
             module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region))
             for module in shard.modules()
@@ -184,7 +191,7 @@ class _Rehearsal:
         except Exception as error:
             at = stack[-1] if stack else ""
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise _Problem(at, f"{reason}, in {self.start}{at}") from error
+            raise _Problem(at, f"{reason}, in {self.start}{at}", tuple(sorted(beside))) from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -214,6 +221,7 @@ class _Rehearsal:
             tuple(named(blocks) for blocks in found.lists),
             named(found.entries),
             named(found.wholes),
+            found.inputs,
             {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
 
@@ -226,9 +234,9 @@ class _Found(NamedTuple):
 
 
 class _Problem(Exception):
-    def __init__(self, path: str, text: str) -> None:
+    def __init__(self, path: str, text: str, inputs: tuple[str, ...] = ()) -> None:
         super().__init__(text)
-        self.path, self.text = path, text
+        self.path, self.text, self.inputs = path, text, inputs
 
 
 def _notes(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTracking) -> Iterator[Any]:
@@ -242,23 +250,37 @@ def _notes(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTrackin
         yield module.register_forward_pre_hook(before)
 
 
+def _notes_inputs(blocks: Sequence[nn.Module], length: int, names: set[str]) -> Iterator[Any]:
+    """Register hooks that note arguments of blocks, ``[batch, seq, features]``, besides hidden states."""
+
+    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*zip(argument_names(type(block)), args, strict=False), *kwargs.items()][1:]
+        for name, value in given:
+            if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == length:
+                names.add(name)
+
+    for block in blocks:
+        yield block.register_forward_pre_hook(before, with_kwargs=True)
+
+
 class _SampleRows(RowsOfList):
     """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
 
-    def __init__(self, length: int, region: Region) -> None:
-        super().__init__(region)
-        self.length = length
+    def __init__(self, batch: int, length: int, region: Region, inputs: tuple[str, ...]) -> None:
+        super().__init__(region, inputs)
+        self.batch, self.length = batch, length
         self.whole: list[int] = []
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return rows."""
-        if x.ndim != 3:
+        natural = x.ndim > 2 and x.shape[1] == self.length
+        if x.shape[0] % self.batch or not (natural or x.ndim == 3):
             raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
         self.whole = list(x.shape)
-        sample = self.region.mark_replicated(x.new_empty(x.shape[0], self.length, x.shape[2]))
+        sample = self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:]))
         return super().enter(sample)
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
         """Return whole hidden states, as long as they were."""
         y = super().leave(x, rows)
-        return self.region.mark_replicated(y.new_empty(*self.whole[:2], y.shape[2]))
+        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))

@@ -20,12 +20,14 @@ class SequencePlan:
         lists: paths of the blocks, in forward order; of an encoder-decoder model two lists.
         entries: paths of modules whose input is gathered; their region's output is summed into rows.
         wholes: paths of modules that compute with whole sequences, from input to output.
+        inputs: names of other arguments of blocks, ``[batch, seq, ...]``, of which each rank's rows are taken.
         parameters: block -> names of replicated parameters that work on rows.
     """
 
     lists: tuple[tuple[str, ...], ...]
     entries: tuple[str, ...] = ()
     wholes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from autopar.tensor_parallel.sequence_parallel.parameters import ReadByRows, rea
 __all__ = ["apply", "undo"]
 
 
-def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: type[RowsOfList] = RowsOfList) -> None:
+def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[..., RowsOfList] = RowsOfList) -> None:
     """Swap the classes of blocks and of modules inside them, in place; parameters stay where they are.
 
     The last of all swaps: the doors of blocks are in front of the boundaries of pipeline stages.
@@ -34,7 +35,7 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: type[RowsO
     for path in plan.wholes:
         swap(modules[path], Whole, rows_region=region)
     for blocks in plan.lists:
-        of = kind(region)
+        of = kind(region, plan.inputs)
         for place, path in enumerate(blocks):
             parameters = tuple(
                 (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in plan.parameters.get(path, ())

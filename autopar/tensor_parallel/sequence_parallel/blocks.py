@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel.borders import change_first, change_output
+from autopar.tensor_parallel.sequence_parallel.borders import change_first, change_named, change_output
 from autopar.tensor_parallel.sequence_parallel.hidden_states import note_rows
 from autopar.tensor_parallel.sequence_parallel.parameters import summed_over_rows
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows, rows_of
@@ -23,10 +23,14 @@ __all__ = ["RowsBlock", "RowsOfList"]
 
 
 class RowsOfList:
-    """The rows in which a list of blocks computes now; None: whole sequences."""
+    """The rows in which a list of blocks computes now; None: whole sequences.
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
+    Args:
+        inputs: names of arguments of the blocks, besides hidden states, of which rows are taken.
+    """
+
+    def __init__(self, region: Region, inputs: tuple[str, ...] = ()) -> None:
+        self.region, self.inputs = region, inputs
         self.rows: Layout | None = None
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +38,12 @@ class RowsOfList:
         self.rows = rows_of(x.shape[1], self.region.axis.size)
         if self.rows is None:
             return x
-        return self.made(self.region.mark_rows(own_rows(x, self.region.axis, self.rows)))
+        return self.made(self.take(x))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of ``[batch, seq, ...]``."""
+        assert self.rows is not None
+        return self.region.mark_rows(own_rows(x, self.region.axis, self.rows))
 
     def made(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, rows that the model may collect."""
@@ -61,6 +70,8 @@ class RowsBlock:
             args, kwargs = change_first(self, args, kwargs, of.enter)
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if of.inputs:
+            args, kwargs = change_named(self, of.inputs, args, kwargs, of.take)
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
         output = change_output(output, of.made)
         return change_output(output, of.leave) if last else output

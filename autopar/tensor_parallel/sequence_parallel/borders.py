@@ -14,7 +14,7 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows
 
-__all__ = ["Entry", "Whole", "change_first", "change_output"]
+__all__ = ["Entry", "Whole", "argument_names", "change_first", "change_named", "change_output"]
 
 
 class Entry:
@@ -59,27 +59,46 @@ class Whole:
 
 
 @functools.cache
-def _first_argument(kind: type[nn.Module]) -> str:
-    """Return the name of the first argument of a module's forward."""
-    names = [name for name in inspect.signature(inspect.unwrap(_plain(kind).forward)).parameters if name != "self"]
-    return names[0] if names else ""
-
-
-def _plain(kind: Any) -> Any:
+def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's forward."""
     while "_autopar_plain" in vars(kind):
-        kind = kind._autopar_plain
-    return kind
+        kind = kind._autopar_plain  # type: ignore[attr-defined]
+    return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
 
 
 def change_first(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a forward of which the first one, hidden states, is changed."""
+    """Return arguments of a forward of which the first one, hidden states, is changed, wherever it is given."""
     if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = _first_argument(type(module))
-    name = name if name in kwargs else next(name for name, x in kwargs.items() if isinstance(x, torch.Tensor))
-    return args, {**kwargs, name: change(kwargs[name])}
+        first = args[0]
+    else:
+        name = argument_names(type(module))[0]
+        first = kwargs[name] if name in kwargs else next(x for x in kwargs.values() if isinstance(x, torch.Tensor))
+    changed = change(first)
+    return (
+        tuple(changed if value is first else value for value in args),
+        {name: changed if value is first else value for name, value in kwargs.items()},
+    )
+
+
+def change_named(
+    module: Any,
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a forward of which the tensors called ``names`` are changed."""
+    known = argument_names(type(module))[: len(args)]
+    positional = [
+        change(value) if name in names and isinstance(value, torch.Tensor) else value
+        for name, value in zip(known, args, strict=False)
+    ]
+    return (*positional, *args[len(known) :]), {
+        name: change(value) if name in names and isinstance(value, torch.Tensor) else value
+        for name, value in kwargs.items()
+    }
 
 
 def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
