@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
@@ -35,6 +36,7 @@ from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
 from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
+from autopar.tensor_parallel.sequence_parallel.rows import rows_of
 
 __all__ = ["plan_sequence"]
 
@@ -68,7 +70,7 @@ def _refused(model: nn.Module, reason: str) -> ConfigError:
 
 def _refuse_dropped_layers(model: PreTrainedModel) -> None:
     owners = {type(module).__name__: vars(module) for module in model.modules()}
-    owners |= {"config": vars(model.config), "text config": vars(model.config.get_text_config())}
+    owners |= {"config": vars(model.config)}
     for place, values in owners.items():
         for name, value in values.items():
             if "layerdrop" in name and isinstance(value, float) and value > 0:
@@ -88,9 +90,9 @@ class _Rehearsal:
         self.lists = tuple(tuple(path.removeprefix(start) for path in blocks) for blocks in lists)
         self.blocks = [path for blocks in self.lists for path in blocks]
         self.batch = 3 if self.tp != 3 else 2  # no multiple of the ranks
-        config = model.config.get_text_config()
-        longest = getattr(config, "max_position_embeddings", None)
-        prime = prime_beside(model, self.tp, longest if isinstance(longest, int) and longest > 0 else None)
+        longest = _longest(model)
+        inside = nn.ModuleList([model.get_submodule(path) for path in self.blocks])
+        prime = prime_beside(inside, self.tp, longest)
         if prime is None:
             raise _refused(model, f"no length of a sequence up to {longest} tells its rows from other sizes")
         self.prime = prime
@@ -118,14 +120,14 @@ class _Rehearsal:
                 wholes = outermost(wholes | alike)
                 entries = outermost(entries, wholes)
                 continue
-            idle = [block for block in self.blocks if block not in found[0].worked and block not in wholes]
+            idle = self._idle(found[0], entries | wholes)
             if not idle:
                 break
-            wholes = outermost(wholes | set(idle))
+            wholes = outermost(wholes | idle)
             entries = outermost(entries, wholes)
         if wholes.issuperset(self.blocks):
             raise _refused(self.model, "none of its blocks ran with rows of a sequence")
-        return self._full(replace(chosen, parameters=found[0].parameters))
+        return self._full(replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given))
 
     def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
         """Return the next module to be made whole, around what failed; None if that is a block, or none."""
@@ -137,6 +139,16 @@ class _Rehearsal:
                 return path
             path = path.rpartition(".")[0]
         return None
+
+    def _idle(self, found: _Found, known: set[str]) -> set[str]:
+        """Return modules of which nothing was seen: blocks, and modules in blocks, that did not run with rows."""
+        idle = {block for block in self.blocks if block not in found.worked}
+        for block in self.blocks:
+            ran = found.ran[block]
+            above = {name[:end] for name in ran for end, letter in enumerate(name) if letter == "."}
+            start = f"{block}."
+            idle |= {path for path in self.kinds if path.startswith(start) and path not in ran and path not in above}
+        return {path for path in outermost(idle) if not any(path == k or path.startswith(f"{k}.") for k in known)}
 
     def _block_of(self, path: str) -> str:
         return next((block for block in self.blocks if path == block or path.startswith(f"{block}.")), "")
@@ -178,10 +190,18 @@ class _Rehearsal:
         hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
         ran: dict[str, set[str]] = {block: set() for block in self.blocks}
         beside: set[str] = set()
+        given: set[str] = set()
         hooks += list(_notes(shard, ran, tracking))
-        hooks += list(_notes_inputs([shard.get_submodule(path) for path in self.blocks], self.tp * self.prime, beside))
+        blocks = [shard.get_submodule(path) for path in self.blocks]
+        hooks += list(_notes_inputs(blocks, self.tp * self.prime, beside, given))
+        seen: set[str] = set()
         hooks += [
             module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region))
+            for module in shard.modules()
+            if isinstance(module, PreTrainedModel)
+        ]
+        hooks += [
+            module.register_forward_pre_hook(functools.partial(_note_given, seen), with_kwargs=True)
             for module in shard.modules()
             if isinstance(module, PreTrainedModel)
         ]
@@ -198,7 +218,7 @@ class _Rehearsal:
         if rows.holds_rows(out) or shapes_of(out) != expected:
             raise _Problem("", f"its outputs have shapes {shapes_of(out)}, those of the full model {expected}")
         named = {block: self._parameters(block, names, tracking, ran) for block, names in tracking.on_rows.items()}
-        return _Found(named, tracking.worked)
+        return _Found(named, tracking.worked, ran, tuple(sorted(seen)), tuple(sorted(given)))
 
     def _parameters(
         self, block: str, names: set[str], tracking: SequenceTracking, ran: dict[str, set[str]]
@@ -222,15 +242,28 @@ class _Rehearsal:
             named(found.entries),
             named(found.wholes),
             found.inputs,
+            found.seen,
+            found.given,
             {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
 
 
+def _longest(model: PreTrainedModel) -> int | None:
+    """Return the longest sequence of tokens that a model takes, as far as its configs say."""
+    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
+    found = [getattr(config, "max_position_embeddings", None) for config in configs]
+    return min((value for value in found if type(value) is int and value > 0), default=None)
+
+
 class _Found(NamedTuple):
-    """What a run has shown: the parameters of each block that work on rows, and the blocks that had rows."""
+    """What a run has shown: the parameters of each block that work on rows, the blocks that had rows,
+    paths of the modules that ran in each, and names of arguments that the models in it and the blocks got."""
 
     parameters: dict[str, tuple[str, ...]]
     worked: set[str]
+    ran: dict[str, set[str]]
+    seen: tuple[str, ...]
+    given: tuple[str, ...]
 
 
 class _Problem(Exception):
@@ -250,11 +283,18 @@ def _notes(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTrackin
         yield module.register_forward_pre_hook(before)
 
 
-def _notes_inputs(blocks: Sequence[nn.Module], length: int, names: set[str]) -> Iterator[Any]:
+def _note_given(names: set[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = [*zip(argument_names(type(model)), args, strict=False), *kwargs.items()]
+    tensors = (name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)))
+    names.update(tensors)
+
+
+def _notes_inputs(blocks: Sequence[nn.Module], length: int, names: set[str], every: set[str]) -> Iterator[Any]:
     """Register hooks that note arguments of blocks, ``[batch, seq, features]``, besides hidden states."""
 
     def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [*zip(argument_names(type(block)), args, strict=False), *kwargs.items()][1:]
+        _note_given(every, block, args, kwargs)
         for name, value in given:
             if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == length:
                 names.add(name)
@@ -266,21 +306,33 @@ def _notes_inputs(blocks: Sequence[nn.Module], length: int, names: set[str]) -> 
 class _SampleRows(RowsOfList):
     """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
 
-    def __init__(self, batch: int, length: int, region: Region, inputs: tuple[str, ...]) -> None:
-        super().__init__(region, inputs)
+    def __init__(self, batch: int, length: int, region: Region, plan: SequencePlan) -> None:
+        super().__init__(region, plan)
         self.batch, self.length = batch, length
+        self.known = _Everything()
         self.whole: list[int] = []
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows."""
+    def note_length(self, x: torch.Tensor) -> torch.Tensor:
+        """Note the length of the sample."""
         natural = x.ndim > 2 and x.shape[1] == self.length
         if x.shape[0] % self.batch or not (natural or x.ndim == 3):
             raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
         self.whole = list(x.shape)
-        sample = self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:]))
-        return super().enter(sample)
+        self.rows = rows_of(self.length, self.region.axis.size)
+        return x
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows of the sample."""
+        return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
         """Return whole hidden states, as long as they were."""
         y = super().leave(x, rows)
         return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
+
+
+class _Everything(frozenset[str]):
+    """All names: nothing is unknown to a dry run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True

@@ -21,6 +21,9 @@ class SequencePlan:
         entries: paths of modules whose input is gathered; their region's output is summed into rows.
         wholes: paths of modules that compute with whole sequences, from input to output.
         inputs: names of other arguments of blocks, ``[batch, seq, ...]``, of which each rank's rows are taken.
+        seen: names of arguments, of the models around the blocks, that the dry run gave: with others their code may
+            read hidden states between the blocks, which are whole there then.
+        given: names of arguments that blocks got there; with others a block computes with whole sequences.
         parameters: block -> names of replicated parameters that work on rows.
     """
 
@@ -28,6 +31,8 @@ class SequencePlan:
     entries: tuple[str, ...] = ()
     wholes: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
+    seen: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

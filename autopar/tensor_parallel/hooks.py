@@ -27,6 +27,7 @@ from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
+from autopar.tensor_parallel.hook import Hook
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
@@ -81,10 +82,6 @@ def detach(model: nn.Module) -> None:
 def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the Hugging Face models inside."""
     yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
-
-
-class Hook:
-    """Base of the forward hooks that :func:`detach` takes away."""
 
 
 class BeforeForward(Hook, CompiledCheck):

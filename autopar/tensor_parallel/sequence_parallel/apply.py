@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar.class_swap import swap, unswap
 from autopar.plan.sequence import SequencePlan
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel.blocks import RowsBlock, RowsOfList
+from autopar.tensor_parallel.sequence_parallel.blocks import Arguments, RowsBlock, RowsOfList
 from autopar.tensor_parallel.sequence_parallel.borders import Entry, Whole
 from autopar.tensor_parallel.sequence_parallel.parameters import ReadByRows, reader_class
 
@@ -35,7 +36,10 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
     for path in plan.wholes:
         swap(modules[path], Whole, rows_region=region)
     for blocks in plan.lists:
-        of = kind(region, plan.inputs)
+        of = kind(region, plan)
+        around = _model_around(modules, blocks[0])
+        if around is not None:
+            around.register_forward_pre_hook(Arguments(of, plan.seen), with_kwargs=True)
         for place, path in enumerate(blocks):
             parameters = tuple(
                 (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in plan.parameters.get(path, ())
@@ -44,8 +48,17 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
             swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=parameters)
 
 
+def _model_around(modules: Mapping[str, nn.Module], block: str) -> nn.Module | None:
+    """Return the Hugging Face model next around a block."""
+    while block:
+        block = block.rpartition(".")[0]
+        if isinstance(modules[block], PreTrainedModel):
+            return modules[block]
+    return None
+
+
 def undo(model: nn.Module, plan: SequencePlan) -> None:
-    """Undo :func:`apply`, before what it came after."""
+    """Undo :func:`apply`, before what it came after; its hooks go with the others."""
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     for blocks in plan.lists:
         for path in blocks:

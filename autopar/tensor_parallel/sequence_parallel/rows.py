@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import even_layout, gather, gather_sum, reduce_scatter, scatter
+from autopar.distributed.collectives import copy, even_layout, gather, gather_sum, reduce_scatter, scatter
 from autopar.layout import Layout
 
-__all__ = ["enter_rows", "gather_rows", "own_rows", "rows_of", "sum_to_rows"]
+__all__ = ["enter_rows", "gather_rows", "own_rows", "rows_of", "sum_to_rows", "take_rows"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,10 +43,17 @@ def sum_to_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
     return _unflattened(x, rows.size, lambda y: reduce_scatter(y, axis, 1, rows))
 
 
-def _unflattened(
-    x: torch.Tensor, length: int, change: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def take_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
+    """Return :func:`own_rows` of a tensor beside hidden states; of ``[batch, 1, ...]``, the same for all rows, itself.
+
+    The gradient of that one is summed.
+    """
+    return copy(x, axis) if x.shape[1] == 1 else own_rows(x, axis, rows)
+
+
+def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Change ``[batch, length, ...]``, also where batch and length are one dim: ``[batch * length, features]``."""
-    if x.ndim != 2:
-        return change(x)
-    return change(x.unflatten(0, (-1, length))).flatten(0, 1)
+    y = x.unflatten(0, (-1, length)) if x.ndim == 2 else x
+    if y.shape[1] != length:
+        raise ValueError(f"a sequence of {length} rows is expected here in dim 1 of {list(x.shape)}")
+    return change(y).flatten(0, 1) if x.ndim == 2 else change(y)
