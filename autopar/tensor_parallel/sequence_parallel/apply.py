@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,8 +24,8 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
     The last of all swaps: the doors of blocks are in front of the boundaries of pipeline stages.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    named = {name for names in plan.parameters.values() for name in names}
-    ids = {id(modules[name.rpartition(".")[0]]._parameters[name.rpartition(".")[2]]) for name in named}
+    owned = {block: tuple(_held(modules, names)) for block, names in plan.parameters.items()}
+    ids = {id(module._parameters[name]) for held in owned.values() for module, name in held}
     for module in modules.values():
         own = tuple(sorted(name for name, parameter in module._parameters.items() if id(parameter) in ids))
         if own and not isinstance(module, ReadByRows):
@@ -41,11 +41,16 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
         if around is not None:
             around.register_forward_pre_hook(Arguments(of, plan.seen), with_kwargs=True)
         for place, path in enumerate(blocks):
-            parameters = tuple(
-                (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in plan.parameters.get(path, ())
-            )
             ends = (place == 0, place == len(blocks) - 1)
-            swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=parameters)
+            swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=owned.get(path, ()))
+
+
+def _held(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Iterator[tuple[nn.Module, str]]:
+    """Yield modules and names of the parameters that this stage holds."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        if modules[path]._parameters.get(own) is not None:
+            yield modules[path], own
 
 
 def _model_around(modules: Mapping[str, nn.Module], block: str) -> nn.Module | None:
