@@ -33,11 +33,13 @@ from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
+from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
 from autopar.plan.summary import count, summarise
 from autopar.policy.described_model import model_inside
@@ -46,6 +48,7 @@ from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
+from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
 
 __all__ = ["deparallelize", "initialize"]
 
@@ -145,6 +148,8 @@ def deparallelize(model: Model) -> Model:
     model.wait_for_save()  # type: ignore[operator]
     state.dp.undo()
     context_parallel.undo(model)
+    if state.sequence is not None:
+        sequence_parallel.undo(model, state.sequence)
     state.pp.undo(model)
     if state.config.activation_checkpointing:
         activation_checkpoint.undo(state.inner_of(model))
@@ -163,6 +168,7 @@ class Parallelized:
     Attributes:
         plan: what this rank holds of each tensor over tp.
         stages: what it holds over pp.
+        sequence: what its blocks compute with rows of the sequence; None without sequence parallelism.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         own_policy: the policy that the user gave.
         pp, dp: the parts that can be undone.
@@ -174,6 +180,7 @@ class Parallelized:
         self.config, self.prefix = checked.config, checked.prefix
         self.own_policy = checked.policy if checked.own_policy else None
         self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
+        self.sequence: SequencePlan | None = None
 
     @property
     def steps(self) -> StepCheck:
@@ -214,12 +221,15 @@ class _Call(NamedTuple):
 class _Plans(NamedTuple):
     tensors: Plan
     stages: StagePlan
-    rows: RowPlan | None
     weights: Materializer
+    rows: RowPlan | None = None
+    sequence: SequencePlan | None = None
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         fingerprint = self.tensors.fingerprint(model) | {"lazy": deferred_fingerprint(model)}
-        return fingerprint | {"stages": self.stages.to_json(), "rows": self.rows and dataclasses.asdict(self.rows)}
+        sequence = None if self.sequence is None else self.sequence.to_json()
+        rows = self.rows and dataclasses.asdict(self.rows)
+        return fingerprint | {"stages": self.stages.to_json(), "rows of sequences": sequence, "rows": rows}
 
 
 def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> _Call:
@@ -291,12 +301,14 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
         layers_per_stage=config.pipeline.layers_per_stage,
     )
     rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size) if mpu.cp.size > 1 else None
-    return _Plans(plan, stages, rows, Materializer(model, inner, plan))
+    sharded = config.sequence_parallel and plan.tp > 1
+    sequence = plan_sequence(inner, checked.prefix, plan, stages) if sharded else None
+    return _Plans(plan, stages, Materializer(model, inner, plan), rows, sequence)
 
 
 def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer: Any) -> None:
     """Change the model in place: tensors, then stages, then memory, then hooks and methods, then the optimizer."""
-    config, inner, (plan, stages, rows, weights) = checked.config, checked.inner, plans
+    config, inner, (plan, stages, weights, rows, sequence) = checked.config, checked.inner, plans
     plain = not isinstance(inner, PreTrainedModel)
     blocks = [model.get_submodule(path) for path in stages.elements]
     whole = count(model)
@@ -316,6 +328,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     dp = data_parallel.apply(model, inner, plan, mpu, config, failures)  # knows the parameters of all stages
     check = config.consistency_check
     pp = Pipeline(model, inner, stages, mpu, config.pipeline, failures, check=check, steps=dp.steps)  # others released
+    if sequence is not None:
+        sequence_parallel.apply(model, sequence, region)
 
     same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get their memory
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
@@ -329,7 +343,9 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu  # type: ignore[assignment]
-    model._autopar = Parallelized(checked, plan, stages, mpu, pp, dp)  # type: ignore[assignment]
+    state = Parallelized(checked, plan, stages, mpu, pp, dp)
+    state.sequence = sequence
+    model._autopar = state  # type: ignore[assignment]
     dp.attach(optimizer, blocks)
     tensor_parallel.mark_parameters(model, plan, stages, mpu)
     if mpu.is_master:

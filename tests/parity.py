@@ -164,13 +164,18 @@ def check(
     config: dict[str, Any] | None = None,
     first: Callable[[nn.Module, nn.Module], None] | None = None,
     step: bool = True,
+    too: Callable[[Callable[[], nn.Module]], nn.Module | None] | None = None,
 ) -> nn.Module:
     """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before.
 
     Without ``step`` it ends after the gradients: a step treats each element by itself.
+
+    Args:
+        too: makes of a copy of the plain model another parallelized one, whose outputs and gradients are compared too.
     """
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3))
     plain = build().train()
+    other = None if too is None else too(lambda: copy.deepcopy(plain))
     parallel = copy.deepcopy(plain)
     made_before = make_optimizer(parallel.parameters())
     identities = [id(parameter) for parameter in parallel.parameters()]
@@ -184,27 +189,35 @@ def check(
         first(plain, parallel)
     reference_optimizer = make_optimizer(plain.parameters())
     agreed = _Agreed(parallel.mpu)
+    models = [parallel] if other is None else [parallel, other]
     for number, batch in enumerate(batches):  # gradients accumulate over micro-batches
         reseed(number)
         expected = _named(plain(**copy.deepcopy(batch)))  # some clamp labels in place
-        reseed(number)
-        actual = _named(parallel(**copy.deepcopy(batch)))
-        for key, value in expected.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                agreed.close(actual[key], value, f"{key} of micro-batch {number}", tolerance)
         total_loss(expected).backward()
-        total_loss(actual).backward()
+        for model in models:
+            reseed(number)
+            actual = _named(model(**copy.deepcopy(batch)))
+            for key, value in expected.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    agreed.close(actual[key], value, f"{key} of micro-batch {number}{_which(model)}", tolerance)
+            total_loss(actual).backward()
     agreed.settle()
     used = {name for name, parameter in plain.named_parameters() if parameter.grad is not None}
-    for name, parameter in parallel.named_parameters():
-        assert (parameter.grad is not None) == (name in used), f"{name}: gradient present or missing"
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    gradients = whole(parallel, lambda parameter: parameter.grad)
     for parameter in plain.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    all_close(gradients, {n: p.grad for n, p in plain.named_parameters()}, "gradient of {}", tolerance)
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == (name in used), (
+                f"{name}: gradient present or missing{_which(model)}"
+            )
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = whole(model, lambda parameter: parameter.grad)
+        expected_gradients = {n: p.grad for n, p in plain.named_parameters()}
+        all_close(gradients, expected_gradients, f"gradient of {{}}{_which(model)}", tolerance)
+    if other is not None:
+        other.mpu.destroy()
     if not step:
         return parallel
     reference_optimizer.step()
@@ -212,6 +225,10 @@ def check(
     weights = whole(parallel, lambda parameter: parameter.data)
     all_close(weights, {n: p.data for n, p in plain.named_parameters()}, "{} after the step", tolerance)
     return parallel
+
+
+def _which(model: nn.Module) -> str:
+    return ", with sequence_parallel" if model._autopar.config.sequence_parallel else ""
 
 
 def language_batches(

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from autopar.context_parallel.exchange import exchange
 from autopar.context_parallel.rows import heads_layout
 from autopar.context_parallel.state import RowState
-from autopar.distributed.row_collectives import exchange, gather_rows
+from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
@@ -89,7 +90,7 @@ def attention_over_rows(
         )
     if state.picks_ulysses(query.shape[1], key.shape[1]):
         return _ulysses(state, layout, function, module, query, key, value, attention_mask, kwargs)
-    key, value = (gather_rows(x, state.axis, layout, 2) for x in (key, value))
+    key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))
     return _with_whole_keys(state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses)
 
 

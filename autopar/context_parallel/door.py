@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from autopar.class_swap import plain_class
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
-from autopar.distributed.row_collectives import gather_rows
+from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
@@ -203,7 +203,7 @@ def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> to
         parts = x.unflatten(dim, (-1, own))
         return gather_all(parts, state, layout, dim + 1).flatten(dim, dim + 1)
     if x.is_floating_point():
-        return state.unmark(gather_rows(x, state.axis, layout, dim))
+        return state.unmark(gather_sum(x, state.axis, dim, layout))
     return state.unmark(all_gather(x, state.axis, layout, dim))
 
 

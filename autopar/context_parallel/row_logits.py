@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import meet
-from autopar.distributed.row_collectives import gather_rows
+from autopar.distributed.collectives import gather_sum
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.sharded_logits import FACTS, PATIENCE
 
@@ -72,7 +72,7 @@ class RowLogits(torch.Tensor):
             meet(self._axis, f"logits {list(shape)} of {self._name}", PATIENCE, _ADVICE)
             own = self._own
             own = own.whole() if hasattr(own, "whole") else own
-            self._plain = gather_rows(own, self._axis, self._rows, 1).view(shape)
+            self._plain = gather_sum(own, self._axis, 1, self._rows).view(shape)
         return self._plain
 
     @classmethod
@@ -215,7 +215,7 @@ def _cross_entropy(
     losses = F.cross_entropy(
         own.reshape(-1, vocab), targets, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    losses = gather_rows(losses.view(batch, -1), axis, rows, 1).view(-1)  # [batch * rows]
+    losses = gather_sum(losses.view(batch, -1), axis, 1, rows).view(-1)  # [batch * rows]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()

@@ -50,6 +50,7 @@ __all__ = [
     "run",
     "scatter",
     "start_all_reduce",
+    "sum_flat",
     "sum_replicas",
 ]
 
@@ -89,6 +90,19 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if not x.is_meta:
         run(dist.all_reduce, axis, x)
     return x
+
+
+def sum_flat(tensors: Sequence[torch.Tensor | None], axis: Axis) -> list[torch.Tensor | None]:
+    """Sum tensors over the axis in one all-reduce for each dtype, out of place; all ranks have the same ones."""
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    kinds = {x.dtype for x in tensors if x is not None}
+    for dtype in sorted(kinds, key=str):
+        chosen = [(place, x) for place, x in enumerate(tensors) if x is not None and x.dtype == dtype]
+        flat = torch.cat([x.reshape(-1) for _, x in chosen])
+        run(dist.all_reduce, axis, flat)
+        for (place, x), part in zip(chosen, flat.split([x.numel() for _, x in chosen]), strict=True):
+            found[place] = part.view_as(x)
+    return found
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
@@ -147,12 +161,22 @@ def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
-def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Sum over the axis and keep this rank's even part of ``dim``."""
-    parts = torch.stack(x.chunk(axis.size, dim))  # [axis.size, ...]
+def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None = None) -> torch.Tensor:
+    """Sum over the axis and keep this rank's part of ``dim``: an even one, or that of ``layout``, padded on the way."""
+    layout = layout or even_layout(x.shape[dim], axis.size)
+    sizes = [layout.local_size(rank) for rank in range(axis.size)]
+    if x.is_meta:
+        return x.new_empty(_resized(x, dim, sizes[axis.rank]))
+    make = x.new_empty if min(sizes) == max(sizes) else x.new_zeros
+    parts = make(axis.size, *_resized(x, dim, max(sizes)))
+    for rank in range(axis.size):
+        offset = 0
+        for start, stop in layout.ranges(rank):
+            parts[rank].narrow(dim, offset, stop - start).copy_(x.narrow(dim, start, stop - start))
+            offset += stop - start
     out = torch.empty_like(parts[0])
     run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
-    return out
+    return out if sizes[axis.rank] == max(sizes) else out.narrow(dim, 0, sizes[axis.rank]).contiguous()
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
@@ -238,30 +262,31 @@ class _Scatter(torch.autograd.Function):
 class _GatherSum(torch.autograd.Function):
     @staticmethod
     @named_collective("all-gather: entry of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(x, axis, even_layout(x.shape[dim] * axis.size, axis.size), dim)
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None, gathered: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size)
+        return all_gather(x, axis, ctx.layout, dim) if gathered is None else gathered.detach()
 
     @staticmethod
     @named_collective("reduce-scatter: gradient at the entry of a sharded region")
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return _reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     @named_collective("reduce-scatter: exit of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _reduce_scatter(x, axis, dim)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim], axis.size)
+        return _reduce_scatter(x, axis, dim, ctx.layout)
 
     @staticmethod
     @named_collective("all-gather: gradient at the exit of a sharded region")
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        size = grad.shape[ctx.dim] * ctx.axis.size
-        return all_gather(grad, ctx.axis, even_layout(size, ctx.axis.size), ctx.dim), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -340,14 +365,21 @@ def scatter(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch
     return _apply(_Scatter, x, axis, layout, dim)
 
 
-def gather_sum(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """All-gather ``[..., n/axis] -> [..., n]`` into a sharded region; backward is a reduce-scatter."""
-    return _apply(_GatherSum, x, axis, dim)
+def gather_sum(
+    x: torch.Tensor, axis: Axis, dim: int = 0, layout: Layout | None = None, gathered: torch.Tensor | None = None
+) -> torch.Tensor:
+    """All-gather ``[..., n/axis] -> [..., n]`` into a sharded region; backward is a reduce-scatter.
+
+    Args:
+        layout: of ``n``; by default every rank has as much as this one.
+        gathered: what the all-gather would make, where that is known already.
+    """
+    return _apply(_GatherSum, x, axis, dim, layout, gathered)
 
 
-def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """Reduce-scatter ``[..., n] -> [..., n/axis]``; ``n`` divides evenly. Backward is an all-gather."""
-    return _apply(_ReduceScatter, x, axis, dim)
+def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0, layout: Layout | None = None) -> torch.Tensor:
+    """Reduce-scatter ``[..., n] -> [..., n/axis]``, evenly or by ``layout``. Backward is an all-gather."""
+    return _apply(_ReduceScatter, x, axis, dim, layout)
 
 
 def all_to_all(

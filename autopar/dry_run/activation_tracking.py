@@ -28,15 +28,17 @@ from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["ActivationTracking", "TrackedReplay", "tracking_hooks"]
+__all__ = ["ActivationTracking", "Kind", "TrackedReplay", "tracking_hooks"]
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
+    """What is known of a tensor."""
+
     name: str  # input, parameter, replicated, sharded
     parameters: frozenset[str] = frozenset()  # "+name" for one whose gradient is summed
 
 
-_INPUT, _REPLICATED, _SHARDED = _Kind("input"), _Kind("replicated"), _Kind("sharded")
+_INPUT, _REPLICATED, _SHARDED = Kind("input"), Kind("replicated"), Kind("sharded")
 
 
 class ActivationTracking(ValuelessTracking):
@@ -61,7 +63,7 @@ class ActivationTracking(ValuelessTracking):
 
     def mark_parameter(self, name: str, parameter: torch.Tensor) -> None:
         """Mark a replicated parameter."""
-        self._kinds[parameter] = _Kind("parameter", frozenset([name]))
+        self._kinds[parameter] = Kind("parameter", frozenset([name]))
         self._names[id(parameter)] = name
 
     def mark_inputs(self, values: Any) -> None:
@@ -86,7 +88,7 @@ class ActivationTracking(ValuelessTracking):
         used = torch.empty_like(x)
         name = self._names.get(id(parameter))
         if name is not None:
-            self._kinds[used] = _Kind("parameter", frozenset(["+" + name]))
+            self._kinds[used] = Kind("parameter", frozenset(["+" + name]))
         return used
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,17 +112,17 @@ class ActivationTracking(ValuelessTracking):
             for tensor in tensors_in(result):
                 self._set(tensor, kind)
 
-    def kind_of(self, tensor: torch.Tensor) -> _Kind | None:
+    def kind_of(self, tensor: torch.Tensor) -> Kind | None:
         """Return what is known of a tensor; None: a constant."""
         return self._kinds.get(tensor)
 
-    def set_kind(self, tensor: torch.Tensor, kind: _Kind | None) -> torch.Tensor:
+    def set_kind(self, tensor: torch.Tensor, kind: Kind | None) -> torch.Tensor:
         """Give a tensor a kind that :meth:`kind_of` returned; returns the tensor."""
         if kind is not None:
             self._kinds[tensor] = kind
         return tensor
 
-    def _combine(self, kinds: list[_Kind]) -> _Kind:
+    def _combine(self, kinds: list[Kind]) -> Kind:
         parameters = frozenset().union(*(kind.parameters for kind in kinds))
         names = {kind.name for kind in kinds}
         summed = {name[1:] for name in parameters if name.startswith("+")}
@@ -133,9 +135,9 @@ class ActivationTracking(ValuelessTracking):
         if "replicated" in names:
             self.summed_outside |= summed
             return _REPLICATED
-        return _Kind("parameter", parameters) if "parameter" in names else _INPUT
+        return Kind("parameter", parameters) if "parameter" in names else _INPUT
 
-    def _set(self, tensor: torch.Tensor, kind: _Kind) -> None:
+    def _set(self, tensor: torch.Tensor, kind: Kind) -> None:
         if kind.name in ("replicated", "parameter") and not tensor.is_floating_point():
             kind = _INPUT
         self._kinds[tensor] = kind

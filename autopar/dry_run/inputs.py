@@ -23,8 +23,12 @@ _HOOKS = _OWN - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, seq: int = _SEQ) -> dict[str, Any]:
-    """Make inputs on the meta device: ``batch`` sequences of ``seq`` tokens, two images or two pieces of sound.
+def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, length: int = _SEQ) -> dict[str, Any]:
+    """Make inputs on the meta device: sequences of tokens, images or pieces of sound.
+
+    Args:
+        batch: how many.
+        length: of a sequence of tokens.
 
     Raises:
         ValueError: the model's main input is of another kind.
@@ -32,7 +36,7 @@ def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, seq: int = _SEQ) 
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
     if main == "input_ids" or "input_ids" in taken:
-        inputs = _text(model, batch, seq)
+        inputs = _text(model, batch, length)
         if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
             inputs["pixel_values"] = _pixels(config, batch)
     elif main in ("pixel_values", "pixel_values_videos"):
@@ -40,24 +44,24 @@ def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, seq: int = _SEQ) 
     elif main in ("input_features", "input_values"):
         inputs = {main: _sound(main, config, batch)}
     elif main == "inputs_embeds" or "inputs_embeds" in taken:
-        inputs = {"inputs_embeds": _empty(batch, seq, config.hidden_size)}
+        inputs = {"inputs_embeds": _empty(batch, length, config.hidden_size)}
     else:
         raise ValueError(f"no sample for the input '{main}'")
     if "bbox" in taken and "input_ids" in inputs:
         inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
     if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
-        inputs["decoder_input_ids"] = _ids(batch, seq)
+        inputs["decoder_input_ids"] = _ids(batch, length)
     return {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
-def _text(model: PreTrainedModel, batch: int, seq: int) -> dict[str, Any]:
+def _text(model: PreTrainedModel, batch: int, length: int) -> dict[str, Any]:
     config = model.config
-    shape = (batch, 3, seq) if "MultipleChoice" in type(model).__name__ else (batch, seq)
+    shape = (batch, 3, length) if "MultipleChoice" in type(model).__name__ else (batch, length)
     inputs: dict[str, Any] = {"input_ids": _ids(*shape)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = _ids(*shape)
     elif getattr(config, "add_cross_attention", False):
-        inputs["encoder_hidden_states"] = _empty(batch, seq, config.hidden_size)
+        inputs["encoder_hidden_states"] = _empty(batch, length, config.hidden_size)
     vision = getattr(config, "vision_config", None)
     if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
         inputs["pixel_values"] = _pixels(vision, batch)  # a pair of towers needs both

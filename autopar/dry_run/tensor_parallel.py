@@ -35,7 +35,7 @@ from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["check_plan", "check_plan_with"]
+__all__ = ["below", "check_plan", "check_plan_with", "run", "shapes_of"]
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
@@ -67,7 +67,7 @@ def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
 
 
 def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
-    plan = _below(plan, prefix)
+    plan = below(plan, prefix)
     try:
         inputs = sample_inputs(model)
     except ValueError:
@@ -135,7 +135,7 @@ class _Call(NamedTuple):
         plain, tracking = meta_copy(self.model, equal=equal), ActivationTracking()
         TrackedReplay(plain, equal, tracking)
         with tracking:
-            return _shapes(_run(plain, self.args, self.kwargs))
+            return shapes_of(run(plain, self.args, self.kwargs))
 
     def check(self, rank: int, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]) -> None:
         """Run the shard of a rank. Raises PolicyError if it fails or is wrong."""
@@ -171,7 +171,7 @@ def _run_shard(
     TrackedReplay(shard, equal, tracking)
     try:
         with tracking:
-            out = _run(shard, args, kwargs)
+            out = run(shard, args, kwargs)
     except PolicyError:
         raise
     except Exception as error:
@@ -189,8 +189,8 @@ def _run_shard(
     for output, value in _entries(out):
         if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
             raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
-    if _shapes(out) != expected:
-        raise PolicyError(f"outputs have shapes {_shapes(out)}, those of the full model {expected}", last)
+    if shapes_of(out) != expected:
+        raise PolicyError(f"outputs have shapes {shapes_of(out)}, those of the full model {expected}", last)
 
 
 def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
@@ -228,7 +228,8 @@ def _where(plan: Plan, path: str) -> str:
         path = path.rpartition(".")[0]
 
 
-def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a model on the meta device, without gradients and caches."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if isinstance(model, PreTrainedModel):
@@ -245,14 +246,14 @@ def _entries(out: Any) -> list[tuple[Any, Any]]:
     return list(out.items()) if isinstance(out, Mapping) else list(enumerate(tree_leaves(out)))
 
 
-def _shapes(out: Any) -> list[tuple[int, ...]]:
-    """Output shapes, except attentions (a forward hook gathers those on the real model)."""
+def shapes_of(out: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of outputs, except attentions (a forward hook gathers those on the real model)."""
     others = [value for name, value in _entries(out) if "attentions" not in str(name)]
     return [tuple(leaf.shape) for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
 
 
-def _below(plan: Plan, prefix: str) -> Plan:
-    """The part of a plan for the model at ``prefix``, with names from there."""
+def below(plan: Plan, prefix: str) -> Plan:
+    """Return the part of a plan for the model at ``prefix``, with names from there."""
     if not prefix:
         return plan
     start = prefix + "."

@@ -87,7 +87,7 @@ class DropoutApart(RegionModule):
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self.region.draw_alike()
+            self.region.leave()
 
 
 class AdapterOfRows(RegionModule):

@@ -27,8 +27,10 @@ from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
+from autopar.tensor_parallel.hook import Hook
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 
 __all__ = ["Hook", "attach", "detach"]
 
@@ -82,10 +84,6 @@ def detach(model: nn.Module) -> None:
 def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the Hugging Face models inside."""
     yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
-
-
-class Hook:
-    """Base of the forward hooks that :func:`detach` takes away."""
 
 
 class BeforeForward(Hook, CompiledCheck):
@@ -145,8 +143,10 @@ class AfterForward(Hook):
     @no_graph_of_its_own
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
+        if output is not None and self.region.row_tensors:
+            output = gather_hidden_states(output, self.region)
         if self.region.running or self.mpu.tp_cp.size == 1:
-            return None  # inside another of the model's forwards
+            return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
             check.after_forward(model)

@@ -37,6 +37,7 @@ from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
 from autopar.tensor_parallel.region_modules import RegionModule, region_class
+from autopar.tensor_parallel.sequence_parallel.rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits
 
 __all__ = [
@@ -101,8 +102,12 @@ class _Row(ParallelLayer):
         if self.autopar.split_input:
             x = self.region.mark_sharded(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
         self.region.leave()
-        y = reduce_(self._multiply(x, self.weight, None), self.tp)  # [..., out], Partial -> Replicate
-        y = self.region.mark_replicated(y)
+        y = self._multiply(x, self.weight, None)  # [..., out], Partial
+        rows = self.region.rows
+        if rows is None:
+            y = self.region.mark_replicated(reduce_(y, self.tp))
+        else:
+            y = self.region.mark_rows(sum_to_rows(y, self.tp, rows))  # [batch, seq/tp, out]
         if self.skip_bias_add:
             return y, self.bias
         y = y if self.bias is None else self._add_bias(y)

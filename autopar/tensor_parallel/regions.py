@@ -15,7 +15,8 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
 from types import SimpleNamespace
@@ -28,8 +29,11 @@ from transformers import PreTrainedModel
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, seed_torch
+from autopar.layout import Layout
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
+from autopar.tensor_parallel.sequence_parallel.rows import enter_rows, gather_rows
+from autopar.tensor_parallel.sequence_parallel.saved_rows import Entered, can_save_rows
 
 __all__ = ["Region"]
 
@@ -56,6 +60,7 @@ class Region:
         self._copied: torch.Tensor | None = None
         self._version = 0
         self._outside: TorchGenerators | None = None
+        self._training = False
         self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many region modules are running inside each other
@@ -63,6 +68,10 @@ class Region:
         self.forwards = 0
         self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
+        self.rows: Layout | None = None  # of the sequence, between regions (sequence parallel)
+        self.rows_of_parameters: Mapping[int, torch.Tensor] = {}  # id -> what rows are computed with
+        self.row_tensors: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self._entered: Entered | None = None  # the whole sequence that rows became
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
@@ -100,7 +109,8 @@ class Region:
         self.draw_alike()
         self.release()
         if self.running == 0:
-            self.depth = 0
+            self.depth, self.rows, self.rows_of_parameters = 0, None, {}
+            self.row_tensors.clear()
         self.running += 1
         on = [owner for owner, name in self._dropouts if float(_entries(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
@@ -114,7 +124,7 @@ class Region:
 
     def release(self) -> None:
         """Release the references to activations."""
-        self._source = self._copied = None
+        self._source = self._copied = self._entered = None
 
     def expect_logits(self, has_labels: bool) -> None:
         """Count a forward, which is given labels or is not."""
@@ -144,11 +154,18 @@ class Region:
             return x  # nothing to sum; also inference tensors, which have no version
         if not shared:
             return copy(x, self.axis)
+        if self._entered is not None and self.rows is not None and self._entered.is_whole(x):
+            return self._enter_rows(self._entered, self.rows)
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else x._version
         if self._source is not x or self._version != version or self._copied is None:
             self._source, self._version, self._copied = x, version, copy(x, self.axis)
         return self._copied
+
+    def _enter_rows(self, entered: Entered, rows: Layout) -> torch.Tensor:
+        if entered.inside is None:
+            entered.inside = enter_rows(entered.rows, entered.whole.detach(), self.axis, rows)
+        return entered.inside
 
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
@@ -157,8 +174,10 @@ class Region:
 
         Returns:
             The copy, and what the layer attaches to its output (:mod:`~autopar.tensor_parallel.overlap`); None if the
-            layer is not the first that reads ``x``, or nothing would overlap.
+            layer is not the first that reads ``x``, or nothing would overlap. Of rows every layer attaches something.
         """
+        if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
+            return self.enter(x), self._entered.late_weight(weight, gradient)
         if self.tracking is not None or not can_overlap(x, weight, self.axis) or self._is_copied(x):
             return self.enter(x), None
         copied, late = enter_overlapped(x, weight, gradient, self.axis)
@@ -170,7 +189,10 @@ class Region:
 
     def leave(self) -> None:
         """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""
-        self.draw_alike()
+        if self.rows is None:
+            self.draw_alike()
+        else:
+            self.draw_per_rank(self._training)
         if torch.compiler.is_compiling():
             self.release()
 
@@ -185,6 +207,10 @@ class Region:
     def mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, which is replicated from here on."""
         return x if self.tracking is None else self.tracking.mark_replicated(x)
+
+    def mark_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, which holds rows of the sequence from here on."""
+        return x if self.tracking is None else self.tracking.mark_rows(x)
 
     def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return ``x``, a parameter whose gradient is summed, for use inside the region."""
@@ -215,6 +241,49 @@ class Region:
             if inside is not None:
                 self._outside = TorchGenerators.now()
                 inside.restore()
+
+    @contextlib.contextmanager
+    def on_rows(self, rows: Layout, parameters: Mapping[int, torch.Tensor], training: bool) -> Iterator[None]:
+        """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
+
+        Args:
+            parameters: id -> what stands for a parameter that works on rows.
+        """
+        self.rows, self.rows_of_parameters, self._training = rows, parameters, training
+        self.draw_per_rank(training)
+        try:
+            yield
+        finally:
+            self.rows, self.rows_of_parameters = None, {}
+            self.draw_alike()
+            self.release()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute with whole sequences inside :meth:`on_rows`, as without it."""
+        rows, parameters = self.rows, self.rows_of_parameters
+        self.rows, self.rows_of_parameters = None, {}
+        try:
+            with self.outside():
+                yield
+        finally:
+            self.rows, self.rows_of_parameters = rows, parameters
+            self.release()
+
+    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and what precedes it.
+
+        The gradient of what :meth:`enter` makes of it is reduce-scattered; of any other, which is whole, the own rows
+        are kept.
+        """
+        assert self.rows is not None
+        x = gather_rows(rows, self.axis, self.rows)
+        if self.tracking is not None:
+            return self.mark_replicated(x)
+        self.draw_alike()
+        if x.requires_grad and torch.is_grad_enabled():
+            self._entered = Entered(x, rows, self.axis, self.rows)
+        return x
 
     # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

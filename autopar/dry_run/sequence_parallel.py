@@ -1,0 +1,338 @@
+"""The dry run of sequence parallelism: which modules of a model's blocks work on rows of the sequence.
+
+The shard of one rank runs on the meta device with rows between its regions, as it will, and every operation on rows is
+looked at. Where one mixes rows, or shapes do not fit, the innermost module around it is made whole (it computes with
+whole sequences, as without sequence parallelism), then what is around that; where that is the block itself, the model
+is refused. Parameters that rows were computed with have their gradients summed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.rng import kept
+from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.dry_run.sequence_tracking import SequenceTracking
+from autopar.dry_run.tensor_parallel import below, run, shapes_of
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+from autopar.plan.plan import Plan
+from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
+from autopar.plan.stages import StagePlan
+from autopar.tensor_parallel import parallelize
+from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
+from autopar.tensor_parallel.sequence_parallel.borders import argument_names
+from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
+from autopar.tensor_parallel.sequence_parallel.rows import rows_of
+
+__all__ = ["plan_sequence"]
+
+
+def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) -> SequencePlan:
+    """Find out what of each block can work on rows of the sequence. The model is only read.
+
+    Args:
+        model: the Hugging Face model, not yet sharded.
+        prefix: its path in the plan's names.
+
+    Raises:
+        ConfigError: sequence parallelism does not fit the model; says where, and why.
+    """
+    lists = lists_of_blocks(stages)
+    if not lists:
+        raise _refused(model, f"the policy {plan.policy} names no blocks, at whose door sequences are sharded")
+    if not isinstance(model, PreTrainedModel):
+        raise _refused(model, "a module without a config has no dry run before its first forward")
+    _refuse_dropped_layers(model)
+    with kept():
+        return _Rehearsal(model, prefix, plan, lists).plan()
+
+
+def _refused(model: nn.Module, reason: str) -> ConfigError:
+    return ConfigError(
+        f"sequence_parallel does not fit {type(model).__name__}: {reason}.\n"
+        "  Leave it out: tensor parallelism alone keeps whole sequences between the regions."
+    )
+
+
+def _refuse_dropped_layers(model: PreTrainedModel) -> None:
+    owners = {type(module).__name__: vars(module) for module in model.modules()}
+    owners |= {"config": vars(model.config)}
+    for place, values in owners.items():
+        for name, value in values.items():
+            if "layerdrop" in name and isinstance(value, float) and value > 0:
+                raise _refused(
+                    model, f"{place}.{name}={value:g} leaves out blocks, and whole sequences are made by the last of them"
+                )
+
+
+class _Rehearsal:
+    """Runs of the shards of one model, with one choice of whole modules after the other."""
+
+    def __init__(self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]]) -> None:
+        self.model, self.prefix, self.full = model, prefix, plan
+        start = f"{prefix}." if prefix else ""
+        self.start, self.tp = start, plan.tp
+        self.plan_inside = below(plan, prefix)
+        self.lists = tuple(tuple(path.removeprefix(start) for path in blocks) for blocks in lists)
+        self.blocks = [path for blocks in self.lists for path in blocks]
+        self.batch = 3 if self.tp != 3 else 2  # no multiple of the ranks
+        longest = _longest(model)
+        inside = nn.ModuleList([model.get_submodule(path) for path in self.blocks])
+        prime = prime_beside(inside, self.tp, longest)
+        if prime is None:
+            raise _refused(model, f"no length of a sequence up to {longest} tells its rows from other sizes")
+        self.prime = prime
+        self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+
+    def plan(self) -> SequencePlan:
+        """Return what was found out."""
+        expected = self._expected()
+        entries, wholes = entries_of(self.plan_inside, self.blocks)
+        inputs: tuple[str, ...] = ()
+        while True:
+            chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
+            try:
+                found = [self._run(chosen, rank, expected) for rank in ([0, self.tp - 1])]
+            except _Problem as problem:
+                place = self._larger(problem.path, entries, wholes)
+                if place is None and problem.inputs and not inputs:
+                    inputs = problem.inputs
+                    continue
+                if place is None:
+                    raise _refused(self.model, problem.text) from None
+                block = self._block_of(place)
+                own = place.removeprefix(f"{block}.")
+                alike = {f"{b}.{own}" for b in self.blocks if self.kinds.get(f"{b}.{own}") is self.kinds[place]}
+                wholes = outermost(wholes | alike)
+                entries = outermost(entries, wholes)
+                continue
+            idle = self._idle(found[0], entries | wholes)
+            if not idle:
+                break
+            wholes = outermost(wholes | idle)
+            entries = outermost(entries, wholes)
+        if wholes.issuperset(self.blocks):
+            raise _refused(self.model, "none of its blocks ran with rows of a sequence")
+        return self._full(replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given))
+
+    def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
+        """Return the next module to be made whole, around what failed; None if that is a block, or none."""
+        block = self._block_of(path)
+        while block and path != block:
+            inside_whole = any(path == w or path.startswith(f"{w}.") for w in wholes)
+            inside_entry = any(path.startswith(f"{e}.") for e in entries)
+            if not (inside_whole or inside_entry):
+                return path
+            path = path.rpartition(".")[0]
+        return None
+
+    def _idle(self, found: _Found, known: set[str]) -> set[str]:
+        """Return modules of which nothing was seen: blocks, and modules in blocks, that did not run with rows."""
+        idle = {block for block in self.blocks if block not in found.worked}
+        for block in self.blocks:
+            ran = found.ran[block]
+            above = {name[:end] for name in ran for end, letter in enumerate(name) if letter == "."}
+            start = f"{block}."
+            idle |= {path for path in self.kinds if path.startswith(start) and path not in ran and path not in above}
+        return {path for path in outermost(idle) if not any(path == k or path.startswith(f"{k}.") for k in known)}
+
+    def _block_of(self, path: str) -> str:
+        return next((block for block in self.blocks if path == block or path.startswith(f"{block}.")), "")
+
+    def _inputs(self) -> dict[str, Any]:
+        try:
+            return sample_inputs(self.model, self.batch, self.tp * self.prime)
+        except ValueError as error:
+            raise _refused(self.model, f"the dry run has {error}") from None
+
+    def _expected(self) -> list[tuple[int, ...]]:
+        plain = meta_copy(self.model)
+        try:
+            with ActivationTracking():
+                return shapes_of(run(plain, (), self._inputs()))
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise _refused(self.model, f"it does not run without data, so nothing is known of its blocks ({reason})") from None
+
+    def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
+        """Run the shard of a rank. Raises _Problem."""
+        shard = meta_copy(self.model)
+        region = Region(Axis("tp", None, range(self.tp), rank))
+        parallelize.apply(shard, self.plan_inside, region.axis, region)
+        sequence_parallel.apply(shard, chosen, region, functools.partial(_SampleRows, self.batch, self.tp * self.prime))
+        stack: list[str] = []
+        rows = RowTracking(self.prime, self.tp)
+        tracking = SequenceTracking(rows, self.blocks, stack)
+        for name, parameter in shard.named_parameters():
+            if self.plan_inside.tensors[self.plan_inside.canonical(name)].layout is None:
+                tracking.mark_parameter(name, parameter)
+            else:
+                tracking.mark_sharded(parameter)
+        inputs = self._inputs()
+        tracking.mark_inputs(inputs)
+        region.tracking = tracking
+        hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
+        ran: dict[str, set[str]] = {block: set() for block in self.blocks}
+        beside: set[str] = set()
+        given: set[str] = set()
+        hooks += list(_notes(shard, ran, tracking))
+        blocks = [shard.get_submodule(path) for path in self.blocks]
+        hooks += list(_notes_inputs(blocks, self.tp * self.prime, beside, given))
+        seen: set[str] = set()
+        hooks += [
+            module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region))
+            for module in shard.modules()
+            if isinstance(module, PreTrainedModel)
+        ]
+        hooks += [
+            module.register_forward_pre_hook(functools.partial(_note_given, seen), with_kwargs=True)
+            for module in shard.modules()
+            if isinstance(module, PreTrainedModel)
+        ]
+        try:
+            with tracking:
+                out = run(shard, (), inputs)
+        except Exception as error:
+            at = stack[-1] if stack else ""
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise _Problem(at, f"{reason}, in {self.start}{at}", tuple(sorted(beside))) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if rows.holds_rows(out) or shapes_of(out) != expected:
+            raise _Problem("", f"its outputs have shapes {shapes_of(out)}, those of the full model {expected}")
+        named = {block: self._parameters(block, names, tracking, ran) for block, names in tracking.on_rows.items()}
+        return _Found(named, tracking.worked, ran, tuple(sorted(seen)), tuple(sorted(given)))
+
+    def _parameters(
+        self, block: str, names: set[str], tracking: SequenceTracking, ran: dict[str, set[str]]
+    ) -> tuple[str, ...]:
+        for name in sorted(names):
+            owner = name.rpartition(".")[0]
+            if name in tracking.on_whole:
+                raise _Problem(owner, f"{self.start}{name} works on rows and on whole sequences")
+            if owner not in ran[block]:
+                raise _Problem("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
+        return tuple(sorted(names))
+
+    def _full(self, found: SequencePlan) -> SequencePlan:
+        """With names from the root."""
+
+        def named(paths: Sequence[str]) -> tuple[str, ...]:
+            return tuple(f"{self.start}{path}" for path in paths)
+
+        return SequencePlan(
+            tuple(named(blocks) for blocks in found.lists),
+            named(found.entries),
+            named(found.wholes),
+            found.inputs,
+            found.seen,
+            found.given,
+            {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
+        )
+
+
+def _longest(model: PreTrainedModel) -> int | None:
+    """Return the longest sequence of tokens that a model takes, as far as its configs say."""
+    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
+    found = [getattr(config, "max_position_embeddings", None) for config in configs]
+    return min((value for value in found if type(value) is int and value > 0), default=None)
+
+
+class _Found(NamedTuple):
+    """What a run has shown: the parameters of each block that work on rows, the blocks that had rows,
+    paths of the modules that ran in each, and names of arguments that the models in it and the blocks got."""
+
+    parameters: dict[str, tuple[str, ...]]
+    worked: set[str]
+    ran: dict[str, set[str]]
+    seen: tuple[str, ...]
+    given: tuple[str, ...]
+
+
+class _Problem(Exception):
+    def __init__(self, path: str, text: str, inputs: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.path, self.text, self.inputs = path, text, inputs
+
+
+def _notes(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTracking) -> Iterator[Any]:
+    """Register hooks that note which modules run in each block."""
+    for path, module in shard.named_modules():
+
+        def before(_: nn.Module, args: Any, path: str = path) -> None:
+            if tracking.block:
+                ran[tracking.block].add(path)
+
+        yield module.register_forward_pre_hook(before)
+
+
+def _note_given(names: set[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = [*zip(argument_names(type(model)), args, strict=False), *kwargs.items()]
+    tensors = (name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)))
+    names.update(tensors)
+
+
+def _notes_inputs(blocks: Sequence[nn.Module], length: int, names: set[str], every: set[str]) -> Iterator[Any]:
+    """Register hooks that note arguments of blocks, ``[batch, seq, features]``, besides hidden states."""
+
+    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*zip(argument_names(type(block)), args, strict=False), *kwargs.items()][1:]
+        _note_given(every, block, args, kwargs)
+        for name, value in given:
+            if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == length:
+                names.add(name)
+
+    for block in blocks:
+        yield block.register_forward_pre_hook(before, with_kwargs=True)
+
+
+class _SampleRows(RowsOfList):
+    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
+
+    def __init__(self, batch: int, length: int, region: Region, plan: SequencePlan) -> None:
+        super().__init__(region, plan)
+        self.batch, self.length = batch, length
+        self.known = _Everything()
+        self.whole: list[int] = []
+
+    def note_length(self, x: torch.Tensor) -> torch.Tensor:
+        """Note the length of the sample."""
+        natural = x.ndim > 2 and x.shape[1] == self.length
+        if x.shape[0] % self.batch or not (natural or x.ndim == 3):
+            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
+        self.whole = list(x.shape)
+        self.rows = rows_of(self.length, self.region.axis.size)
+        return x
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows of the sample."""
+        return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
+
+    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
+        """Return whole hidden states, as long as they were."""
+        y = super().leave(x, rows)
+        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
+
+
+class _Everything(frozenset[str]):
+    """All names: nothing is unknown to a dry run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True

@@ -1,0 +1,84 @@
+"""Sequence parallelism: what the rehearsal makes whole, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration
+
+import autopar
+from autopar.config import ParallelConfig
+from autopar.errors import ConfigError
+from tests.parity import check, close, language_batches
+from tests.pool import pooled
+from tests.random_models import build, cases
+from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
+
+SIZES = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}
+
+
+class Shifted(nn.Module):
+    """A norm that mixes each row with the one before."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.mixed = nn.Parameter(torch.full((), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+        return (x + self.mixed * before) * self.weight
+
+
+def _shifted() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = Shifted(layer.post_attention_layernorm)
+    return model
+
+
+@pooled(world_size=2)
+def test_a_module_that_mixes_rows_computes_with_whole_sequences() -> None:
+    model = check(_shifted, language_batches(131), 2, config=SIZES)
+    assert set(model._autopar.sequence.wholes) == {f"model.layers.{n}.post_attention_layernorm" for n in range(2)}
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_blocks_that_mix_rows_are_refused_and_nothing_is_changed() -> None:
+    model = build(next(case for case in cases("swin") if case.head.endswith("ForImageClassification")), 6, 3)
+    kinds = [type(module) for module in model.modules()]
+    with raises_everywhere(ConfigError, "sequence_parallel does not fit SwinForImageClassification: ", "blocks.0"):
+        autopar.initialize(model, SIZES)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not hasattr(model, "mpu")
+
+
+@pooled(world_size=2)
+def test_blocks_that_are_left_out_at_random_are_refused() -> None:
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
+    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "vocab_size": 131}
+    model = BartForConditionalGeneration(BartConfig(**sizes, decoder_layerdrop=0.25))
+    with raises_everywhere(ConfigError, "layerdrop=0.25 leaves out blocks"):
+        autopar.initialize(model, SIZES)
+
+
+@pooled(world_size=2)
+def test_a_model_that_does_not_run_without_data_is_refused() -> None:
+    model = build(cases("led")[0], 6, 3)
+    with raises_everywhere(ConfigError, "it does not run without data, so nothing is known of its blocks"):
+        autopar.initialize(model, SIZES)
+
+
+def test_compiled_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence_parallel does not go with compile"):
+        ParallelConfig.parse({**SIZES, "compile": {"enable": True}})
+
+
+@pooled(world_size=1)
+def test_one_rank_has_all_rows() -> None:
+    model = autopar.initialize(gpt2(), {"model_parallelism": {"sequence_parallel": True}})
+    close(model(torch.arange(7)[None]).logits, gpt2()(torch.arange(7)[None]).logits, "logits")
+    model.mpu.destroy()
