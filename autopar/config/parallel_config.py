@@ -229,7 +229,9 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
         if values["sequence_parallel"] and values["tensor_parallel_size"] > 1:
             problems.append(f"{cp} cuts the sequence already: leave sequence_parallel out")
     if values["compile"] and values["sequence_parallel"]:
-        problems.append("sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out")
+        problems.append(
+            "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
+        )
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
     return problems

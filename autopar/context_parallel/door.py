@@ -20,8 +20,7 @@ from transformers.cache_utils import Cache
 
 from autopar.class_swap import plain_class
 from autopar.context_parallel.state import RowState, WholeModule
-from autopar.distributed.collectives import all_gather
-from autopar.distributed.collectives import gather_sum
+from autopar.distributed.collectives import all_gather, gather_sum
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 

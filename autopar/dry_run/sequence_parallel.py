@@ -75,7 +75,8 @@ def _refuse_dropped_layers(model: PreTrainedModel) -> None:
         for name, value in values.items():
             if "layerdrop" in name and isinstance(value, float) and value > 0:
                 raise _refused(
-                    model, f"{place}.{name}={value:g} leaves out blocks, and whole sequences are made by the last of them"
+                    model,
+                    f"{place}.{name}={value:g} leaves out blocks, and whole sequences are made by the last of them",
                 )
 
 
@@ -168,7 +169,9 @@ class _Rehearsal:
             raise
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise _refused(self.model, f"it does not run without data, so nothing is known of its blocks ({reason})") from None
+            raise _refused(
+                self.model, f"it does not run without data, so nothing is known of its blocks ({reason})"
+            ) from None
 
     def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
         """Run the shard of a rank. Raises _Problem."""

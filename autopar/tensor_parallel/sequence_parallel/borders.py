@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows
 
