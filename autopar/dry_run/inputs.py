@@ -23,8 +23,11 @@ _HOOKS = _OWN - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
+def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, sequence: int = _SEQ) -> dict[str, Any]:
     """Make inputs on the meta device: two sequences of five tokens, two images or two pieces of sound.
+
+    Args:
+        batch, sequence: samples, and tokens of each, instead.
 
     Raises:
         ValueError: the model's main input is of another kind.
@@ -32,67 +35,67 @@ def sample_inputs(model: PreTrainedModel) -> dict[str, Any]:
     taken = inspect.signature(model.forward).parameters
     main, config = model.main_input_name, model.config
     if main == "input_ids" or "input_ids" in taken:
-        inputs = _text(model)
+        inputs = _text(model, batch, sequence)
         if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
-            inputs["pixel_values"] = _pixels(config)
+            inputs["pixel_values"] = _pixels(config, batch)
     elif main in ("pixel_values", "pixel_values_videos"):
-        inputs = {main: _pixels(config)}
+        inputs = {main: _pixels(config, batch)}
     elif main in ("input_features", "input_values"):
-        inputs = {main: _sound(main, config)}
+        inputs = {main: _sound(main, config, batch)}
     elif main == "inputs_embeds" or "inputs_embeds" in taken:
-        inputs = {"inputs_embeds": _empty(_BATCH, _SEQ, config.hidden_size)}
+        inputs = {"inputs_embeds": _empty(batch, sequence, config.hidden_size)}
     else:
         raise ValueError(f"no sample for the input '{main}'")
     if "bbox" in taken and "input_ids" in inputs:
         inputs["bbox"] = _ids(*inputs["input_ids"].shape, 8 if hasattr(config, "bbox_projection") else 4)
     if "decoder_input_ids" in taken and "decoder_input_ids" not in inputs:
-        inputs["decoder_input_ids"] = _ids(_BATCH, _SEQ)
+        inputs["decoder_input_ids"] = _ids(batch, sequence)
     return {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
-def _text(model: PreTrainedModel) -> dict[str, Any]:
+def _text(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Any]:
     config = model.config
-    shape = (_BATCH, 3, _SEQ) if "MultipleChoice" in type(model).__name__ else (_BATCH, _SEQ)
+    shape = (batch, 3, sequence) if "MultipleChoice" in type(model).__name__ else (batch, sequence)
     inputs: dict[str, Any] = {"input_ids": _ids(*shape)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = _ids(*shape)
     elif getattr(config, "add_cross_attention", False):
-        inputs["encoder_hidden_states"] = _empty(_BATCH, _SEQ, config.hidden_size)
+        inputs["encoder_hidden_states"] = _empty(batch, sequence, config.hidden_size)
     vision = getattr(config, "vision_config", None)
     if vision is not None and hasattr(model, "vision_model") and hasattr(model, "text_model"):
-        inputs["pixel_values"] = _pixels(vision)  # a pair of towers needs both
+        inputs["pixel_values"] = _pixels(vision, batch)  # a pair of towers needs both
     return inputs
 
 
-def _pixels(config: Any) -> torch.Tensor:
+def _pixels(config: Any, batch: int) -> torch.Tensor:
     config = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     size = getattr(config, "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
     frames = getattr(config, "num_frames", None)
-    return _empty(_BATCH, *([frames] if frames else []), channels, height, width)
+    return _empty(batch, *([frames] if frames else []), channels, height, width)
 
 
-def _sound(main: str, config: Any) -> torch.Tensor:
+def _sound(main: str, config: Any, batch: int) -> torch.Tensor:
     if main == "input_values" and hasattr(config, "conv_stride"):
         samples = 1
         for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):
             samples = (samples - 1) * stride + kernel
-        return _empty(_BATCH, samples + 7 * torch.Size(config.conv_stride).numel())
+        return _empty(batch, samples + 7 * torch.Size(config.conv_stride).numel())
     if main == "input_values" and not hasattr(config, "num_mel_bins"):
-        return _empty(_BATCH, 2000)
+        return _empty(batch, 2000)
     if hasattr(config, "input_feat_per_channel"):
-        return _empty(_BATCH, 4 * _FRAMES, config.input_feat_per_channel * config.input_channels)
+        return _empty(batch, 4 * _FRAMES, config.input_feat_per_channel * config.input_channels)
     if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-        return _empty(_BATCH, config.num_mel_bins, 2 * config.max_source_positions)
+        return _empty(batch, config.num_mel_bins, 2 * config.max_source_positions)
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
-        return _empty(_BATCH, config.max_length, config.num_mel_bins)
+        return _empty(batch, config.max_length, config.num_mel_bins)
     inner = getattr(config, "encoder_config", config)
     width: Any = getattr(config, "feature_projection_input_dim", None) or getattr(inner, "num_mel_bins", 80)
     channels = getattr(config, "subsampling_conv_channels", None)
     if isinstance(channels, list):
         width = channels[0]  # Gemma 4 says its mel bins so
-    return _empty(_BATCH, 4 * _FRAMES, width)
+    return _empty(batch, 4 * _FRAMES, width)
 
 
 def _ids(*shape: int) -> torch.Tensor:
