@@ -29,12 +29,14 @@ class Estimator:
 
     Attributes:
         device: ``cuda``, or ``cpu``: there nothing is reserved, and AdamW works tensor by tensor.
+        given: the configuration that is estimated; None: those of the candidates.
     """
 
     model: PlannedModel
     gpu: Gpu
     gpus_per_node: int = 8
     device: str = "cuda"
+    given: ParallelConfig | None = None
 
     def __post_init__(self) -> None:
         self._costs = functools.cache(self._stage_costs)
@@ -92,6 +94,8 @@ class Estimator:
         return 2 * largest + outside + largest + largest * 4 // width
 
     def _config(self, pp: int, schedule: str, zero: int = 0) -> ParallelConfig:
+        if self.given is not None:
+            return self.given
         return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False).config(self.model.precision)
 
     def _stages(self, pp: int, schedule: str) -> StagePlan:
@@ -191,7 +195,8 @@ class Estimator:
         if candidate.dp == 1:
             return found
         if candidate.zero == 3:
-            travel = self._fsdp_bytes(candidate) / speed
+            calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
+            travel = self._fsdp_bytes(candidate) / speed + calls * (candidate.dp - 1) * self.gpu.hop
             found["weights of other replicas"] = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
             return found
         found["dp"] = max(self._replica_bytes(s, candidate) for s in states) / speed

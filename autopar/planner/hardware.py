@@ -17,7 +17,8 @@ class Gpu:
         flops: of dense half-precision products; ``flops_fp32`` of products in fp32 (TF32 is off by default).
         within, between: one way, between GPUs of a node, and to another node (a network card each).
         products, stream, network: parts of these speeds that large operations reach: the estimate's assumptions.
-        launch: least time of an operation.
+        launch: least time of an operation; ``latency``: of a collective or a message; ``hop``: from rank to rank of a
+            ring.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Gpu:
     network: float = 0.7
     launch: float = 5e-6
     latency: float = 20e-6
+    hop: float = 3e-6
 
     def peak(self, precision: str) -> float:
         """Return the operations a second of products in a precision."""

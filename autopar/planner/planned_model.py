@@ -24,7 +24,7 @@ from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.stages import Reads, StagePlan, make_stages
+from autopar.plan.stages import Reads, StagePlan, make_stages, rank_of_stage
 from autopar.planner.activations import ForwardCount, count_forward
 from autopar.planner.model_states import ModelStates
 from autopar.policy.described_model import model_inside
@@ -91,7 +91,7 @@ class PlannedModel:
     def stages(self, config: ParallelConfig) -> StagePlan:
         """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
-        key = (ranks, pipeline.chunks, pipeline.folded, pipeline.layers_per_stage)
+        key = (ranks, pipeline.chunks, pipeline.layers_per_stage)
 
         def make() -> StagePlan:
             return make_stages(
@@ -100,10 +100,15 @@ class PlannedModel:
                 ranks,
                 reads=self._reads if ranks > 1 else None,
                 chunks=pipeline.chunks,
-                folded=pipeline.folded,
                 layers_per_stage=pipeline.layers_per_stage,
             )
 
+        def folded() -> StagePlan:  # the same stages on other ranks
+            straight: StagePlan = self._once(self._stages, key, make)
+            return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))
+
+        if pipeline.folded and ranks > 1:
+            return self._once(self._stages, (*key, "folded"), folded)
         return self._once(self._stages, key, make)
 
     def states(self, tp: int) -> ModelStates:
