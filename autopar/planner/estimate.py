@@ -164,16 +164,13 @@ class Estimator:
         run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
         behind = self._behind(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
-        exposed = behind.pop("weights of other replicas", 0.0)
         costs = self._costs(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
         tp_time = max(cost.forward_tp + cost.backward_tp for cost in costs) * candidate.microbatches
         tp_time *= len(costs) // candidate.pp
-        time = run + exposed + sum(behind.values())
+        time = run + sum(behind.values())
         flops = sum(cost.flops for cost in costs) * candidate.tp * candidate.microbatches * candidate.dp
         samples = candidate.microbatch * candidate.microbatches * candidate.dp
         parts = {"compute": busy - tp_time, "tp": tp_time, "bubble": run - busy, **behind}
-        if exposed:
-            parts["fsdp"] = exposed
         return Estimate(
             candidate,
             memory,
@@ -197,7 +194,7 @@ class Estimator:
         if candidate.zero == 3:
             calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
             travel = self._fsdp_bytes(candidate) / speed + calls * (candidate.dp - 1) * self.gpu.hop
-            found["weights of other replicas"] = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
+            found["dp"] = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
             return found
         found["dp"] = max(self._replica_bytes(s, candidate) for s in states) / speed
         return found

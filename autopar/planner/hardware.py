@@ -28,8 +28,8 @@ class Gpu:
     bandwidth: float
     within: float
     between: float
-    products: float = 0.6
-    stream: float = 0.7
+    products: float = 0.5
+    stream: float = 0.6
     network: float = 0.7
     launch: float = 5e-6
     latency: float = 20e-6

@@ -10,7 +10,7 @@ from autopar.errors import AutoparError, ConfigError
 from autopar.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.planner.estimate import Estimator
 
-__all__ = ["Found", "Space", "search"]
+__all__ = ["Found", "Space", "rehearsed", "search"]
 
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -72,7 +72,8 @@ class Found:
 
     Attributes:
         best: the fastest that fit, of each mesh with and without checkpointing the fastest one.
-        slower: others that fit, by mesh: their least time.
+        slower: others that fit and were estimated.
+        bounded: others that fit: a time that they need at least.
         too_large: meshes of which nothing fits: what needs least memory there.
         refused: meshes that the model does not have, and why.
         tried: number of candidates.
@@ -80,6 +81,7 @@ class Found:
 
     best: list[Estimate] = field(default_factory=list)
     slower: list[Estimate] = field(default_factory=list)
+    bounded: list[tuple[Candidate, float]] = field(default_factory=list)
     too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
     refused: list[tuple[tuple[int, int, int], str]] = field(default_factory=list)
     tried: int = 0
@@ -100,20 +102,40 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     heapq.heapify(fitting)
     kinds: dict[tuple[int, int, bool], Estimate] = {}
     while fitting:
-        least, _, candidate = heapq.heappop(fitting)
+        least, number, candidate = heapq.heappop(fitting)
         best = sorted(estimate.time for estimate in kinds.values())
         kind = (candidate.tp, candidate.pp, candidate.checkpointing)
         known = kinds.get(kind)
         if known is not None and least >= known.time:
             continue  # all others of its kind are slower
         if known is None and len(best) >= 2 * count and least >= best[count - 1]:
+            heapq.heappush(fitting, (least, number, candidate))
             break
         estimate = estimator.estimate(candidate)
         if known is None or estimate.time < known.time:
             kinds[kind] = estimate
+    found.bounded = [(candidate, time) for time, _, candidate in sorted(fitting)]
     ranked = sorted(kinds.values(), key=lambda estimate: estimate.time)
     found.best, found.slower = ranked[:count], ranked[count:]
     return found
+
+
+def rehearsed(estimator: Estimator, found: Found) -> None:
+    """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
+    holds: dict[tuple[int, int, str], str] = {}
+    for estimate in list(found.best):
+        candidate = estimate.candidate
+        config = candidate.config(estimator.model.precision)
+        kind = (candidate.tp, candidate.pp, str(config.pipeline.chunks) + str(config.pipeline.folded))
+        if kind not in holds:
+            try:
+                estimator.model.rehearse(config)
+                holds[kind] = ""
+            except AutoparError as error:
+                holds[kind] = str(error).splitlines()[0]
+        if holds[kind]:
+            found.best.remove(estimate)
+            found.refused.append(((candidate.tp, candidate.pp, candidate.dp), holds[kind]))
 
 
 def _try_mesh(
