@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autopar.planner.estimate import Estimator
+    from autopar.planner.hardware import Gpu
     from autopar.planner.search import Found, Space
 
 __all__ = ["plan"]
@@ -51,7 +52,10 @@ def plan(
 ) -> None:
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
     with errors(as_json):
-        estimator = _estimator(model, sequence, precision, optimizer, policy, gpu, gpu_memory, gpus_per_node)
+        from autopar.planner.hardware import find_gpu
+
+        machine = find_gpu(gpu, gpu_memory)
+        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node)
         from autopar.planner.report import to_json
         from autopar.planner.search import Space, rehearsed, search
 
@@ -73,25 +77,23 @@ def _estimator(
     sequence: int,
     precision: str,
     optimizer: str,
+    zero: int | None,
     policy: Path | None,
-    gpu: str,
-    gpu_memory: float | None,
+    gpu: Gpu,
     gpus_per_node: int,
 ) -> Estimator:
     from autopar.cli.models import heads
     from autopar.config import ParallelConfig
     from autopar.errors import ConfigError
     from autopar.planner.estimate import Estimator
-    from autopar.planner.hardware import find_gpu
     from autopar.planner.planned_model import PlannedModel
 
     if sequence < 1:
         raise ConfigError(f"sequence must be at least 1, not {sequence}")
-    ParallelConfig(precision=precision)
-    machine = find_gpu(gpu, gpu_memory)
+    ParallelConfig(precision=precision, zero_stage=zero or 0)
     head = heads(source)[0]
     planned = PlannedModel(head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer)
-    return Estimator(planned, machine, gpus_per_node)
+    return Estimator(planned, gpu, gpus_per_node)
 
 
 def _write(estimator: Estimator, space: Space, found: Found, output: Path | None, svg: Path | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,50 +28,11 @@ from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.planner.collective_calls import Collective, collectives_of
 from autopar.planner.fused_kernels import FusedKernels
-from autopar.planner.storages import Operation, Storages
+from autopar.planner.storages import Storages
+from autopar.planner.units import ForwardCount, Unit
 from autopar.tensor_tracking import storage_key, tensors_in
 
-__all__ = ["ForwardCount", "Unit", "count_forward"]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one block, or what lies before or behind the blocks, keeps and does.
-
-    Attributes:
-        saved: number of a storage -> its bytes: what autograd keeps.
-        arguments: the same of what the block was called with: all that is kept of a block that is recomputed.
-        output: bytes of what it returns.
-        forward_peak, backward_peak: the most bytes beside ``saved`` while it runs forward, and backward.
-        operations: of the forward.
-        collectives: over tp, of forward and backward.
-        recomputed: whether activation checkpointing recomputes it.
-    """
-
-    saved: dict[int, int] = field(default_factory=dict)
-    arguments: dict[int, int] = field(default_factory=dict)
-    output: int = 0
-    forward_peak: int = 0
-    backward_peak: int = 0
-    operations: Sequence[Operation] = ()
-    collectives: Sequence[Collective] = ()
-    recomputed: bool = False
-
-
-@dataclass
-class ForwardCount:
-    """One forward of one tp rank's shard, with what its loss keeps.
-
-    Attributes:
-        elements: :class:`Unit` of each element of the stage plan that was called, by its place.
-        before, after: what runs before the first element and between them, and behind the last one: the head, the loss.
-        has_loss: whether the model made a loss of the labels.
-    """
-
-    elements: dict[int, Unit]
-    before: Unit
-    after: Unit
-    has_loss: bool
+__all__ = ["count_forward"]
 
 
 def count_forward(
@@ -112,31 +73,30 @@ class _Count(BlockReplay):
         inside = [f"{path}." for path in elements]
         for number, path in enumerate(elements):
             block = shard.get_submodule(path)
-            around = any(f"{other}".startswith(f"{path}.") for other in inside if other != f"{path}.")
+            around = any(other.startswith(f"{path}.") for other in inside if other != f"{path}.")
             if "forward" not in vars(block) and not around:  # not the encoder around its blocks
                 self._attach(block, -1 - number, ())
         self._weights = {storage_key(tensor) for tensor in (*shard.parameters(), *shard.buffers())}
         self._found: dict[int, Unit] = {}
         self._saved: dict[int, int] = {}  # of what runs now
-        self._outside = [self._saved]
         self._entered: dict[int, int] = {}  # a copy of an argument -> the argument
         self._unit: Unit | None = None
         self._last: list[torch.Tensor] = []  # what the last block returned
         self._inside_a_block = False
         self._before: Unit | None = None
+        self._before_collectives: Sequence[Collective] = ()
+        self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
 
     def run(self, inputs: dict[str, Any]) -> ForwardCount:
         storages = self._storages
-        before_operations = storages.start_operations()
-        start = storages.reset_peak()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._first_saved = self._saved
-        self._before_operations, self._start = before_operations, start
-        with hooks:
+        storages.start_operations()
+        self._start = storages.reset_peak()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             out = self._shard(**inputs)
         loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
         has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
         roots = [loss] if has_loss else [x for x in tensors_in(_values(out)) if x.requires_grad]
+        del out  # execute_pipeline keeps no outputs
         if self._before is None:  # no block was called
             self._end_before()
         after = self._after(roots, storages)
@@ -185,9 +145,6 @@ class _Count(BlockReplay):
             collectives=self._before_collectives,
         )
         storages.start_operations()
-
-    _before_collectives: Sequence[Collective] = ()
-    _base = 0
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 

@@ -61,13 +61,16 @@ class Estimator:
             *(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing), enough
         )
         return tuple(
-            self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
+            self._memory(candidate, rank, held, peak)
+            for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
         )
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
         buffers = held.buffers
         if candidate.pp > 1:
-            costs = self._costs(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
+            costs = self._costs(
+                candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+            )
             buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
         if candidate.zero == 3 and candidate.dp > 1:
             buffers += self._gathered(candidate)
@@ -137,7 +140,9 @@ class Estimator:
 
     def _busy(self, candidate: Candidate) -> list[float]:
         """Seconds that each rank works on a micro-batch."""
-        costs = self._costs(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
+        costs = self._costs(
+            candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+        )
         busy = [0.0] * candidate.pp
         for cost, rank in zip(costs, self._stages(candidate.pp, candidate.schedule).rank_of, strict=True):
             busy[rank] += sum(cost.time_of(Action(k, 0, 0), recomputed=candidate.checkpointing) for k in "FB")
@@ -148,7 +153,9 @@ class Estimator:
         return self._played(replace(candidate, microbatches=microbatches, zero=0))
 
     def _play(self, candidate: Candidate) -> Played:
-        costs = self._costs(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
+        costs = self._costs(
+            candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+        )
         output = max((cost.output for cost in costs), default=0)
         message = output / (self._between_stages(candidate) * self.gpu.network) + self.gpu.latency if output else 0.0
         return play(
@@ -164,7 +171,9 @@ class Estimator:
         run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
         behind = self._behind(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
-        costs = self._costs(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
+        costs = self._costs(
+            candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+        )
         tp_time = max(cost.forward_tp + cost.backward_tp for cost in costs) * candidate.microbatches
         tp_time *= len(costs) // candidate.pp
         time = run + sum(behind.values())
@@ -219,7 +228,11 @@ class Estimator:
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
                 pp[rank] += cost.output * candidate.microbatches
                 pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
-        dp = self._fsdp_bytes(candidate) if candidate.zero == 3 else max(self._replica_bytes(s, candidate) for s in states)
+        dp = (
+            self._fsdp_bytes(candidate)
+            if candidate.zero == 3
+            else max(self._replica_bytes(s, candidate) for s in states)
+        )
         return (("tp", max(tp)), ("pp", max(pp)), ("dp", dp if candidate.dp > 1 else 0))
 
     def _between_replicas(self, candidate: Candidate) -> float:

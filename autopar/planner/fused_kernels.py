@@ -68,7 +68,7 @@ class FusedKernels(TorchFunctionMode):
     ) -> torch.Tensor:
         if not training or p == 0.0:
             return input
-        return torch.ops.aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
+        return torch.ops.aten.native_dropout(input, p, True)[0]
 
 
 class _Attention(torch.autograd.Function):

@@ -47,7 +47,9 @@ def metrics(
         raise ConfigError(f"metrics: seconds must be above 0, not {seconds}")
     ids = batch.get("input_ids")
     if ids is None or ids.ndim != 2:
-        raise ConfigError(f"metrics: the batch has no input_ids [batch, sequence]; it has {', '.join(batch) or 'nothing'}")
+        raise ConfigError(
+            f"metrics: the batch has no input_ids [batch, sequence]; it has {', '.join(batch) or 'nothing'}"
+        )
     samples, sequence = ids.shape
     world = state.mpu.world_size
     known: dict[int, int] = vars(model).setdefault(_KNOWN, {})
@@ -56,7 +58,11 @@ def metrics(
     replicas = state.mpu.dp.size
     flops = known[sequence] * samples * replicas
     found = _own_gpu() if gpu is None else find_gpu(gpu)
-    peak = None if found is None else found.peak(state.config.precision if state.config.precision != "fp32" else _kind(model))
+    peak = (
+        None
+        if found is None
+        else found.peak(state.config.precision if state.config.precision != "fp32" else _kind(model))
+    )
     return {
         "tokens_per_second": samples * sequence * replicas / seconds,
         "tokens_per_second_per_gpu": samples * sequence * replicas / seconds / world,

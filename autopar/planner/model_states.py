@@ -91,9 +91,7 @@ class ModelStates:
     def _buffers(self) -> list[tuple[str, tuple[int, ...], int]]:
         return [(name, tuple(b.shape), b.element_size()) for name, b in self._model.named_buffers() if b is not None]
 
-    def of_rank(
-        self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int, replicas: int
-    ) -> RankBytes:
+    def of_rank(self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int, replicas: int) -> RankBytes:
         """Count the bytes of one rank.
 
         Args:

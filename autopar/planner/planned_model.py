@@ -25,8 +25,9 @@ from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import Reads, StagePlan, make_stages, rank_of_stage
-from autopar.planner.activations import ForwardCount, count_forward
+from autopar.planner.activations import count_forward
 from autopar.planner.model_states import ModelStates
+from autopar.planner.units import ForwardCount
 from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
@@ -193,9 +194,9 @@ class PlannedModel:
         shard: Any = meta_copy(self.model, gradients=True, equal=equal_blocks(self.model, plan))
         for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
             parameter.requires_grad_(original.requires_grad and original.is_floating_point())
-        for copied, original in zip(shard.modules(), self.model.modules(), strict=True):
+        for copied, module in zip(shard.modules(), self.model.modules(), strict=True):
             for name in ("_attn_implementation", "_experts_implementation"):
-                own = getattr(getattr(original, "config", None), name, None)
+                own = getattr(getattr(module, "config", None), name, None)
                 if own is not None:
                     setattr(copied.config, name, own if own == _EAGER or name[1] == "e" else "sdpa")
         region = Region(Axis("tp", None, range(plan.tp), 0))

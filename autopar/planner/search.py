@@ -1,4 +1,4 @@
-"""The search: all meshes, micro-batches, schedules, ZeRO stages; those that fit, the fastest first, and why not others."""
+"""The search over meshes, micro-batches, schedules and ZeRO stages: what fits, fastest first, and why others do not."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.pipeline_parallel.schedule import Action
-from autopar.planner.activations import ForwardCount, Unit
+from autopar.plan.stages import StagePlan
 from autopar.planner.collective_calls import Collective
 from autopar.planner.hardware import Gpu
 from autopar.planner.storages import Operation
-from autopar.plan.stages import StagePlan
+from autopar.planner.units import ForwardCount, Unit
 
 __all__ = [
     "ActivationBytes",

@@ -1,4 +1,4 @@
-"""Memory and operations of code that runs on the meta device: storages by number, how much of them lives, what it cost."""
+"""Memory and operations of code on the meta device: storages by number, how many bytes live, what operations cost."""
 
 from __future__ import annotations
 

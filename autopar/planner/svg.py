@@ -1,4 +1,4 @@
-"""A plan as a picture: the schedule as a Gantt chart with its bubbles, and memory of each rank. Plain SVG, no library."""
+"""A plan as a picture, plain SVG: the schedule as a Gantt chart with its bubbles, and the memory of each rank."""
 
 from __future__ import annotations
 
