@@ -54,12 +54,12 @@ def prepare_model(
         return plain(accelerator, model, device_placement, evaluation_mode)
     _check_sizes(accelerator)
     prepared = plain(accelerator, model, device_placement, evaluation_mode=True)
-    wanted = mpu.dp.size > 1 and mpu.pp.size == 1 and any(p.requires_grad for p in model.parameters())
+    wanted = mpu.dp_cp.size > 1 and mpu.pp.size == 1 and any(p.requires_grad for p in model.parameters())
     if evaluation_mode or not wanted or isinstance(model, DistributedDataParallel) or _is_dtensor(model):
         return prepared
     handler = accelerator.ddp_handler
     settings = {} if handler is None else handler.to_kwargs()
-    engine = DistributedDataParallel(prepared, process_group=mpu.dp.group, **settings)
+    engine = DistributedDataParallel(prepared, process_group=mpu.dp_cp.group, **settings)
     if handler is not None:
         handler.register_comm_hook(engine)
     vars(prepared).pop("_is_accelerate_prepared", None)  # the engine is

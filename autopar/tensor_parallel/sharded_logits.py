@@ -255,7 +255,9 @@ def _cross_entropy(
         return None
     loss = sharded_cross_entropy(shards, target, ignore_index, label_smoothing, reduction)
     input._origin.lost = True
-    wide = torch.is_autocast_enabled(shards.rows.device.type)  # where torch computes losses in fp32
+    wide = not shards.rows.is_meta and torch.is_autocast_enabled(
+        shards.rows.device.type
+    )  # where torch computes losses in fp32
     return loss if wide else loss.to(shards.dtype)
 
 
