@@ -19,6 +19,7 @@ from torch import nn
 
 import autopar
 from autopar.layout import Layout
+from tests.exchange import everyones
 
 TOLERANCE = 1e-5
 
@@ -97,9 +98,7 @@ def _everyones(local: dict[str, torch.Tensor], plan: Any, axis: Any) -> list[dic
         return [local]
     dtypes = {tensor.dtype for tensor in local.values()}
     if len(dtypes) != 1:
-        everyone: list[Any] = [local] * axis.size
-        dist.all_gather_object(everyone, local, group=axis.group)
-        return everyone
+        return everyones(local, axis.group)
     longest = max(sum(math.prod(shape) for shape in listed.values()) for listed in shapes)
     flat = torch.zeros(longest, dtype=dtypes.pop())
     flat_local = torch.cat([tensor.reshape(-1) for tensor in local.values()])
