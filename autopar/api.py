@@ -115,7 +115,8 @@ def initialize(
     """
     checked = same_on_every_rank(lambda: _check_call(model, config, policy, optimizer, lr_scheduler), _Call.fingerprint)
     config = checked.config
-    mpu = MPU(config.tensor_parallel_size, config.pipeline_parallel_size, config.transport)
+    tp, pp, cp = config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size
+    mpu = MPU(tp, pp, config.transport, cp)
     try:  # every check is in here: the model is untouched so far
         plans = _make_plans(model, checked, mpu, optimizer)
     except Exception:
@@ -251,10 +252,11 @@ def _refuse_second(model: nn.Module) -> None:
         place = f"{type(module).__name__}{f' at {path}' if path else ''}"
         state: Parallelized | None = vars(module).get("_autopar")
         if state is not None:
-            tp, pp, dp = state.mpu.sizes
+            tp, pp, dp, cp = state.mpu.sizes
+            context = f" context_parallel_size={cp}," if cp > 1 else ""
             raise ConfigError(
                 f"{place} is parallelized already: "
-                f"tensor_parallel_size={tp}, pipeline_parallel_size={pp}, data-parallel size {dp}.\n"
+                f"tensor_parallel_size={tp},{context} pipeline_parallel_size={pp}, data-parallel size {dp}.\n"
                 "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
             )
         plan = vars(module).get("autopar")
@@ -303,7 +305,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     blocks = [model.get_submodule(path) for path in stages.elements]
     whole = count(model)
     failures = FailureLog(mpu, config.pipeline.timeout)
-    mpu.tp.explain = failures.failure_of_layer
+    for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
+        axis.explain = failures.failure_of_layer
     publish_uncaught(failures)
 
     sync_parameters(model, mpu)  # rank 0's values

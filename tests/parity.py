@@ -208,9 +208,7 @@ def check(
             parameter.grad = torch.zeros_like(parameter)
     for model in models:
         for name, parameter in model.named_parameters():
-            assert (parameter.grad is not None) == (name in used), (
-                f"{name}: gradient present or missing{_which(model)}"
-            )
+            assert (parameter.grad is not None) == (name in used), f"{name}: gradient present or missing{_which(model)}"
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = whole(model, lambda parameter: parameter.grad)

@@ -125,6 +125,43 @@ def test_the_data_parallel_size_is_what_remains_of_the_world():
     )
 
 
+def test_context_ranks_count_among_the_sizes():
+    section = {"tensor_parallel_size": 2, "context_parallel_size": 2, "context_parallel_method": "gather"}
+    config = ParallelConfig.parse({"model_parallelism": {**section, "sequence_parallel": True}}, world_size=12)
+    assert config == ParallelConfig(
+        tensor_parallel_size=2, context_parallel_size=2, context_parallel_method="gather", sequence_parallel=True
+    )
+    assert config.data_parallel_size(12) == 3
+    assert not ParallelConfig.parse({"model_parallelism": {"enable": False, **section}}).context_parallel_size > 1
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse({"model_parallelism": {**section, "pipeline_parallel_size": 2}}, world_size=6)
+    assert str(info.value) == (
+        "tensor_parallel_size=2 x context_parallel_size=2 x pipeline_parallel_size=2 = 8 does not divide the world of "
+        "6 processes.\n"
+        "  6 / 8 must be whole: it is the data-parallel size.\n"
+        "  With 6 processes no tensor_parallel_size fits context_parallel_size=2 x pipeline_parallel_size=2; or start "
+        "a multiple of 8 processes (torchrun --nproc-per-node 8)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"context_parallel_size": 0}, "model_parallelism.context_parallel_size must be at least 1, not 0"),
+        (
+            {"context_parallel_method": "ring"},
+            "model_parallelism.context_parallel_method must be auto, ulysses or gather, not ring",
+        ),
+        ({"sequence_parallel": 1}, "model_parallelism.sequence_parallel must be true or false, not 1 (int)"),
+        ({"cp_size": 2}, "'cp_size' is accelerate's name: write model_parallelism: {context_parallel_size: 2}"),
+    ],
+)
+def test_each_mistake_about_sequences_has_its_message(section, message):
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse({"model_parallelism": section})
+    assert str(info.value) == message
+
+
 def test_a_size_that_does_not_divide_the_world_stands_in_the_same_list():
     with pytest.raises(ConfigError) as info:
         ParallelConfig.parse({"model_parallelism": {"tensor_parallel_size": 3}, "zerro": {}}, world_size=4)
@@ -229,10 +266,21 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
             {"--tensor-model-parallel-size": 4},
             "'--tensor-model-parallel-size' is Megatron-LM's name: write model_parallelism: {tensor_parallel_size: 4}",
         ),
+        (
+            {"context_parallel_size": 2},
+            "'context_parallel_size' belongs into the section 'model_parallelism': {model_parallelism: "
+            "{context_parallel_size: ...}}",
+        ),
+        (
+            {"sp_size": 2},
+            "'sp_size' is ColossalAI's, accelerate's name: write model_parallelism: {context_parallel_size: 2}",
+        ),
         ({"clip_grad_norm": 0.5}, "'clip_grad_norm' is ColossalAI's name: write gradient_clipping: 0.5"),
         (
             {"enable_sequence_parallelism": True},
-            "'enable_sequence_parallelism' is ColossalAI's name: autopar does not shard sequences; leave it out",
+            "'enable_sequence_parallelism' is ColossalAI's name: write model_parallelism: {sequence_parallel: true} "
+            "for its split_gather (over the tensor-parallel ranks), {context_parallel_size: ...} for all_to_all and "
+            "ring_attn",
         ),
         (
             {"activation_checkpointing": {"partitioned_checkpointing": True}},

@@ -11,8 +11,8 @@ from tests.pool import pooled
 
 
 def test_the_groups_of_every_axis_partition_a_world_of_ten_thousand():
-    groups = rank_groups(MeshSizes(tp=8, pp=10, dp=125))
-    for axis in ("tp", "dp", "pp", "model"):
+    groups = rank_groups(MeshSizes(tp=4, pp=10, dp=125, cp=2))
+    for axis in ("tp", "cp", "dp", "pp", "dp_cp", "tp_cp", "tp_pp", "model"):
         ranks = [rank for group in groups[axis] for rank in group]
         assert sorted(ranks) == list(range(10_000)), axis
 
@@ -78,7 +78,7 @@ def test_getters_answer_the_same_under_every_spelling():
         mpu.qwertz()
     assert mpu.mesh["tp"].size() == 4
     assert mpu.mesh["tp"].get_group() is mpu.get_tensor_parallel_group()
-    assert mpu.mesh.mesh_dim_names == ("pp", "dp", "tp")
+    assert mpu.mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
     mpu.initialize_distributed()  # it runs already
     mpu.destroy_model_parallel()
     assert not mpu.model_parallel_is_initialized()

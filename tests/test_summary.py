@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import autopar
+from autopar.plan.summary import summarise
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
@@ -20,6 +21,11 @@ class Lines(logging.Handler):
 
     def emit(self, record: Any) -> None:
         self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def test_context_parallelism_is_named_where_there_is_some() -> None:
+    line = summarise(gpt2(), 10, (2, 1, 3, 4), "cpu", "gpt2.yaml:2")
+    assert line.startswith("GPT2LMHeadModel by gpt2.yaml:2: tp 2 x cp 4 x pp 1 x dp 3 on cpu; 10 parameters, this rank")
 
 
 @pooled(world_size=2)

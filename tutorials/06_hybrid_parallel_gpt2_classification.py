@@ -180,7 +180,7 @@ def main() -> None:
     }
     model, optimizer = autopar.initialize(model, config, optimizer=optimizer, lr_scheduler=scheduler)
     mpu = model.mpu
-    tp, pp, dp = mpu.sizes
+    tp, pp, dp, _ = mpu.sizes
     say(f"tensor parallel {tp} x pipeline parallel {pp} x data parallel {dp} on {mpu.device.type}, {args.precision}")
 
     loader = autopar.prepare_dataloader(trains, args.batch_size, shuffle=True, seed=0, drop_last=True, mpu=mpu)

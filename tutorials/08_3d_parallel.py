@@ -83,7 +83,7 @@ def train_plain(model: Any, data: Blocks, batch_size: int, steps: int, device: A
 
 
 def place(mpu: MPU) -> str:
-    tp, pp, dp = mpu.sizes
+    tp, pp, dp, _ = mpu.sizes
     return f"tensor parallel {tp} x pipeline parallel {pp} x data parallel {dp}"
 
 

@@ -71,7 +71,7 @@ def save_adapters(
 
     def compare(ranks: list[dict[str, Any]]) -> None:
         check_same_call([rank.get("call", rank) for rank in ranks])
-        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.sizes, prepared[0][2].fsdp)
+        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.sizes.as_saved(), prepared[0][2].fsdp)
 
     all_ranks(state.mpu, check, check=compare)
     ((target, adapters, local),) = prepared

@@ -78,7 +78,7 @@ class Manifest:
 
     Attributes:
         save_id: random token of the save; each shard file carries it too.
-        sizes: of the mesh.
+        sizes: of the mesh, without cp: dp counts all ranks that held the same (:meth:`MeshSizes.as_saved`).
         model_type, policy: of the model that was saved.
         hf_prefix: where the Hugging Face model sits in the root model, ``""`` or ``"model."``.
         parts: ``model``, and what else was saved of :data:`PARTS`.
@@ -88,6 +88,7 @@ class Manifest:
         versions: of the packages that wrote it.
         order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
         follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
+        cp: context-parallel size of the mesh.
     """
 
     save_id: str
@@ -102,6 +103,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
     follows: int = 0
+    cp: int = 1
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
@@ -136,13 +138,14 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        tp, pp, dp = self.sizes
+        tp, pp, dp, _ = self.sizes
+        mesh = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
         return {
             "format_version": WITH_JOINED if any(self._joined()) else FORMAT_VERSION,
             "save_id": self.save_id,
             "order": self.order,
             "follows": self.follows,
-            "mesh": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp},
+            "mesh": mesh | ({"context_parallel_size": self.cp} if self.cp > 1 else {}),
             "model_type": self.model_type,
             "policy": self.policy,
             "hf_prefix": self.hf_prefix,
@@ -180,6 +183,7 @@ class Manifest:
             versions={str(key): str(value) for key, value in data["versions"].items()},
             order=int(data.get("order", 0)),
             follows=int(data.get("follows", 0)),
+            cp=int(mesh.get("context_parallel_size", 1)),
         )
         manifest.check()
         return manifest
@@ -187,7 +191,9 @@ class Manifest:
     def check(self) -> None:
         """Raise ``ValueError`` unless the parts of the manifest agree with each other."""
         if min(self.sizes) < 1 or math.prod(self.sizes) > 10_000_000:
-            raise ValueError(f"the mesh {tuple(self.sizes)} is impossible")
+            raise ValueError(f"the mesh {tuple(self.sizes[:3])} is impossible")
+        if self.cp < 1 or self.sizes.dp % self.cp:
+            raise ValueError(f"context_parallel_size {self.cp} does not divide {self.sizes.dp} replicas")
         foreign = [name for name in self.parts if name not in PARTS]
         if foreign:
             raise ValueError(f"it has a part {foreign[0]!r}")

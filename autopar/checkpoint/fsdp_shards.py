@@ -1,7 +1,7 @@
 """Tensors that are sharded over the data-parallel replicas too (``zero.stage: 3``, torch's ``fully_shard``).
 
-A DTensor of this kind is one tensor-parallel rank's shard, split over dp into runs of equally many rows, the last ones
-shorter. A checkpoint does not record it: dp rank 0 writes the tensor-parallel shard, and any rank reads its rows.
+A DTensor of this kind is one tensor-parallel rank's shard, split over dp x cp into runs of equally many rows, the last
+ones shorter. A checkpoint does not record it: its rank 0 writes the tensor-parallel shard, and any rank reads its rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _rows(tensor: DTensor, replica: int, replicas: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def gather(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torch.Tensor]:
-    """Gather DTensors over dp: full on the CPU of dp rank 0, none on other ranks; other tensors stay as they are.
+    """Gather DTensors over dp x cp: full on the CPU of its rank 0, none on other ranks; other tensors stay as they are.
 
     Collective: all ranks give the same DTensors in the same order.
     """
@@ -58,7 +58,7 @@ def gather(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torch.Ten
 
 
 def _gather(tensor: DTensor, mpu: MPU) -> torch.Tensor | None:
-    axis, local = mpu.dp, tensor.to_local()
+    axis, local = mpu.dp_cp, tensor.to_local()
     rows = [_rows(tensor, replica, axis.size) for replica in range(axis.size)]
     sent = torch.zeros((rows[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
     sent[: local.shape[0]].copy_(local)
@@ -94,4 +94,4 @@ def read(lazy: LazyTensor, layout: Layout | None, mpu: MPU, out: torch.Tensor) -
         shard = Joined([Narrowed(lazy, layout.dim, *wanted) for wanted in ranges], layout.dim)
     if shard.shape != tuple(out.shape):
         raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(shard.shape)}")
-    shard.read_into(local, (_rows(out, mpu.dp.rank, mpu.dp.size), *whole_box(shard.shape[1:])))
+    shard.read_into(local, (_rows(out, mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(shard.shape[1:])))

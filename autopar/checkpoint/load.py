@@ -142,7 +142,9 @@ class _Loader:
         """Read the shards assigned to this rank and compare their checksums."""
         mpu, manifest = self.state.mpu, self.shards.manifest
         parts = [part for part in self._parts() if part in manifest.parts]
-        for shard in assign_verification(list(self.shards.stored(parts)), manifest.sizes, mpu.sizes, mpu.rank):
+        for shard in assign_verification(
+            list(self.shards.stored(parts)), manifest.sizes, mpu.sizes.as_saved(), mpu.rank
+        ):
             self.shards.verify(shard)
 
     def fill(self) -> None:
@@ -179,7 +181,7 @@ class _Loader:
             training.extra.update(plain["extra"])
         states = self.shards.manifest.training.get("random_states")
         if states is not None and (training.optimizer is not None or training.lr_scheduler is not None):
-            chosen = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank)
+            chosen = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
             mpu.random_tracker = random_states.restore(chosen, mpu.random_tracker)
 
 

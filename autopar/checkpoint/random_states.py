@@ -65,26 +65,32 @@ def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomSta
     return tracker
 
 
-def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int) -> Json:
-    """Choose the state with which the rank at ``(tp, pp, dp)`` goes on.
+def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: int = 0) -> Json:
+    """Choose the state with which the rank at ``(tp, pp, dp, cp)`` goes on.
 
     * A rank that was there when the checkpoint was saved has its own state again.
     * One that was not has that of stage 0 and tensor-parallel rank 0 of its replica: the default generators of a
       replica are alike. Its named streams are new ones, because those differ between tensor-parallel ranks.
     * A replica that was not there goes on like replica 0 if the replicas that were there had equal states (they draw
       alike on purpose, or there was only one); otherwise all its states are derived from replica 0's.
+    * A context-parallel rank that was not there goes on like rank 0 of its group: its default generators are alike.
 
     Derived means: seeded with a number that the saved generator draws next, plus a number of the rank's own. The same
     checkpoint and mesh always give the same states.
 
     Args:
-        saved: one entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "state": what take returned}``.
+        saved: one entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": what take returned}``; without
+            ``cp`` it is 0.
 
     Raises:
         CheckpointError: if an entry is damaged, or that of the first rank is missing.
     """
     try:
-        states = {(int(entry["tp"]), int(entry["pp"]), int(entry["dp"])): entry["state"] for entry in saved}
+        states: dict[tuple[int, int, int], Json] = {}
+        for place in (0, cp) if cp else (0,):  # the rank's own one comes last, and stays
+            for entry in saved:
+                if int(entry.get("cp", 0)) == place:
+                    states[int(entry["tp"]), int(entry["pp"]), int(entry["dp"])] = entry["state"]
         first = states[0, 0, 0]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {error!r}") from error

@@ -72,7 +72,7 @@ def save(
 
     def compare(ranks: list[dict[str, Any]]) -> None:
         check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
-        check_replicas([rank["digests"] for rank in ranks], state.plan, mpu.sizes, prepared[0][0].fsdp)
+        check_replicas([rank["digests"] for rank in ranks], state.plan, mpu.sizes.as_saved(), prepared[0][0].fsdp)
 
     all_ranks(mpu, check, check=compare)
     ((local, writer),) = prepared
@@ -165,9 +165,9 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
     mpu = state.mpu
     written = {}
     for part, tensors in local.tensors.items():
-        if not tensors and (mpu.dp.rank != 0 or part == "extra"):
+        if not tensors and (mpu.dp_cp.rank != 0 or part == "extra"):
             continue
-        dp = mpu.dp.rank if part == "optimizer" and local.by_replica else None
+        dp = mpu.dp_cp.rank if part == "optimizer" and local.by_replica else None
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
@@ -175,6 +175,7 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
             )
         record = write_shard(folder, save_id, part, (mpu.tp.rank, mpu.pp.rank, dp), tensors)
         written[part] = record.to_json()
+    context = {"cp": mpu.cp.rank} if mpu.cp.size > 1 else {}
     return {
         "files": written,
         "dtypes": local.dtypes,
@@ -184,7 +185,7 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
         "training": local.training if mpu.rank == 0 else {},
         "extra": {n: [list(t.shape), str(t.dtype)] for n, t in local.tensors.get("extra", {}).items()},
         "random": local.random_state and {
-            "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, "state": local.random_state
+            "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, **context, "state": local.random_state
         },
     }  # fmt: skip
 
@@ -234,7 +235,8 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(
         save_id=save_id,
-        sizes=state.mpu.sizes,
+        sizes=state.mpu.sizes.as_saved(),
+        cp=state.mpu.sizes.cp,
         model_type=state.plan.model_type,
         policy=state.plan.policy,
         hf_prefix=state.hf_prefix,

@@ -113,7 +113,7 @@ class Part:
                 raise ValueError(f"it names the file {name!r}, which is none of its shards")
             inside = 0 <= record.tp < sizes.tp and 0 <= record.pp < sizes.pp
             if not inside or not 0 <= (record.dp or 0) < sizes.dp:
-                raise ValueError(f"{name} is no shard of the mesh {tuple(sizes)}")
+                raise ValueError(f"{name} is no shard of the mesh {tuple(sizes[:3])}")
         count = dict.fromkeys(self.tensors, 0)
         for name, record in self.files.items():
             for tensor in record.checksums:

@@ -61,7 +61,7 @@ class Snapshot:
     fsdp: bool
 
     def gathered(self, mpu: MPU) -> Snapshot:
-        """All-gather FSDP shards over dp: dp rank 0 gets full tensors on the CPU, other ranks none. Collective."""
+        """All-gather FSDP shards over dp x cp: its rank 0 gets full tensors on the CPU, others none. Collective."""
         return replace(self, tensors={part: gather(tensors, mpu) for part, tensors in self.tensors.items()})
 
     def copied(self) -> Snapshot:
@@ -93,7 +93,7 @@ def snapshot(
         "model": {
             name: tensor
             for name, tensor in local.items()
-            if (mpu.dp.rank == 0 or isinstance(tensor, DTensor))
+            if (mpu.dp_cp.rank == 0 or isinstance(tensor, DTensor))
             and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
             and state.writes(name)
         }
@@ -140,7 +140,7 @@ def _optimizer_tensors(
     for name, (tensor, due) in held.items():
         parameter, _, key = name.partition("::")
         here = due.layout is not None or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
-        replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp.rank == 0
+        replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp_cp.rank == 0
         if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
             tensors[name], plans[name] = tensor, due
     return tensors, plans, taken.metadata
@@ -188,7 +188,8 @@ def check_replicas(digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan,
 
     Args:
         digests: what :func:`digest_parameters` gave on each rank of the world, in order.
-        fsdp: the data-parallel replicas hold different rows.
+        sizes: as saved: replicas are what holds the same weights.
+        fsdp: the replicas hold different rows.
 
     Raises:
         CheckpointError: names the tensors, and two ranks that disagree.

@@ -119,7 +119,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
         if fsdp:
-            check_fsdp_shard(name, tensor, state.mpu.dp.size)
+            check_fsdp_shard(name, tensor, state.mpu.dp_cp.size)
         elif isinstance(tensor, DTensor):
             raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
         if tensor.device.type == "meta":

@@ -86,7 +86,7 @@ class ModelShard:
         axes = {"tensor-parallel rank": mpu.tp, "pipeline rank": mpu.pp}
         axes = {name: axis for name, axis in axes.items() if axis.size > 1}
         if _over_replicas(model):
-            axes["data-parallel rank"] = mpu.dp
+            axes["data-parallel rank"] = mpu.dp_cp
         return {name: [axis.rank, axis.size] for name, axis in axes.items()}
 
 

@@ -155,12 +155,19 @@ def _file(path: Path, record: FileRecord) -> dict[str, Any]:
     return {"name": path.name, "bytes": record.bytes, "state": state, **place, "tensors": len(record.checksums)}
 
 
+def _mesh(manifest: Manifest) -> dict[str, int]:
+    """The sizes with which it was saved, cp only where there were several."""
+    tp, pp, replicas, _ = manifest.sizes
+    sizes = {"tensor": tp, "pipeline": pp, "data": replicas // manifest.cp, "context": manifest.cp}
+    return {f"{axis}_parallel_size": size for axis, size in sizes.items() if axis != "context" or size > 1}
+
+
 def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
-    mesh = zip(("tensor", "pipeline", "data"), manifest.sizes, strict=True)
+    mesh = _mesh(manifest)
     return {
         "model_type": manifest.model_type,
         "policy": manifest.policy,
-        "mesh": {f"{axis}_parallel_size": size for axis, size in mesh},
+        "mesh": mesh,
         "parameters": manifest.total_parameters(),
         "save_id": manifest.save_id,
         "versions": dict(manifest.versions),
@@ -206,11 +213,13 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     from rich.table import Column, Table
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    tp, pp, dp = manifest.sizes
+    mesh = _mesh(manifest)
+    tp, pp, *others = mesh.values()
     console.print(
         f"[bold]{escape(str(directory))}[/]: {escape(manifest.model_type)}, {manifest.total_parameters():,} parameters"
     )
-    console.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with data_parallel_size {dp}")
+    names = [f"{name} {size}" for name, size in zip([*mesh][2:], others, strict=True)]
+    console.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with {', '.join(names)}")
     console.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
     if manifest.training:
         console.print(f"to go on training: {', '.join(sorted(manifest.training))}")

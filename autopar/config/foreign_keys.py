@@ -1,4 +1,4 @@
-"""Configuration keys of OSLO, ColossalAI, Megatron-LM and DeepSpeed: what each is called here, or why it is not here.
+"""Configuration keys of OSLO, ColossalAI, Megatron-LM, DeepSpeed and accelerate: what each is called here, or why not.
 
 Data only: :func:`explain` makes one sentence of it.
 """
@@ -14,6 +14,7 @@ __all__ = ["explain"]
 _TP = "model_parallelism.tensor_parallel_size"
 _PP = "model_parallelism.pipeline_parallel_size"
 _EP = "model_parallelism.expert_parallel_size"
+_CP = "model_parallelism.context_parallel_size"
 
 # What means the same here: library -> its name -> section.key of ours.
 _RENAMED: dict[str, dict[str, str]] = {
@@ -21,6 +22,7 @@ _RENAMED: dict[str, dict[str, str]] = {
         "tp_size": _TP,
         "pp_size": _PP,
         "ep_size": _EP,
+        "sp_size": _CP,
         "pp_style": "pipeline.schedule",
         "num_model_chunks": "pipeline.chunks",
         "max_norm": "gradient_clipping",
@@ -38,15 +40,21 @@ _RENAMED: dict[str, dict[str, str]] = {
     },
     "DeepSpeed": {
         "autotp_size": _TP,
+        "sequence_parallel_size": _CP,
         "loss_scale_window": "precision.growth_interval",
         "min_loss_scale": "precision.min_scale",
     },
-    "OSLO": {},
+    "OSLO": {"sequence_parallel_size": _CP},
+    "accelerate": {"cp_size": _CP, "sp_size": _CP},
 }
 _SECONDS = "distributed_timeout_minutes"
 
-_NO_SEQUENCE = "autopar does not shard sequences; leave it out"
-_NO_CONTEXT = "autopar does not split one sequence over ranks; leave it out"
+_SEQUENCE = (
+    "write model_parallelism: {sequence_parallel: true} for its split_gather (over the tensor-parallel ranks), "
+    "{context_parallel_size: ...} for all_to_all and ring_attn"
+)
+_METHOD = "write model_parallelism: {context_parallel_method: auto}, or ulysses (all-to-all), or gather (all-gather)"
+_NO_RING = "context_parallel_method is ulysses or gather, not a ring; leave it out"
 _NO_FUSION = "autopar replaces no kernels: the model's own attn_implementation chooses those of attention"
 _SCRIPT = "not the configuration's: it belongs to your own loop and data loader"
 _BATCH = "autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) takes the samples of a replica and step"
@@ -59,7 +67,9 @@ _RECOMPUTE = "write activation_checkpointing: {enable: true}: every block is rec
 _FP16 = "write precision: {dtype: fp16}; initial_scale, min_scale and growth_interval stand beside dtype"
 _BF16 = "write precision: {dtype: bf16}"
 _LAZY = "build the model inside `with autopar.lazy_init():`, or call autopar.from_pretrained"
-_DATA_PARALLEL = "the data-parallel size is what remains of the processes: world / (tensor x pipeline); leave it out"
+_DATA_PARALLEL = (
+    "the data-parallel size is what remains of the processes: world / (tensor x context x pipeline); leave it out"
+)
 _ALIGNED = "autopar shards a vocabulary of any size as it is; leave it out"
 _ACCUMULATE = "call backward (or execute_pipeline in model.no_sync()) that many times before optimizer.step()"
 
@@ -68,11 +78,10 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     "ColossalAI": {
         "zero_stage": _ZERO,
         "fp16": _FP16,
-        "sp_size": _NO_SEQUENCE,
-        "enable_sequence_parallelism": _NO_SEQUENCE,
-        "sequence_parallelism_mode": _NO_SEQUENCE,
-        "enable_sequence_overlap": _NO_SEQUENCE,
-        "inner_ring_size": _NO_CONTEXT,
+        "enable_sequence_parallelism": _SEQUENCE,
+        "sequence_parallelism_mode": _SEQUENCE,
+        "enable_sequence_overlap": _TORCH_DECIDES,
+        "inner_ring_size": _NO_RING,
         "enable_all_optimization": _NO_FUSION,
         "enable_fused_normalization": _NO_FUSION,
         "enable_flash_attention": _NO_FUSION,
@@ -93,7 +102,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "gradient_checkpoint_config": _RECOMPUTE,
         "enable_metadata_cache": "shapes travel with the activations always; leave it out",
         "make_vocab_size_divisible_by": _ALIGNED,
-        "dp_outside": "ranks count tensor parallel first, then data, then pipeline; leave it out",
+        "dp_outside": "ranks count tensor parallel first, then context, data, pipeline; leave it out",
         "fp8_communication": "autopar sends no fp8; leave it out",
         "use_fp8": "precision.dtype is fp32, bf16 or fp16",
         "moe_dp_size": _DATA_PARALLEL,
@@ -111,8 +120,8 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     "Megatron-LM": {
         "fp16": _FP16,
         "bf16": _BF16,
-        "sequence_parallel": _NO_SEQUENCE,
-        "context_parallel_size": _NO_CONTEXT,
+        "cp_comm_type": _METHOD,
+        "hierarchical_context_parallel_sizes": _NO_RING,
         "expert_tensor_parallel_size": "experts are sharded over the tensor-parallel ranks; leave it out",
         "num_layers_per_virtual_pipeline_stage": "write pipeline: {schedule: interleaved, chunks: 2} (stages per rank)",
         "virtual_pipeline_model_parallel_size": "write pipeline: {schedule: interleaved, chunks: ...}",
@@ -194,7 +203,6 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "data_parallelism": "ZeRO is the section zero: {stage: ...}; " + _DATA_PARALLEL,
         "data_parallel_size": _DATA_PARALLEL,
         "distributed_data_parallel": _DDP,
-        "sequence_parallel_size": _NO_SEQUENCE,
         "expert_parallelism": "write model_parallelism: {expert_parallel_size: ...}",
         "tensor_parallel_depth": "weights are sharded along one dimension ('1d'); leave it out",
         "tensor_parallel_mode": "weights are sharded along one dimension ('1d'); leave it out",
@@ -203,6 +211,12 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "commons": "the device follows from the process group (nccl: GPUs, gloo: CPU); leave it out",
         "force_gpu": "the device follows from the process group (nccl: GPUs, gloo: CPU); leave it out",
         "backend": "the backend follows from the machine, or from your own init_process_group; leave it out",
+    },
+    "accelerate": {
+        "dp_replicate_size": _DATA_PARALLEL,
+        "dp_shard_size": _ZERO,
+        "cp_backend": _METHOD,
+        "sp_backend": _METHOD,
     },
 }
 

@@ -39,7 +39,11 @@ class ParallelConfig:
         pipeline_parallel_size: stages into which the blocks of one model replica are split.
         expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
             travel to them, instead of a part of each expert.
-        sequence_parallel: shard the sequence over the tensor-parallel ranks between the sharded regions of the blocks.
+        context_parallel_size: ranks that share the sequences of a batch.
+        context_parallel_method: how attention sees whole sequences: ``ulysses`` (each rank has all positions of some
+            heads), ``gather`` (each rank gathers keys and values), or ``auto``.
+        sequence_parallel: between sharded layers each tensor-parallel rank holds a part of the sequence; without effect
+            where tensor_parallel_size is 1.
         cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
             ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
@@ -76,6 +80,8 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_parallel_method: str = "auto"
     sequence_parallel: bool = False
     cpu_transport: str = "auto"
     activation_checkpointing: bool = False
@@ -165,15 +171,15 @@ class ParallelConfig:
         return "gloo" if self.compile and self.cpu_transport == "auto" else self.cpu_transport
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return ``world_size / (tensor_parallel_size * pipeline_parallel_size)``.
+        """Return ``world_size / (tensor_parallel_size * context_parallel_size * pipeline_parallel_size)``.
 
         Raises:
             ConfigError: if that is not whole; says which world sizes and which tensor-parallel sizes would fit.
         """
-        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
-        if world_size % (tp * pp):
-            raise ConfigError(_does_not_divide(tp, pp, world_size))
-        return world_size // (tp * pp)
+        tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
+        if world_size % (tp * cp * pp):
+            raise ConfigError(_does_not_divide(tp, cp, pp, world_size))
+        return world_size // (tp * cp * pp)
 
 
 def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -217,7 +223,9 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     if values["compile"] and values["cpu_transport"] == "shm":
         problems.append("cpu_transport=shm does not go with compile: graphs use the process group. Leave one out")
     if values["compile"] and values["sequence_parallel"]:
-        problems.append("sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out")
+        problems.append(
+            "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
+        )
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
     return problems
@@ -225,30 +233,32 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
 
 def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
     """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
-    tp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
+    tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
     problems = []
     if ep not in (1, tp):
         problems.append(
             f"expert_parallel_size={ep} must be 1 or tensor_parallel_size={tp}: whole experts are distributed over the "
             "tensor-parallel ranks"
         )
-    if world_size is not None and world_size % (tp * pp):
-        problems.append(_does_not_divide(tp, pp, world_size))
+    if world_size is not None and world_size % (tp * cp * pp):
+        problems.append(_does_not_divide(tp, cp, pp, world_size))
     return problems
 
 
-def _does_not_divide(tp: int, pp: int, world_size: int) -> str:
-    fitting = [size for size in range(1, world_size + 1) if world_size % (size * pp) == 0]
+def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:
+    others = f"context_parallel_size={cp} x pipeline_parallel_size={pp}" if cp > 1 else f"pipeline_parallel_size={pp}"
+    product = tp * cp * pp
+    fitting = [size for size in range(1, world_size + 1) if world_size % (size * cp * pp) == 0]
     return (
-        f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} = {tp * pp} does not divide "
+        f"tensor_parallel_size={tp} x {others} = {product} does not divide "
         f"the world of {world_size} processes.\n"
-        f"  {world_size} / {tp * pp} must be whole: it is the data-parallel size.\n"
+        f"  {world_size} / {product} must be whole: it is the data-parallel size.\n"
         + (
             f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
             if fitting
-            else f"  With {world_size} processes no tensor_parallel_size fits pipeline_parallel_size={pp}"
+            else f"  With {world_size} processes no tensor_parallel_size fits {others}"
         )
-        + f"; or start a multiple of {tp * pp} processes (torchrun --nproc-per-node {tp * pp})."
+        + f"; or start a multiple of {product} processes (torchrun --nproc-per-node {product})."
     )
 
 

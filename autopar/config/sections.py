@@ -27,6 +27,8 @@ SECTIONS: dict[str, dict[str, type]] = {
         "tensor_parallel_size": int,
         "pipeline_parallel_size": int,
         "expert_parallel_size": int,
+        "context_parallel_size": int,
+        "context_parallel_method": str,
         "sequence_parallel": bool,
         "cpu_transport": str,
     },
@@ -61,6 +63,8 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
     "cpu_transport": ("auto", "gloo", "shm"),
+    "model_parallelism.context_parallel_method": ("auto", "ulysses", "gather"),
+    "context_parallel_method": ("auto", "ulysses", "gather"),
     "zero.stage": (0, 1, 3),
     "zero_stage": (0, 1, 3),
     "precision.dtype": ("fp32", "bf16", "fp16"),

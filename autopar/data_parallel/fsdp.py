@@ -34,7 +34,7 @@ def fully_shard(
     cpu_offload: bool = False,
     blocks: Sequence[nn.Module] = (),
 ) -> None:
-    """Shard weights, gradients and the optimizer's future state over dp, block by block, in place.
+    """Shard weights, gradients and the optimizer's future state over dp x cp, block by block, in place.
 
     ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard.
 
@@ -49,7 +49,7 @@ def fully_shard(
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-    mesh = mpu.mesh["dp"]
+    mesh = mpu.dp_cp_mesh
     for module in (*blocks_of(inner, blocks), model):
         torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
 

@@ -76,8 +76,8 @@ def tensor_norm(
         if canonical in counted:
             parts += _parts(tensor, plan.tensors[canonical].layout, mpu)
     held = list(held)
-    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp
-    return _combine(parts, p, (mpu.model, mpu.dp) if sharded else (mpu.model,), mpu.device, held)
+    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
+    return _combine(parts, p, (mpu.tp_pp, mpu.dp_cp) if sharded else (mpu.tp_pp,), mpu.device, held)
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,8 @@ def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torc
     if not layout.replicated:
         return [local]
     ranges = layout.owned_local(mpu.tp.rank)
-    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each dp rank a run of as many rows, rounded up
-        first = mpu.dp.rank * -(-gradient.shape[0] // mpu.dp.size)
+    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each replica a run of as many rows, rounded up
+        first = mpu.dp_cp.rank * -(-gradient.shape[0] // mpu.dp_cp.size)
         rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]
         ranges = tuple((start, stop) for start, stop in rows if start < stop)
     return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]

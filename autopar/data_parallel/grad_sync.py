@@ -66,10 +66,12 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
 def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """All-reduce the mean of all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
 
+    Ranks that share sequences (cp) are averaged over as well: each one's gradient is cp times its part.
     A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. What several
     ranks of a replica hold gets the same bits on all of them.
     """
-    if mpu.dp.size == 1:
+    axis = mpu.dp_cp
+    if axis.size == 1:
         return
     by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}  # in the stages' order on all holders
     own = dict(model.named_parameters())
@@ -78,7 +80,7 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
             holders = stages.holders(name) if name in stages.tensors else ()
             by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
     runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
-    sum_gradients(runs, mpu.dp.group, 1 / mpu.dp.size, {id(parameter): name for name, parameter in own.items()})
+    sum_gradients(runs, axis.group, 1 / axis.size, {id(parameter): name for name, parameter in own.items()})
 
 
 @torch.no_grad()

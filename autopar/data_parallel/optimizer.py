@@ -60,7 +60,7 @@ class ParallelStep(OwnedParameters):
         counted: frozenset[str],
         failures: FailureLog,
     ) -> None:
-        super().__init__(optimizer, model, mpu.dp, sharded=config.zero_stage == 1)
+        super().__init__(optimizer, model, mpu.dp_cp, sharded=config.zero_stage == 1)
         self.plan, self.mpu, self.counted, self._failures = plan, mpu, counted, failures
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
@@ -96,7 +96,7 @@ class ParallelStep(OwnedParameters):
             ConfigError: another rank owns the parameter.
         """
         if not self.owns(parameter):
-            raise ConfigError(f"dp rank {self.owner(parameter)} owns {self.names[parameter]}, not {self.mpu.dp.rank}")
+            raise ConfigError(f"dp rank {self.owner(parameter)} owns {self.names[parameter]}, not {self.axis.rank}")
         return None if self.masters is None else self.masters.of(parameter)
 
     # -- what users call -------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class ParallelStep(OwnedParameters):
         if self.step_was_skipped:
             self.skipped_steps += 1
         elif self.sharded:
-            with self._together(self.mpu.dp.ranks):
+            with self._together(self.axis.ranks):
                 self.broadcast()
         if self.scale is not None:
             self._update_scale(self.scale)

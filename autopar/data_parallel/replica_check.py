@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer
 
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
+from autopar.data_parallel.wrapper_check import group_call
 from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -99,12 +100,12 @@ class StepCheck:
         self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
         self._count = 0
-        self._compare = compare and mpu.dp.size > 1
+        self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
             self._input_hook = inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
             self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
-            self._before = mpu.dp.ranks[mpu.dp.rank - 1]
-            self._others = [rank for rank in mpu.dp.ranks if rank != mpu.rank]
+            self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
+            self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
         self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
         listen(self)
 
@@ -139,16 +140,16 @@ class StepCheck:
             return
         if getattr(vars(model).get("_autopar_pipeline"), "unaveraged", False):
             raise ConsistencyError(
-                f"the gradients of the {self.mpu.dp.size} data-parallel replicas were not averaged: the last "
+                f"the gradients of the {self.mpu.dp_cp.size} {self._replicas} were not averaged: the last "
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
         if self._compare:
             self._compare_step(optimizer, progress, closure)
         progress.steps += 1
         self.made += 1
-        if self.mpu.tp.size > 1:
+        if self.mpu.tp_cp.size > 1:
             self.settings = repr([_settings(group) for group in optimizer.param_groups])
-            apart = -1 - self.mpu.tp.rank
+            apart = -1 - self.mpu.tp_cp.rank
             self.last_shard = None if closure else digest_shard(progress.sharded, self.made, optimizer, apart)
 
     def watch(self, apart: set[int]) -> None:
@@ -171,6 +172,10 @@ class StepCheck:
         if progress.number < 0 and not _inside_another_step():
             progress.number, self._count = self._count, self._count + 1
         return progress
+
+    @property
+    def _replicas(self) -> str:
+        return "data-parallel replicas" if self.mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
 
     def _compare_step(self, optimizer: Optimizer, progress: _Progress, closure: bool) -> None:
         step = progress.steps
@@ -212,7 +217,7 @@ class StepCheck:
                 inputs.add(their_input)
                 if theirs != own:
                     self._refuse(optimizer, own, theirs, rank)
-            if earlier < _WHOLE and len(inputs) == 1:
+            if earlier < _WHOLE and len(inputs) == 1 and self.mpu.dp.size > 1:
                 self._same_inputs(inputs.pop())
         progress.late = 0
 
@@ -240,9 +245,11 @@ class StepCheck:
         return True
 
     def _missing(self, optimizer: str, rank: int) -> None:
+        replica, place = divmod(self.mpu.dp_cp.ranks.index(rank), self.mpu.cp.size)
+        context = f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else ""
         raise self.failures.failure(
             f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
-            f"replica {self.mpu.dp.ranks.index(rank)} and has not stepped.",
+            f"replica {replica}{context} and has not stepped.",
             [rank],
             TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
         )
@@ -256,21 +263,21 @@ class StepCheck:
         different = weights or [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
         if not different:
             return
-        size, pair = self.mpu.dp.size, sorted([self.mpu.rank, rank])
+        size, pair = self.mpu.dp_cp.size, sorted([self.mpu.rank, rank])
         listed = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         text = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}: {listed}.\n"
         if weights:
             text = (
-                f"the weights of the {size} data-parallel replicas differ: they have drifted apart.\n{text}"
+                f"the weights of the {size} {self._replicas} differ: they have drifted apart.\n{text}"
                 "  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
                 "checkpoint.\n"
             )
         else:
             text = (
-                f"the gradients of the {size} data-parallel replicas differ: nothing has averaged them, and the "
+                f"the gradients of the {size} {self._replicas} differ: nothing has averaged them, and the "
                 f"replicas would drift apart.\n{text}"
                 "  Call the model through DistributedDataParallel(model, process_group="
-                "model.mpu.get_data_parallel_group()), or average before step():\n"
+                f"{group_call(self.mpu)}), or average before step():\n"
                 "  autopar.average_gradients(model). (Or one of them has skipped a step.)\n"
             )
         text += "  consistency_check: {enable: false} turns this check off."

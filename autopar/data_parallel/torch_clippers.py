@@ -80,7 +80,7 @@ class ReplicaNorm:
             refuse_flat()
         if self._counted is None:
             self._counted = counted_here(dict(self._named()), self.plan, self.mpu)
-        with self.failures.blame("the norm of the gradients", self.mpu.model.ranks):
+        with self.failures.blame("the norm of the gradients", self.mpu.tp_pp.ranks):
             return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, dict(self._named()).values())
 
     def check_factor(self, factor: torch.Tensor) -> None:
@@ -102,12 +102,12 @@ class ReplicaNorm:
 
     def agree(self, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Make an overflow that one rank of the replica found that of all; a collective of it."""
-        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
         with (
             self.failures.deadline(),
             self.failures.blame("torch.amp.GradScaler", self.mpu.model.ranks),
         ):
-            for axis in (self.mpu.model, self.mpu.dp) if sharded else (self.mpu.model,):
+            for axis in (self.mpu.model, self.mpu.dp_cp) if sharded else (self.mpu.model,):
                 agree_on_found(found, axis, self.mpu.device)
 
     def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:

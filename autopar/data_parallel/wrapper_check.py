@@ -26,10 +26,19 @@ from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
-__all__ = ["WrapperCheck", "refuse_flat"]
+__all__ = ["WrapperCheck", "group_call", "refuse_flat"]
 
-_GROUP = "process_group=model.mpu.get_data_parallel_group()"
 _MESH = 'mesh=model.mpu.mesh["dp"]'
+
+
+def group_call(mpu: MPU) -> str:
+    """Return the call that gives the process group over which gradients are averaged."""
+    joint = "with_context_parallel=True" if mpu.cp.size > 1 else ""
+    return f"model.mpu.get_data_parallel_group({joint})"
+
+
+def _mesh_of(mpu: MPU) -> str:
+    return "mesh=model.mpu.dp_cp_mesh" if mpu.cp.size > 1 else _MESH
 
 
 class WrapperCheck:
@@ -71,7 +80,7 @@ class WrapperCheck:
         parameters = [p for row in optimizer.param_groups for p in row["params"] if id(p) in own]
         group = getattr(optimizer, "process_group", None)  # ZeroRedundancyOptimizer's
         if parameters and isinstance(group, dist.ProcessGroup):
-            _check_group(type(optimizer).__name__, group, self.mpu)
+            _check_group(type(optimizer).__name__, group, self.mpu, averages=False)
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
         self._checked.add(optimizer)
 
@@ -101,36 +110,50 @@ def refuse_flat(*_: Any, **__: Any) -> Any:
     )
 
 
-def _check_group(what: str, group: Any, mpu: MPU) -> None:
+def _check_group(what: str, group: Any, mpu: MPU, *, averages: bool = True) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    if not set(ranks) <= set(mpu.dp.ranks):
+    remedy = f"process_group={group_call(mpu)}"
+    if not set(ranks) <= set(mpu.dp_cp.ranks):
         through = [module for module, _ in calls()]
         for caller, explain in (("transformers.trainer", _in_trainer), ("accelerate.", _in_accelerate)):
             if any(module.startswith(caller) for module in through):
                 raise ConfigError(explain(what, ranks, mpu))
-        raise ConfigError(_explain(what, ranks, mpu, _GROUP))
+        raise ConfigError(_explain(what, ranks, mpu, remedy))
+    if averages:
+        _check_context(what, ranks, mpu, remedy)
 
 
 def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
     for mesh in meshes:
         ranks = mesh.mesh.flatten().tolist()
-        if not set(ranks) <= set(mpu.dp.ranks):
-            raise ConfigError(_explain("fully_shard", ranks, mpu, _MESH))
+        if not set(ranks) <= set(mpu.dp_cp.ranks):
+            raise ConfigError(_explain("fully_shard", ranks, mpu, _mesh_of(mpu)))
+        _check_context("fully_shard", ranks, mpu, _mesh_of(mpu))
+
+
+def _check_context(what: str, ranks: Sequence[int], mpu: MPU, remedy: str) -> None:
+    """Raise ConfigError if gradients are averaged over ``ranks`` without all that share this rank's sequences."""
+    if not set(mpu.cp.ranks) <= set(ranks):
+        raise ConfigError(
+            f"{what} over ranks {_listed(ranks)} would leave out ranks that share their sequences: with "
+            f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
+            f"{mpu.rank}, {_listed(mpu.dp_cp.ranks)}. Give it {remedy}."
+        )
 
 
 def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
-    tp, pp, _ = mpu.sizes
+    tp, pp = mpu.tp.size, mpu.pp.size
     return (
         f"{what} over ranks {_listed(ranks)} would take their different shards of the model for one: with "
         f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
-        f"{_listed(mpu.dp.ranks)}. Give it {remedy}."
+        f"{_listed(mpu.dp_cp.ranks)}. Give it {remedy}."
     )
 
 
 def _in_trainer(what: str, ranks: list[int], mpu: MPU) -> str:
     return (
         f"transformers' Trainer would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
+        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Use\n"
         "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
     )
 
@@ -138,7 +161,7 @@ def _in_trainer(what: str, ranks: list[int], mpu: MPU) -> str:
 def _in_accelerate(what: str, ranks: list[int], mpu: MPU) -> str:
     return (
         f"Accelerator.prepare(model) would wrap it in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
+        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Use\n"
         "  model = accelerator.prepare_model(model, evaluation_mode=True)  # wraps nothing\n"
         "  and before accelerator.clip_grad_norm_ and optimizer.step(): autopar.average_gradients(model).\n"
         "  Batches come from autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu)."

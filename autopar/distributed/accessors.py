@@ -27,12 +27,25 @@ def _refuse_unmarked_norm(frame: Any) -> None:
         )
 
 
+def _refuse_data_alone(frame: Any, cp: int) -> None:
+    """Raise ConfigError if DeepSpeed asks for the group over which it averages gradients: it knows no other one."""
+    if str(frame.f_globals.get("__name__")).startswith("deepspeed."):
+        raise ConfigError(
+            f"context_parallel_size={cp}: DeepSpeed averages gradients over mpu.get_data_parallel_group(), which\n"
+            "  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
+        )
+
+
 class MeshAccessors:
     """The accessors of :class:`~autopar.distributed.mesh.MPU`."""
 
     tp: Axis
+    cp: Axis
     dp: Axis
     pp: Axis
+    dp_cp: Axis
+    tp_cp: Axis
+    tp_pp: Axis
     model: Axis
     _embedding: Axis | None
 
@@ -52,21 +65,69 @@ class MeshAccessors:
         """Return the global rank of the first rank of the tensor-parallel group."""
         return self.tp.ranks[0]
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group for ``DistributedDataParallel(model, process_group=...)``."""
-        return self.dp.group
+    def _data(self, with_context_parallel: bool) -> Axis:
+        return self.dp_cp if with_context_parallel else self.dp
 
-    def get_data_parallel_rank(self) -> int:
+    def get_data_parallel_group(self, with_context_parallel: bool = False) -> dist.ProcessGroup | None:
+        """Return the process group for ``DistributedDataParallel(model, process_group=...)``.
+
+        With a context-parallel size above 1 that is the one ``with_context_parallel``: gradients are averaged over all
+        ranks that hold the same weights, also over those that read the same data.
+
+        Raises:
+            ConfigError: DeepSpeed asks, and the context-parallel size is above 1.
+        """
+        if self.cp.size > 1 and not with_context_parallel:
+            _refuse_data_alone(sys._getframe(1), self.cp.size)
+        return self._data(with_context_parallel).group
+
+    def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
         """Return the index of this rank's replica: ``DistributedSampler(rank=...)``."""
-        return self.dp.rank
+        return self._data(with_context_parallel).rank
 
-    def get_data_parallel_world_size(self) -> int:
+    def get_data_parallel_world_size(self, with_context_parallel: bool = False) -> int:
         """Return the number of replicas: ``DistributedSampler(num_replicas=...)``."""
-        return self.dp.size
+        return self._data(with_context_parallel).size
 
-    def get_data_parallel_src_rank(self) -> int:
+    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
         """Return the global rank of the first rank of the data-parallel group."""
-        return self.dp.ranks[0]
+        return self._data(with_context_parallel).ranks[0]
+
+    def get_context_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that share this rank's sequences."""
+        return self.cp.group
+
+    def get_context_parallel_rank(self) -> int:
+        """Return the place of this rank in its context-parallel group."""
+        return self.cp.rank
+
+    def get_context_parallel_world_size(self) -> int:
+        """Return the size of the context-parallel group; 1: sequences are not split."""
+        return self.cp.size
+
+    def get_context_parallel_src_rank(self) -> int:
+        """Return the global rank of the first rank of the context-parallel group."""
+        return self.cp.ranks[0]
+
+    def get_context_parallel_global_ranks(self) -> list[int]:
+        """Return the global ranks of the context-parallel group."""
+        return list(self.cp.ranks)
+
+    def get_tensor_and_context_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks of this stage that get the same batch."""
+        return self.tp_cp.group
+
+    def get_tensor_and_context_parallel_rank(self) -> int:
+        """Return the place of this rank among those of this stage that get the same batch."""
+        return self.tp_cp.rank
+
+    def get_tensor_and_context_parallel_world_size(self) -> int:
+        """Return the number of ranks of this stage that get the same batch."""
+        return self.tp_cp.size
+
+    def get_tensor_and_context_parallel_src_rank(self) -> int:
+        """Return the global rank of the first rank of this stage that gets the same batch."""
+        return self.tp_cp.ranks[0]
 
     def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the stages of this replica."""
@@ -105,34 +166,34 @@ class MeshAccessors:
         return self.pp.rank == self.pp.size - 1
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of one whole model replica: tp x pp.
+        """Return the process group that holds each shard of the model once: tp x pp.
 
         Raises:
             ConfigError: DeepSpeed asks while it clips by a norm that counts the shards of the first rank only.
         """
         if self.tp.size > 1:
             _refuse_unmarked_norm(sys._getframe(1))
-        return self.model.group
+        return self.tp_pp.group
 
     def get_model_parallel_rank(self) -> int:
-        """Return the place of this rank in its model replica."""
-        return self.model.rank
+        """Return the place of this rank in the group of :meth:`get_model_parallel_group`."""
+        return self.tp_pp.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks of one model replica."""
-        return self.model.size
+        """Return the number of ranks that hold each shard of the model once."""
+        return self.tp_pp.size
 
     def get_embedding_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the first and last stage, which hold tied embeddings; None between."""
         return self._embedding.group if self._embedding else None
 
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks that hold the same shard as this rank."""
-        return list(self.dp.ranks)
+    def get_data_parallel_group_ranks(self, with_context_parallel: bool = False) -> list[int]:
+        """Return the global ranks of the data-parallel group."""
+        return list(self._data(with_context_parallel).ranks)
 
     def get_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of the model replica."""
-        return self.model.ranks[0]
+        """Return the global rank of the first rank of the group of :meth:`get_model_parallel_group`."""
+        return self.tp_pp.ranks[0]
 
     def get_pipeline_parallel_global_ranks_per_group(self) -> list[int]:
         """Return the global ranks of the stages of this replica, the first stage's first."""
@@ -151,14 +212,6 @@ class MeshAccessors:
 
     def get_virtual_pipeline_model_parallel_world_size(self) -> None:
         """Return None, see :meth:`get_virtual_pipeline_model_parallel_rank`."""
-
-    def get_context_parallel_rank(self) -> int:
-        """Return 0: sequences are not split."""
-        return 0
-
-    def get_context_parallel_world_size(self) -> int:
-        """Return 1: sequences are not split."""
-        return 1
 
     get_tensor_model_parallel_group = get_tensor_parallel_group
     get_tensor_model_parallel_rank = get_tensor_parallel_rank

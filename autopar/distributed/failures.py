@@ -172,7 +172,7 @@ class FailureLog:
 
     def failure_of_layer(self, error: RuntimeError, axis: str, ranks: Sequence[int]) -> PipelineError | None:
         """Return :meth:`failure_of` a layer's collective, unless a call around it will say more."""
-        names = {"tp": "tensor-parallel", "dp": "data-parallel", "pp": "pipeline-parallel"}
+        names = {"tp": "tensor-parallel", "cp": "context-parallel", "dp": "data-parallel", "pp": "pipeline-parallel"}
         return None if self._in_deadline else self.failure_of(error, f"a {names.get(axis, axis)} collective", ranks)
 
     @contextlib.contextmanager

@@ -1,19 +1,29 @@
-"""MPU, the model-parallel unit: sizes, ranks and process groups of the (pp, dp, tp) mesh.
+"""MPU, the model-parallel unit: sizes, ranks and process groups of the (pp, dp, cp, tp) mesh.
 
-Ranks count tp fastest, then dp, then pp, as in Megatron-LM. With 16 ranks, tp 2 and pp 4::
+Ranks count tp fastest, then cp, then dp, then pp, as in Megatron-LM. With 16 ranks, tp 2, cp 2 and pp 2::
 
     tp: [0, 1] [2, 3] [4, 5] ...      ranks that hold different shards of the same layers
-    dp: [0, 2] [1, 3] [4, 6] ...      ranks that hold the same shard of different replicas
-    pp: [0, 4, 8, 12] [1, 5, 9, 13]   ranks that hold consecutive stages of one replica
+    cp: [0, 2] [1, 3] [4, 6] ...      ranks that hold the same shard and get the same sequences
+    dp: [0, 4] [1, 5] [2, 6] ...      ranks that hold the same shard and get other sequences
+    pp: [0, 8] [1, 9] [2, 10] ...     ranks that hold consecutive stages of one replica
+
+Axes are joined where ranks have something alike::
+
+    dp_cp: [0, 2, 4, 6] ...           the same shard: gradients are averaged, optimizer states sharded
+    tp_cp: [0, 1, 2, 3] ...           the same batch, within a stage
+    model: [0, 1, 2, 3, 8, ...] ...   the same batch: all ranks of one replica (tp x cp x pp)
+    tp_pp: [0, 1, 8, 9] ...           together one copy of the weights: norms
 
 An MPU has no module-level state: two of them, with two shapes, may exist in one process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +41,8 @@ from autopar.errors import ConfigError, nearest
 
 __all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups"]
 
+_DIMS = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
+
 
 class MeshSizes(NamedTuple):
     """Sizes of the axes."""
@@ -38,43 +50,56 @@ class MeshSizes(NamedTuple):
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+
+    def as_saved(self) -> MeshSizes:
+        """Return the sizes of the mesh without cp whose ranks hold the same: to weights, cp is more dp."""
+        return MeshSizes(self.tp, self.pp, self.dp * self.cp)
 
 
 def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
     """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
 
-    ``model`` groups one whole model replica (tp x pp); ``embedding`` the first and last stage, which both hold tied
-    embeddings.
+    Joined axes vary what they name: ``dp_cp``, ``tp_cp``, ``tp_pp``, and ``model``, one whole model replica (tp x cp x
+    pp). ``embedding`` groups the first and last stage, which both hold tied embeddings.
     """
-    tp, pp, dp = sizes
+    ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp)
 
-    def rank(p: int, d: int, t: int) -> int:
-        return (p * dp + d) * tp + t
+    def groups_of(*varied: str) -> list[list[int]]:
+        dims = [_DIMS.index(name) for name in varied]
+        fixed = [dim for dim in range(ranks.ndim) if dim not in dims]
+        size = math.prod(ranks.shape[dim] for dim in dims)
+        groups: list[list[int]] = ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
+        return groups
 
-    groups = {
-        "tp": [[rank(p, d, t) for t in range(tp)] for p in range(pp) for d in range(dp)],
-        "dp": [[rank(p, d, t) for d in range(dp)] for p in range(pp) for t in range(tp)],
-        "pp": [[rank(p, d, t) for p in range(pp)] for d in range(dp) for t in range(tp)],
-        "model": [[rank(p, d, t) for p in range(pp) for t in range(tp)] for d in range(dp)],
-    }
-    groups["embedding"] = [[stages[0], stages[-1]] if pp > 1 else stages for stages in groups["pp"]]
+    groups = {name: groups_of(name) for name in ("tp", "dp", "pp")}
+    groups["model"] = groups_of("pp", "cp", "tp")
+    groups |= {name: groups_of(*name.split("_")) for name in ("cp", "dp_cp")}
+    groups |= {"tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
+    groups["embedding"] = [[stages[0], stages[-1]] if sizes.pp > 1 else stages for stages in groups["pp"]]
     return groups
 
 
 class MPU(MeshAccessors):
-    """This process's place in the (pp, dp, tp) mesh, and the process groups around it.
+    """This process's place in the (pp, dp, cp, tp) mesh, and the process groups around it.
 
     Every process of the world makes it, at the same point of the program, with the same sizes.
 
     Args:
         tensor_parallel_size: ranks over which layers are sharded.
-        pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * pp).
+        pipeline_parallel_size: stages. The data-parallel size is world_size / (tp * cp * pp).
         cpu_transport: what carries collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
             the ranks of one machine share), or ``auto``.
+        context_parallel_size: ranks that share the sequences of a batch.
 
     Attributes:
-        tp, dp, pp, model: the axes (:class:`~autopar.distributed.Axis`) through this rank.
-        sizes: ``MeshSizes(tp, pp, dp)``.
+        tp, cp, dp, pp: the axes (:class:`~autopar.distributed.Axis`) through this rank. ``dp`` are the ranks that read
+            other data.
+        dp_cp: of the ranks that hold the same shard; ``dp`` itself where cp is 1.
+        tp_cp: of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
+        model: of all ranks that get the same batch, one model replica.
+        tp_pp: of ranks that together hold each shard once; ``model`` itself where cp is 1.
+        sizes: ``MeshSizes(tp, pp, dp, cp)``.
         device: where this rank computes: its GPU under nccl, else the CPU.
         random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
             with this MPU.
@@ -84,12 +109,17 @@ class MPU(MeshAccessors):
     """
 
     def __init__(
-        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, cpu_transport: str = "auto"
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        cpu_transport: str = "auto",
+        context_parallel_size: int = 1,
     ) -> None:
-        config = ParallelConfig(tensor_parallel_size, pipeline_parallel_size, cpu_transport=cpu_transport)
+        tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
+        config = ParallelConfig(tp, pp, cpu_transport=cpu_transport, context_parallel_size=cp)
         start_process_group()
         world = dist.get_world_size()
-        self.sizes = MeshSizes(tensor_parallel_size, pipeline_parallel_size, config.data_parallel_size(world))
+        self.sizes = MeshSizes(tp, pp, config.data_parallel_size(world), cp)
         self.rank = dist.get_rank()
         self.world_size = world
         cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
@@ -97,11 +127,16 @@ class MPU(MeshAccessors):
         self.random_tracker: RandomStateTracker | None = None
         self._owned: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
+        self._joint_mesh: DeviceMesh | None = None
         self._alive = True
         made: dict[tuple[int, ...], Any] = {}
         groups = rank_groups(self.sizes)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
-        self.tp, self.dp, self.pp, self.model = axes["tp"], axes["dp"], axes["pp"], axes["model"]
+        self.tp, self.cp, self.dp, self.pp = (axes[name] for name in ("tp", "cp", "dp", "pp"))
+        self.model = axes["model"]
+        self.dp_cp, self.tp_cp, self.tp_pp = self.dp, self.tp, self.model
+        if cp > 1:
+            self.dp_cp, self.tp_cp, self.tp_pp = (axes[name] for name in ("dp_cp", "tp_cp", "tp_pp"))
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
         if cuda:
@@ -132,8 +167,9 @@ class MPU(MeshAccessors):
         return self
 
     def __repr__(self) -> str:
-        tp, pp, dp = self.sizes
+        tp, pp, dp, cp = self.sizes
         ranks = f"tp {self.tp.rank}/{tp}, pp {self.pp.rank}/{pp}, dp {self.dp.rank}/{dp}"
+        ranks += f", cp {self.cp.rank}/{cp}" if cp > 1 else ""
         return f"MPU(rank {self.rank} of {self.world_size}: {ranks})"
 
     @property
@@ -143,13 +179,23 @@ class MPU(MeshAccessors):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh as torch's ``DeviceMesh`` with axes ``("pp", "dp", "tp")``, over the same process groups."""
+        """Return the mesh as torch's ``DeviceMesh`` over the same groups, with axes ``("pp", "dp", "cp", "tp")``."""
         if self._mesh is None:
-            tp, pp, dp = self.sizes
-            groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
-            ranks = torch.arange(self.world_size, dtype=torch.int).view(pp, dp, tp)
-            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp"))
+            axes = [self.pp, self.dp, self.cp, self.tp]
+            ranks = torch.arange(self.world_size, dtype=torch.int).view(*(axis.size for axis in axes))
+            groups = [axis.group for axis in axes if axis.group is not None]
+            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=_DIMS)
         return self._mesh
+
+    @property
+    def dp_cp_mesh(self) -> DeviceMesh:
+        """Return the ranks that hold the same shard as a one-dimensional ``DeviceMesh``, for ``fully_shard``."""
+        if self.cp.size == 1:
+            return self.mesh["dp"]
+        if self._joint_mesh is None:
+            assert self.dp_cp.group is not None
+            self._joint_mesh = DeviceMesh.from_group(self.dp_cp.group, self.device.type, mesh_dim_names=("dp_cp",))
+        return self._joint_mesh
 
     def destroy(self) -> None:
         """Destroy the process groups that this MPU made; the default group is left alone. Every rank calls it."""
@@ -160,7 +206,7 @@ class MPU(MeshAccessors):
             for group in self._owned:
                 dist.destroy_process_group(group)
             self._owned.clear()
-            self._mesh = None
+            self._mesh = self._joint_mesh = None
             self._alive = False
 
     # -- Megatron-LM's and OSLO's names; more are in autopar.distributed.accessors ------------------------------------

@@ -131,7 +131,7 @@ class Engine:
         kind, stage, microbatch = action
         failures = self.p2p.failures
         collective = f"a collective in stage {stage}'s {_NAMES[kind]} of micro-batch {microbatch}"
-        return failures.blame(collective, failures.mpu.tp.ranks)
+        return failures.blame(collective, failures.mpu.tp_cp.ranks)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 

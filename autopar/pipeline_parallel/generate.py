@@ -45,7 +45,7 @@ def call_through_stages(
     plain = functools.partial(type(module).forward, module)  # the hooks around it have run
     rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
     with p2p.one_pass():
-        blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp.ranks)
+        blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp_cp.ranks)
         with base_seed(plan.stages > 1 and module.training) as seed, blame:
             result, used = _run_stages(plain, stages, engine, args, kwargs, seed)
         cache = find_cache(args, kwargs) or used

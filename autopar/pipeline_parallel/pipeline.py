@@ -188,9 +188,10 @@ class Pipeline:
                 with self.failures.blame(summing, self.mpu.pp.ranks):
                     self.tied.sum(held_alike(model, state.plan, self.mpu))
             if self.averages:
-                with self.failures.blame("averaging the gradients over the data-parallel replicas", self.mpu.dp.ranks):
+                averaging = "averaging the gradients over the data-parallel replicas"
+                with self.failures.blame(averaging, self.mpu.dp_cp.ranks):
                     average_over_replicas(model, state.plan, self.plan, self.mpu)
-        self.unaveraged = not self.averages and self.mpu.dp.size > 1
+        self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1
 
     def result(self, step: Step, return_loss: bool, broadcast_loss: bool) -> PipelineOutput:
         """Put the results of a step's micro-batches together. Collective with ``broadcast_loss``."""

@@ -67,11 +67,7 @@ def entries_of(plan: Plan, blocks: Sequence[str]) -> tuple[set[str], set[str]]:
 
 def outermost(paths: set[str], others: set[str] = frozenset()) -> set[str]:  # type: ignore[assignment]
     """Return the paths that do not lie below another one of them, nor below or among the others."""
-    return {
-        path
-        for path in paths - others
-        if not any(path.startswith(f"{other}.") for other in paths | others)
-    }
+    return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
 
 
 def _inside(plan: Plan, block: str) -> Iterator[tuple[str, ModulePlan]]:

@@ -15,18 +15,19 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def summarise(model: nn.Module, whole: int, sizes: tuple[int, int, int], device: Any, policy: object) -> str:
+def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any, policy: object) -> str:
     """Return the model, its policy, the mesh, and what this rank holds.
 
     Args:
         whole: elements of the parameters of the whole model.
-        sizes: of tp, pp and dp.
+        sizes: of tp, pp, dp and cp.
         policy: file of the policy, with a line or without.
     """
-    tp, pp, dp = sizes
+    tp, pp, dp, cp = sizes
+    context = f" x cp {cp}" if cp > 1 else ""
     held = {id(p): p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()}.values()
     elements, size = sum(p.numel() for p in held), sum(p.numel() * p.element_size() for p in held)
     return (
-        f"{type(model).__name__} by {Path(str(policy)).name}: tp {tp} x pp {pp} x dp {dp} on {device}; {whole:,} "
-        f"parameters, this rank holds {elements:,} ({size / 1e6:,.1f} MB)"
+        f"{type(model).__name__} by {Path(str(policy)).name}: tp {tp}{context} x pp {pp} x dp {dp} on {device}; "
+        f"{whole:,} parameters, this rank holds {elements:,} ({size / 1e6:,.1f} MB)"
     )

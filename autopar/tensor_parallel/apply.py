@@ -42,7 +42,8 @@ def attach(
     failures: FailureLog,
     steps: StepCheck,
 ) -> None:
-    """Register hooks and methods on the Hugging Face model (or plain module), with memory by now. Collective over tp.
+    """Register hooks and methods on the Hugging Face model (or plain module), with memory by now. Collective over tp
+    and cp.
 
     Args:
         region: of :func:`apply`.
@@ -50,7 +51,7 @@ def attach(
         steps: counts the steps of the model's optimizers.
     """
     check = None
-    if config.consistency_check and mpu.tp.size > 1:
+    if config.consistency_check and mpu.tp_cp.size > 1:
         kind, _, number = config.consistency_inputs.partition(" ")
         every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
         check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)

@@ -1,9 +1,9 @@
-"""Compare over tp, when a forward begins, what its ranks must have alike.
+"""Compare over tp and cp, when a forward begins, what ranks that get the same batch must have alike.
 
 One small all-reduce at the start of the model's forward carries seven numbers: a digest of the call (mode, shapes,
 optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
 of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's state that a
-sharded one had in the last step, which must *differ*. Every rank gets the largest and the smallest of each, and
+sharded one had in the last step, which must *differ* over tp. Every rank gets the largest and the smallest of each, and
 so the same result. Only where it is wrong do ranks exchange the values that the error names.
 
 It comes before the first collective of the forward, so a batch of another length is an error here, not an aborted
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.data_parallel.replica_check import StepCheck
+from autopar.data_parallel.wrapper_check import group_call
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
@@ -46,7 +47,7 @@ class _Verdict(NamedTuple):
 
 
 class ForwardCheck:
-    """Compare over tp, at the start of the model's forwards.
+    """Compare over tp and cp, at the start of the model's forwards.
 
     Args:
         steps: counts and digests of optimizer steps.
@@ -57,7 +58,7 @@ class ForwardCheck:
     def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck, every: int) -> None:
         self.mpu, self.failures, self.region, self.steps, self.every = mpu, failures, region, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
-        self._samples = WeightSamples()
+        self._samples = WeightSamples(fsdp=mpu.cp.size == 1)
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
@@ -70,7 +71,7 @@ class ForwardCheck:
     # -- around a forward ------------------------------------------------------------------------------------------
 
     def before_forward(self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False) -> None:
-        """Compare the call, inputs, generators and weights. A collective of the tp axis.
+        """Compare the call, inputs, generators and weights. A collective of the tp and cp axes.
 
         Args:
             arguments: by name (:func:`named_arguments`).
@@ -96,16 +97,16 @@ class ForwardCheck:
         numbers = self._digests(model, arguments) if full else []
         verdict = self._compare([of_text(repr(seen)), *numbers])
         if self.steps.last_shard is not None and verdict.same_step:
-            raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard[0]))
+            raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard[0], group_call(self.mpu)))
         if verdict.same_shard:
-            raise ConsistencyError(same_shard(self.mpu.tp.ranks))
+            raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
         if not verdict.alike:
             self._raise(model, arguments, seen, full=full)
 
     def after_forward(self, model: nn.Module) -> None:
         """Find the generators that the forward drew from: from then on their states are compared, and these at once.
 
-        A collective of the tp axis where it drew from one for the first time, which it does on all ranks.
+        A collective of the axes where it drew from one for the first time, which it does on all ranks.
         """
         before, self._before = self._before, None
         if before is None:
@@ -119,7 +120,7 @@ class ForwardCheck:
                 self._raise(model, {}, states, full=False)
 
     def check_call(self, call: str) -> None:
-        """Check that all ranks make this ``call``, before its first collective. A collective of the tp axis.
+        """Check that all ranks make this ``call``, before its first collective. A collective of the tp and cp axes.
 
         Raises:
             ConsistencyError: another rank does something else, a forward for instance.
@@ -134,8 +135,8 @@ class ForwardCheck:
         Peers that begin one raise and quote ``call``.
         """
         if self._left != 0 and self.every and not self._compare([of_text("refused")]).alike:
-            everyone = [{"call": call}] * self.mpu.tp.size
-            dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp.group)
+            everyone = [{"call": call}] * self.mpu.tp_cp.size
+            dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
 
     # -- comparing -------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class ForwardCheck:
         states = self._states(model)
         weights = [int(sum_of_bits(part)) for part in self._samples.replicated(model)]
         shard = self._samples.sharded(model)
-        apart = -1 - self.mpu.tp.rank
+        apart = -1 - self.mpu.tp_cp.rank
         gradient, state = (apart, apart) if self.steps.last_shard is None else self.steps.last_shard[1:]
         return [
             of_values(arguments),
@@ -167,8 +168,11 @@ class ForwardCheck:
         return self.mpu.device.type == "cuda"
 
     def _compare(self, numbers: list[int]) -> _Verdict:
-        """Compare up to four digests that must be alike and three that must differ; those that are missing do."""
-        axis, missing = self.mpu.tp, 7 - len(numbers)
+        """Compare up to four digests that must be alike and three that must differ; those that are missing do.
+
+        What must differ is the same on all ranks only if it is on those of one tensor-parallel group: cp has it alike.
+        """
+        axis, missing = self.mpu.tp_cp, 7 - len(numbers)
         numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
         cpu = "gloo" in str(dist.get_backend_config(axis.group))
         with self.failures.blame("comparing what the forward begins with", axis.ranks):
@@ -199,7 +203,7 @@ class ForwardCheck:
     def _raise(
         self, model: nn.Module | None, arguments: Mapping[str, Any], seen: dict[str, str], *, full: bool
     ) -> None:
-        axis, mine = self.mpu.tp, dict(seen)
+        axis, mine = self.mpu.tp_cp, dict(seen)
         if model is not None and "weights that are trained" in mine:
             mine |= {f"requires_grad of {name}": str(p.requires_grad) for name, p in model.named_parameters()}
             del mine["weights that are trained"]
@@ -212,7 +216,7 @@ class ForwardCheck:
         everyone = [mine] * axis.size
         with self.failures.blame("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
-        raise ConsistencyError(explanation(everyone, list(axis.ranks)))
+        raise ConsistencyError(explanation(everyone, list(axis.ranks), _kind_of_group(self.mpu)))
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -236,6 +240,11 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(entry, f"{name}[{index}]")
     else:
         yield name, value
+
+
+def _kind_of_group(mpu: MPU) -> str:
+    names = [name for name, axis in (("tensor", mpu.tp), ("context", mpu.cp)) if axis.size > 1]
+    return "- and ".join(names) + "-parallel"
 
 
 def _is_opaque(value: Any) -> bool:

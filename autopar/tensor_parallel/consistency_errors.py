@@ -9,11 +9,12 @@ __all__ = ["explanation", "same_gradient", "same_shard"]
 _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 
 
-def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """Describe what differs between the ranks of one tensor-parallel group, and the usual cause.
+def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kind: str = "tensor-parallel") -> str:
+    """Describe what differs between the ranks that have one batch, and the usual cause.
 
     Args:
         everyone: the compared values, by name, of each of the ranks.
+        kind: of the group.
     """
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     different = [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
@@ -26,7 +27,7 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
         lines.append(f"  {name}: {seen}")
     if len(weights) > 3:
         lines.append(f"  and {len(weights) - 3} more weights")
-    group = f"the ranks {list(ranks)} of one tensor-parallel group"
+    group = f"the ranks {list(ranks)} of one {kind} group"
     if "call" in different:
         head, lines = f"{group} are in different calls:", lines[:1]
         hint = (
@@ -63,23 +64,23 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> 
     return "\n".join([head, *lines, hint, _TURN_OFF])
 
 
-def same_shard(ranks: Sequence[int]) -> str:
-    """Describe that ranks hold the same shard of a weight."""
+def same_shard(ranks: Sequence[int], group: str) -> str:
+    """Describe that tensor-parallel ranks hold the same shard of a weight; ``group``: what DDP has to be given."""
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights.\n"
         "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
-        "  process_group=model.mpu.get_data_parallel_group(), and initialize the model again. (Drawing weights anew "
+        f"  process_group={group}, and initialize the model again. (Drawing weights anew "
         "after\n  initialize fills every shard with the same numbers, too.)"
     )
 
 
-def same_gradient(ranks: Sequence[int], name: str) -> str:
-    """Describe that ranks stepped with the same gradient, or moments, of a sharded weight."""
+def same_gradient(ranks: Sequence[int], name: str, group: str) -> str:
+    """Describe that tensor-parallel ranks stepped with the same gradient, or moments, of a sharded weight."""
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same numbers for {name},\n"
         "  of which each holds another part. Its gradient was summed over all ranks: average it over the\n"
         "  data-parallel replicas only (autopar.average_gradients(model), or all_reduce(..., group=\n"
-        "  model.mpu.get_data_parallel_group())). Or all ranks loaded the optimizer state of one: each loads its own,\n"
+        f"  {group})). Or all ranks loaded the optimizer state of one: each loads its own,\n"
         "  or save and load it with save_parallelized and from_parallelized(..., optimizer=optimizer).\n"
         "  Go on from the last checkpoint."
     )

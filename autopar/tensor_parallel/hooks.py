@@ -47,16 +47,18 @@ def attach(
 
     Args:
         failures: where ``generate`` publishes its errors.
-        check: compares over tp when a forward begins; None for no checks.
+        check: compares over tp and cp when a forward begins; None for no checks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
         before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, parameters_of(module))
         before.outermost = module is model
+        if check is not None or plan.tp > 1:
+            before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
         if isinstance(module, PreTrainedModel):
-            if mpu.model.size > 1:
+            if mpu.tp_pp.size > 1:
                 module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
                 module.register_forward_hook(MarkCaches())
             bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
@@ -85,9 +87,10 @@ def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class BeforeForward(Hook, CompiledCheck):
-    """Forward pre-hook: check modules and consistency over tp before the outermost model runs."""
+    """Forward pre-hook: check modules, and consistency over tp and cp, before the outermost model runs."""
 
     outermost = False
+    model: nn.Module
 
     def __init__(
         self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, names: tuple[str, ...]
@@ -98,7 +101,7 @@ class BeforeForward(Hook, CompiledCheck):
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
-        silent = self.tree is None or (self.check is not None and self.check.is_silent)
+        silent = self.tree is None if self.check is None else self.check.is_silent
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -111,8 +114,7 @@ class BeforeForward(Hook, CompiledCheck):
 
     def run(self, arguments: Mapping[str, Any]) -> None:
         """Check a forward that is a graph."""
-        if self.tree is not None:
-            self._check(self.tree.model, arguments, compiled=True)
+        self._check(self.model, arguments, compiled=True)
 
     def _check(self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool) -> None:
         if self._has_changed(model):
@@ -143,7 +145,7 @@ class AfterForward(Hook):
         self.region.finish()
         if output is not None and self.region.row_tensors:
             output = gather_hidden_states(output, self.region)
-        if self.region.running or self.mpu.tp.size == 1:
+        if self.region.running or self.mpu.tp_cp.size == 1:
             return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):

@@ -23,12 +23,17 @@ _TENSORS = 8  # and of how many weights
 class WeightSamples:
     """Samples of the weights of one model, of other elements each time.
 
+    Args:
+        fsdp: also of replicated weights that FSDP has sharded: the ranks that compare have the same rows of them, as
+            those of a tensor-parallel group do, and those of a context-parallel one do not.
+
     Attributes:
         named: the replicated weights, by name.
         apart: ``id(weight)`` -> the sharded weights whose shards differ.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fsdp: bool = True) -> None:
+        self._fsdp = fsdp
         self.named: list[tuple[str, nn.Parameter]] = []
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
@@ -81,7 +86,9 @@ class WeightSamples:
     def _collect(self, model: nn.Module) -> None:
         if self._model is None or self._model() is not model:
             self._model = weakref.ref(model)
-            self.named, self._all = list(_replicated(model)), list(model.parameters())
+            replicated = _replicated(model)
+            self.named = [(name, p) for name, p in replicated if self._fsdp or not isinstance(p, DTensor)]
+            self._all = list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
 
 

@@ -41,7 +41,7 @@ def test_to_every_mesh_and_what_is_merged_then_is_byte_for_byte_the_same(tmp_pat
         new = tmp_path / f"{tp}-{pp}"
         result = reshard_checkpoint(tmp_path / "old", new, tp=tp, pp=pp)
         manifest = Manifest.read(new)
-        assert tuple(manifest.sizes) == (tp, pp, 1)
+        assert tuple(manifest.sizes) == (tp, pp, 1, 1)
         assert result["files"] == {name: (new / name).stat().st_size for name in manifest.files}
         assert result["tensors"] == len(manifest.tensors)
         assert set(os.listdir(new)) == {"autopar.json", "config.json", *manifest.files}
@@ -122,9 +122,9 @@ def test_a_target_that_is_there_needs_force(tmp_path):
     (tmp_path / "new" / "tokenizer.json").write_text("mine")
     with pytest.raises(CheckpointError, match="--force"):
         reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=3)
-    assert tuple(Manifest.read(tmp_path / "new").sizes) == (1, 1, 1)
+    assert tuple(Manifest.read(tmp_path / "new").sizes) == (1, 1, 1, 1)
     reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=3, force=True)
-    assert tuple(Manifest.read(tmp_path / "new").sizes) == (3, 1, 1)
+    assert tuple(Manifest.read(tmp_path / "new").sizes) == (3, 1, 1, 1)
     assert (tmp_path / "new" / "tokenizer.json").read_text() == "mine"
     assert same(contents(tmp_path / "new"), contents(tmp_path / "old"))
 

@@ -66,7 +66,7 @@ def test_save_load_merge_on_two_replicas(tmp_path):
     assert all(torch.equal(tensor, plain(0)[name]) for name, tensor in load_file(two).items())
     assert sorted(os.listdir(tmp_path / "online")) == ["config.json", "model.safetensors"]
     manifest = Manifest.read(tmp_path / "runs" / "ckpt")
-    assert tuple(manifest.sizes) == (2, 1, 2)
+    assert tuple(manifest.sizes) == (2, 1, 2, 1)
     assert set(manifest.versions) == {"autopar", "torch", "transformers", "python"}
 
 

@@ -93,7 +93,7 @@ def fake_mpu(tp: int = 1, t: int = 0, pp: int = 1, p: int = 0, dp: int = 1, d: i
     """Enough of an MPU to write one shard."""
     axis = lambda size, rank: SimpleNamespace(size=size, rank=rank)  # noqa: E731
     return SimpleNamespace(
-        tp=axis(tp, t), pp=axis(pp, p), dp=axis(dp, d), sizes=MeshSizes(tp, pp, dp),
+        tp=axis(tp, t), pp=axis(pp, p), dp=axis(dp, d), dp_cp=axis(dp, d), cp=axis(1, 0), sizes=MeshSizes(tp, pp, dp),
         rank=(p * dp + d) * tp + t, world_size=tp * pp * dp, random_tracker=None,
     )  # fmt: skip
 

@@ -55,14 +55,15 @@ def run_on_one_process(folder):
             one_process(folder, name, **changes)
 
 
-def config(tp, pp=1, **more):
-    return {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}, **more}
+def config(tp, pp=1, cp=1, **more):
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
+    return {"model_parallelism": sizes, **more}
 
 
 def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
     from autopar.integrations import ParallelTrainer
 
-    replicas = max(1, dist.get_world_size() // (tp * pp))
+    replicas = max(1, dist.get_world_size() // (tp * pp * (parallel or {}).get("cp", 1)))
     return ParallelTrainer(
         model=llama() if model is None else model,
         args=arguments(folder, replicas, **changes),
@@ -105,6 +106,12 @@ def on_four_ranks(folder, name, tp, pp, parallel):
 @pytest.mark.parametrize("name", ["plain", "smoothed"])
 def test_tensor_and_data_parallel(folder, name):
     on_four_ranks(folder, name, 2, 1, {})
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_context_parallel(folder, pp):
+    """Over two replicas, or two stages: context ranks read one replica's batches, and count once."""
+    on_four_ranks(folder, "plain", 1, pp, {"cp": 2})
 
 
 def test_stages(folder):

@@ -112,13 +112,17 @@ def test_sizes_of_accelerate(tmp_path):
         from accelerate import ParallelismConfig
 
         from autopar.integrations import ParallelTrainer
+        from autopar.integrations.trainer.arguments import parse_parallel_config
 
         args = arguments(tmp_path, 2, parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2))
         trainer = ParallelTrainer(llama(), args)
-        assert trainer.mpu.sizes == (2, 1, 2)
+        assert trainer.mpu.sizes == (2, 1, 2, 1)
         assert trainer.model._autopar.config.zero_stage == 3
+        context = parse_parallel_config(ParallelismConfig(tp_size=2, cp_size=2), arguments(tmp_path, 2), 4)
+        assert (context.tensor_parallel_size, context.context_parallel_size) == (2, 2)
+        ulysses = parse_parallel_config(ParallelismConfig(sp_size=4), arguments(tmp_path, 2), 4)
+        assert (ulysses.context_parallel_size, ulysses.context_parallel_method) == (4, "ulysses")
         refused = {
-            "cp_size=2": ParallelismConfig(tp_size=2, cp_size=2),
             "dp_replicate_size=2 and dp_shard_size=2": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
             "= 2 is not the world of 4 processes": ParallelismConfig(tp_size=2),
         }

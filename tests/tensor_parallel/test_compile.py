@@ -149,6 +149,19 @@ def test_a_copy_has_checks_of_its_own() -> None:
 
 
 @pooled(world_size=2)
+def test_checks_over_context_run_with_every_graph() -> None:
+    """Without tensor parallelism there is no module tree to check, and still inputs to compare."""
+    (batch,) = language_batches(131, count=1)
+    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+    run = compiled(called_by_a_function(model))
+    for _ in range(2):
+        run(**batch).loss.backward()
+    with pytest.raises(ConsistencyError, match="one context-parallel group got different inputs"):
+        run(**{**batch, "input_ids": (batch["input_ids"] + dist.get_rank()) % 131})
+    run(**batch)
+
+
+@pooled(world_size=2)
 def test_gradients_of_embeddings_that_are_given() -> None:
     plain = llama(num_hidden_layers=1)
     model = parallel(copy.deepcopy(plain), 2)

@@ -40,9 +40,6 @@ def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelCon
 
 
 def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
-    for name in ("cp_size", "sp_size"):
-        if getattr(sizes, name) > 1:
-            raise ConfigError(f"ParallelismConfig.{name}={getattr(sizes, name)}: autopar does not split sequences; 1")
     if sizes.dp_replicate_size > 1 and sizes.dp_shard_size > 1:
         raise ConfigError(
             f"ParallelismConfig has dp_replicate_size={sizes.dp_replicate_size} and dp_shard_size="
@@ -52,9 +49,15 @@ def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
     if sizes.total_size not in (1, world_size):
         raise ConfigError(
             f"ParallelismConfig: dp_replicate_size={sizes.dp_replicate_size} x dp_shard_size={sizes.dp_shard_size} x "
-            f"tp_size={sizes.tp_size} = {sizes.total_size} is not the world of {world_size} processes"
+            f"cp_size={sizes.cp_size} x sp_size={sizes.sp_size} x tp_size={sizes.tp_size} = {sizes.total_size} is not "
+            f"the world of {world_size} processes"
         )
-    return ParallelConfig(tensor_parallel_size=sizes.tp_size, zero_stage=3 if sizes.dp_shard_size > 1 else 0)
+    return ParallelConfig(
+        tensor_parallel_size=sizes.tp_size,
+        context_parallel_size=max(sizes.cp_size, sizes.sp_size),  # one of them is 1
+        context_parallel_method="ulysses" if sizes.sp_size > 1 else "auto",
+        zero_stage=3 if sizes.dp_shard_size > 1 else 0,
+    )
 
 
 def merge_arguments(config: ParallelConfig, args: Any) -> ParallelConfig:

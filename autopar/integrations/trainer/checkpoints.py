@@ -73,7 +73,8 @@ class CheckpointMixin(ParallelBase):
         model = self.model
         shards = Path(checkpoint) / SHARDS
         model.from_parallelized(shards, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
-        self._restored = take() if Manifest.read(shards).sizes != model.mpu.sizes else None
+        saved, now = Manifest.read(shards), model.mpu.sizes
+        self._restored = take() if (saved.sizes, saved.cp) != (now.as_saved(), now.cp) else None
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
