@@ -50,7 +50,6 @@ __all__ = [
     "run",
     "scatter",
     "start_all_reduce",
-    "sum_flat",
     "sum_replicas",
 ]
 
@@ -90,19 +89,6 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if not x.is_meta:
         run(dist.all_reduce, axis, x)
     return x
-
-
-def sum_flat(tensors: Sequence[torch.Tensor | None], axis: Axis) -> list[torch.Tensor | None]:
-    """Sum tensors over the axis in one all-reduce for each dtype, out of place; all ranks have the same ones."""
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    kinds = {x.dtype for x in tensors if x is not None}
-    for dtype in sorted(kinds, key=str):
-        chosen = [(place, x) for place, x in enumerate(tensors) if x is not None and x.dtype == dtype]
-        flat = torch.cat([x.reshape(-1) for _, x in chosen])
-        run(dist.all_reduce, axis, flat)
-        for (place, x), part in zip(chosen, flat.split([x.numel() for _, x in chosen]), strict=True):
-            found[place] = part.view_as(x)
-    return found
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:

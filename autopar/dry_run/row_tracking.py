@@ -4,7 +4,8 @@ Sequence and context parallelism leave rows of the sequence on different ranks. 
 operations treat rows alike and apart (norms, products, dropout), and wrong, with fitting shapes, for one that mixes
 them (a convolution, a softmax over the rows, positions counted from the number of rows). So the block runs on the meta
 device with a number of rows that is a prime which no other size has: a tensor holds rows in the one dim that the prime
-divides. An operation on rows must keep exactly one such dim and must not work along it; what is not known to is refused.
+divides. An operation on rows must keep exactly one such dim and must not work along it; of what is not known, that is
+not assumed.
 """
 
 from __future__ import annotations

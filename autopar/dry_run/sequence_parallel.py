@@ -9,34 +9,29 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
-from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.dry_run.row_tracking import RowTracking, prime_beside
+from autopar.dry_run.sequence_notes import SampleRows, note_given, note_inputs, note_modules
 from autopar.dry_run.sequence_tracking import SequenceTracking
 from autopar.dry_run.tensor_parallel import below, run, shapes_of
 from autopar.errors import ConfigError
-from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
 from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
-from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
-from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
-from autopar.tensor_parallel.sequence_parallel.rows import rows_of
 
 __all__ = ["plan_sequence"]
 
@@ -74,10 +69,8 @@ def _refuse_dropped_layers(model: PreTrainedModel) -> None:
     for place, values in owners.items():
         for name, value in values.items():
             if "layerdrop" in name and isinstance(value, float) and value > 0:
-                raise _refused(
-                    model,
-                    f"{place}.{name}={value:g} leaves out blocks, and whole sequences are made by the last of them",
-                )
+                reason = f"{place}.{name}={value:g} leaves out blocks, and the last of them makes sequences whole"
+                raise _refused(model, reason)
 
 
 class _Rehearsal:
@@ -168,17 +161,15 @@ class _Rehearsal:
         except ConfigError:
             raise
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise _refused(
-                self.model, f"it does not run without data, so nothing is known of its blocks ({reason})"
-            ) from None
+            reason = f"it does not run without data, so nothing is known of its blocks ({_first_line(error)})"
+            raise _refused(self.model, reason) from None
 
     def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
         """Run the shard of a rank. Raises _Problem."""
         shard = meta_copy(self.model)
         region = Region(Axis("tp", None, range(self.tp), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
-        sequence_parallel.apply(shard, chosen, region, functools.partial(_SampleRows, self.batch, self.tp * self.prime))
+        sequence_parallel.apply(shard, chosen, region, functools.partial(SampleRows, self.batch, self.tp * self.prime))
         stack: list[str] = []
         rows = RowTracking(self.prime, self.tp)
         tracking = SequenceTracking(rows, self.blocks, stack)
@@ -194,9 +185,9 @@ class _Rehearsal:
         ran: dict[str, set[str]] = {block: set() for block in self.blocks}
         beside: set[str] = set()
         given: set[str] = set()
-        hooks += list(_notes(shard, ran, tracking))
+        hooks += list(note_modules(shard, ran, tracking))
         blocks = [shard.get_submodule(path) for path in self.blocks]
-        hooks += list(_notes_inputs(blocks, self.tp * self.prime, beside, given))
+        hooks += list(note_inputs(blocks, self.tp * self.prime, beside, given))
         seen: set[str] = set()
         hooks += [
             module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region))
@@ -204,7 +195,7 @@ class _Rehearsal:
             if isinstance(module, PreTrainedModel)
         ]
         hooks += [
-            module.register_forward_pre_hook(functools.partial(_note_given, seen), with_kwargs=True)
+            module.register_forward_pre_hook(functools.partial(note_given, seen), with_kwargs=True)
             for module in shard.modules()
             if isinstance(module, PreTrainedModel)
         ]
@@ -213,8 +204,7 @@ class _Rehearsal:
                 out = run(shard, (), inputs)
         except Exception as error:
             at = stack[-1] if stack else ""
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise _Problem(at, f"{reason}, in {self.start}{at}", tuple(sorted(beside))) from error
+            raise _Problem(at, f"{_first_line(error)}, in {self.start}{at}", tuple(sorted(beside))) from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -258,6 +248,10 @@ def _longest(model: PreTrainedModel) -> int | None:
     return min((value for value in found if type(value) is int and value > 0), default=None)
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 class _Found(NamedTuple):
     """What a run has shown: the parameters of each block that work on rows, the blocks that had rows,
     paths of the modules that ran in each, and names of arguments that the models in it and the blocks got."""
@@ -273,69 +267,3 @@ class _Problem(Exception):
     def __init__(self, path: str, text: str, inputs: tuple[str, ...] = ()) -> None:
         super().__init__(text)
         self.path, self.text, self.inputs = path, text, inputs
-
-
-def _notes(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTracking) -> Iterator[Any]:
-    """Register hooks that note which modules run in each block."""
-    for path, module in shard.named_modules():
-
-        def before(_: nn.Module, args: Any, path: str = path) -> None:
-            if tracking.block:
-                ran[tracking.block].add(path)
-
-        yield module.register_forward_pre_hook(before)
-
-
-def _note_given(names: set[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = [*zip(argument_names(type(model)), args, strict=False), *kwargs.items()]
-    tensors = (name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)))
-    names.update(tensors)
-
-
-def _notes_inputs(blocks: Sequence[nn.Module], length: int, names: set[str], every: set[str]) -> Iterator[Any]:
-    """Register hooks that note arguments of blocks, ``[batch, seq, features]``, besides hidden states."""
-
-    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*zip(argument_names(type(block)), args, strict=False), *kwargs.items()][1:]
-        _note_given(every, block, args, kwargs)
-        for name, value in given:
-            if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == length:
-                names.add(name)
-
-    for block in blocks:
-        yield block.register_forward_pre_hook(before, with_kwargs=True)
-
-
-class _SampleRows(RowsOfList):
-    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
-
-    def __init__(self, batch: int, length: int, region: Region, plan: SequencePlan) -> None:
-        super().__init__(region, plan)
-        self.batch, self.length = batch, length
-        self.known = _Everything()
-        self.whole: list[int] = []
-
-    def note_length(self, x: torch.Tensor) -> torch.Tensor:
-        """Note the length of the sample."""
-        natural = x.ndim > 2 and x.shape[1] == self.length
-        if x.shape[0] % self.batch or not (natural or x.ndim == 3):
-            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
-        self.whole = list(x.shape)
-        self.rows = rows_of(self.length, self.region.axis.size)
-        return x
-
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows of the sample."""
-        return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
-
-    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
-        """Return whole hidden states, as long as they were."""
-        y = super().leave(x, rows)
-        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
-
-
-class _Everything(frozenset[str]):
-    """All names: nothing is unknown to a dry run."""
-
-    def __contains__(self, name: object) -> bool:
-        return True

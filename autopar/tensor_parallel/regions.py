@@ -15,8 +15,7 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
 from types import SimpleNamespace
@@ -29,11 +28,10 @@ from transformers import PreTrainedModel
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, seed_torch
-from autopar.layout import Layout
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
-from autopar.tensor_parallel.sequence_parallel.rows import enter_rows, gather_rows
-from autopar.tensor_parallel.sequence_parallel.saved_rows import Entered, can_save_rows
+from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion
+from autopar.tensor_parallel.sequence_parallel.saved_rows import can_save_rows
 
 __all__ = ["Region"]
 
@@ -45,7 +43,7 @@ _DRAWS = {
 _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
 
 
-class Region:
+class Region(RowsOfRegion):
     """State of the parallel layers of one model while its forward runs. One per model.
 
     Args:
@@ -53,6 +51,7 @@ class Region:
     """
 
     def __init__(self, axis: Axis) -> None:
+        super().__init__()
         self.axis = axis
         self.may_draw = False
         self._in_evaluation = False
@@ -60,7 +59,6 @@ class Region:
         self._copied: torch.Tensor | None = None
         self._version = 0
         self._outside: TorchGenerators | None = None
-        self._training = False
         self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many region modules are running inside each other
@@ -68,10 +66,6 @@ class Region:
         self.forwards = 0
         self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
-        self.rows: Layout | None = None  # of the sequence, between regions (sequence parallel)
-        self.rows_of_parameters: Mapping[int, torch.Tensor] = {}  # id -> what rows are computed with
-        self.row_tensors: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
-        self._entered: Entered | None = None  # the whole sequence that rows became
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
@@ -109,8 +103,8 @@ class Region:
         self.draw_alike()
         self.release()
         if self.running == 0:
-            self.depth, self.rows, self.rows_of_parameters = 0, None, {}
-            self.row_tensors.clear()
+            self.depth = 0
+            self.forget_rows()
         self.running += 1
         on = [owner for owner, name in self._dropouts if float(_entries(owner).get(name) or 0) > 0]
         self.may_draw = bool(on)
@@ -161,11 +155,6 @@ class Region:
         if self._source is not x or self._version != version or self._copied is None:
             self._source, self._version, self._copied = x, version, copy(x, self.axis)
         return self._copied
-
-    def _enter_rows(self, entered: Entered, rows: Layout) -> torch.Tensor:
-        if entered.inside is None:
-            entered.inside = enter_rows(entered.rows, entered.whole.detach(), self.axis, rows)
-        return entered.inside
 
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
@@ -241,49 +230,6 @@ class Region:
             if inside is not None:
                 self._outside = TorchGenerators.now()
                 inside.restore()
-
-    @contextlib.contextmanager
-    def on_rows(self, rows: Layout, parameters: Mapping[int, torch.Tensor], training: bool) -> Iterator[None]:
-        """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
-
-        Args:
-            parameters: id -> what stands for a parameter that works on rows.
-        """
-        self.rows, self.rows_of_parameters, self._training = rows, parameters, training
-        self.draw_per_rank(training)
-        try:
-            yield
-        finally:
-            self.rows, self.rows_of_parameters = None, {}
-            self.draw_alike()
-            self.release()
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Compute with whole sequences inside :meth:`on_rows`, as without it."""
-        rows, parameters = self.rows, self.rows_of_parameters
-        self.rows, self.rows_of_parameters = None, {}
-        try:
-            with self.outside():
-                yield
-        finally:
-            self.rows, self.rows_of_parameters = rows, parameters
-            self.release()
-
-    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and what precedes it.
-
-        The gradient of what :meth:`enter` makes of it is reduce-scattered; of any other, which is whole, the own rows
-        are kept.
-        """
-        assert self.rows is not None
-        x = gather_rows(rows, self.axis, self.rows)
-        if self.tracking is not None:
-            return self.mark_replicated(x)
-        self.draw_alike()
-        if x.requires_grad and torch.is_grad_enabled():
-            self._entered = Entered(x, rows, self.axis, self.rows)
-        return x
 
     # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

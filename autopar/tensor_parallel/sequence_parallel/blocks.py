@@ -45,7 +45,7 @@ _OF_MODELS = _OF_BLOCKS | {
 
 def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a module gets a tensor, or a number that is not 0, under a name that is not known."""
-    names = argument_names(type(module))
+    names = argument_names(module)
     given = [*zip(names, args, strict=False), *kwargs.items()]
     others = [value for name, value in given if name not in known and name != names[0]]
     return any(isinstance(leaf, torch.Tensor) or (type(leaf) is int and leaf != 0) for leaf in tree_leaves(others))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows
@@ -57,11 +56,16 @@ class Whole:
         return change_output(output, lambda y: region.mark_rows(own_rows(y, region.axis, rows)))
 
 
-@functools.cache
-def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+def argument_names(module: Any) -> tuple[str, ...]:
     """Return the names of the arguments of a module's forward."""
+    kind: Any = type(module)
+    return _names_of(kind)
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
     while "_autopar_plain" in vars(kind):
-        kind = kind._autopar_plain  # type: ignore[attr-defined]
+        kind = kind._autopar_plain
     return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
 
 
@@ -72,7 +76,7 @@ def change_first(
     if args:
         first = args[0]
     else:
-        name = argument_names(type(module))[0]
+        name = argument_names(module)[0]
         first = kwargs[name] if name in kwargs else next(x for x in kwargs.values() if isinstance(x, torch.Tensor))
     changed = change(first)
     return (
@@ -89,7 +93,7 @@ def change_named(
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of a forward of which the tensors called ``names`` are changed."""
-    known = argument_names(type(module))[: len(args)]
+    known = argument_names(module)[: len(args)]
     positional = [
         change(value) if name in names and isinstance(value, torch.Tensor) else value
         for name, value in zip(known, args, strict=False)

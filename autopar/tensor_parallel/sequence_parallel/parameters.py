@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import sum_flat
+from autopar.distributed.collectives import reduce_
 from autopar.distributed.profiling import named_collective
 from autopar.tensor_parallel.regions import Region
 
@@ -37,6 +37,17 @@ class _SumRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         return None, *sum_flat(gradients, ctx.axis)
+
+
+def sum_flat(tensors: Sequence[torch.Tensor | None], axis: Axis) -> list[torch.Tensor | None]:
+    """Sum tensors over the axis in one all-reduce for each dtype, out of place; all ranks have the same ones."""
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for dtype in dict.fromkeys(x.dtype for x in tensors if x is not None):
+        chosen = [(place, x) for place, x in enumerate(tensors) if x is not None and x.dtype == dtype]
+        flat = reduce_(torch.cat([x.reshape(-1) for _, x in chosen]), axis)
+        for (place, x), part in zip(chosen, flat.split([x.numel() for _, x in chosen]), strict=True):
+            found[place] = part.view_as(x)
+    return found
 
 
 def summed_over_rows(parameters: Sequence[nn.Parameter | None], axis: Axis) -> Mapping[int, torch.Tensor]:
@@ -72,4 +83,4 @@ def _reader(names: tuple[str, ...]) -> type:
 
 def reader_class(plain: type[nn.Module], names: tuple[str, ...]) -> Any:
     """Return the class of a module that reads its parameters ``names`` as :func:`summed_over_rows` gives them."""
-    return mixed_class(_reader(names), plain)
+    return mixed_class(_reader(names), plain)  # type: ignore[arg-type]

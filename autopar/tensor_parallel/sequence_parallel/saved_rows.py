@@ -1,8 +1,8 @@
 """A column-parallel layer saves rows of its input for its weight's gradient, and gathers them again in the backward.
 
 Of the whole sequence that it multiplied, ``[batch, seq, in]``, nothing stays: the layer itself sees a detached weight,
-whose gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.overlap`). Layers that read
-the same sequence gather it once. Megatron-LM does the same in one function for each layer (core/tensor_parallel/layers.py).
+whose gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.overlap`). Layers that read the
+same sequence gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
 """
 
 from __future__ import annotations
