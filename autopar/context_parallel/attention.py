@@ -36,10 +36,10 @@ IMPLEMENTATION = "autopar_rows"
 
 
 class Implementation(str):
-    """Name of an attention that is compared as the model's own (``== "sdpa"``) and looked up as :data:`IMPLEMENTATION`."""
+    """Name of an attention: compared as the model's own (``== "sdpa"``), looked up as :data:`IMPLEMENTATION`."""
 
     def __eq__(self, other: object) -> bool:
-        return other == IMPLEMENTATION or str.__eq__(self, other) is True  # type: ignore[arg-type]
+        return other == IMPLEMENTATION or str.__eq__(self, other) is True
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -80,7 +80,7 @@ def attention_over_rows(
     name, function = plain_attention(module)
     layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
     if layout is None:
-        return function(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        return function(module, query, key, value, attention_mask, **kwargs)
     if state.watch is not None:
         return state.watch(module, query, key, value, attention_mask), None
     crosses = state.plan.crosses[module._autopar_path]  # type: ignore[index]

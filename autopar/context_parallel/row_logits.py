@@ -1,8 +1,8 @@
 """Logits of which each rank has some rows, and which are whole for whoever reads them: gathered then, and only then.
 
-A loss takes ``[batch, rows, vocab]`` apart by rows: it casts, scales, shifts, flattens, and computes a cross entropy for
-each. All of that is done to this rank's rows, whose losses, one number a row, are gathered. Any other operation gathers
-the logits first. They may be sharded by vocabulary as well (:mod:`autopar.tensor_parallel.sharded_logits`).
+A loss takes ``[batch, rows, vocab]`` apart by rows: it casts, scales, shifts, flattens, and computes a cross entropy
+for each. All of that is done to this rank's rows, whose losses, one number a row, are gathered. Any other operation
+gathers the logits first. They may be sharded by vocabulary as well (:mod:`autopar.tensor_parallel.sharded_logits`).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _ADVICE = (
 
 
 def row_logits(own: torch.Tensor, axis: Axis, rows: Layout, name: str) -> RowLogits:
-    """Return whole logits ``[batch, rows, vocab]`` of this rank's, ``[batch, rows/cp, vocab]``; gradients go to those."""
+    """Return whole logits ``[batch, rows, vocab]`` of this rank's own, ``[batch, rows/cp, vocab]``."""
     return RowLogits(own, axis, rows, name, False)
 
 

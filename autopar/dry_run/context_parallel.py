@@ -157,22 +157,24 @@ class _Search:
         count = _follow(model, stack, {path for each in self.plan.lists for path in each})
         for module in model.modules():
             if _is_experts(module):
-                module.forward = _Experts(tracking)  # type: ignore[assignment]
+                module.forward = _Experts(tracking)
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
                 out = model(**self.inputs)
         except MixedRows as error:
-            return self._failed(stack, error.operation, count)._replace(**({"between": True} if error.between else {}))
+            return self._failed(stack, error.operation, count, error.between)
         except Exception as error:
             return self._failed(stack, f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}", count)
         rows = [name for name, value in out.items() if tracking.holds_rows(value)]
         return _Failure("", f"{rows[0]} is made of rows") if rows else self._check(state)
 
-    def _failed(self, stack: list[str], reason: str, done: list[str]) -> _Failure:
+    def _failed(self, stack: list[str], reason: str, done: list[str], between: bool = False) -> _Failure:
         main = self.plan.lists[-1]
         outside = not any(_below(path, block) for path in stack for block in main)
-        return _Failure(stack[-1] if stack else "", reason, outside and bool(done) and done[-1] in main[:-1])
+        return _Failure(
+            stack[-1] if stack else "", reason, between or (outside and bool(done) and done[-1] in main[:-1])
+        )
 
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
