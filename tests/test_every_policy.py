@@ -143,7 +143,7 @@ def _run(
             inputs = batches(case, model.config, 2 if thorough else 1)
             words = kind(case.head) in ("causal", "seq2seq") and model.can_generate()
             generates = words and vocab > 3 and of_type(case.model_type).generates
-            too = functools.partial(_with_rows, case, tp) if rows else None
+            too = [functools.partial(with_, case, tp) for with_ in (_with_rows, _with_context) if rows]
             checks: list[Callable[[nn.Module, nn.Module], None]] = [_same_folder] if merges else []
             checks += [functools.partial(_same_tokens, batch=inputs[0])] if generates else []
 
@@ -166,6 +166,19 @@ def _with_rows(case: Case, tp: int, build: Callable[[], nn.Module]) -> nn.Module
         refused = str(error)
     expected = case.model_type in NOT_BY_ROWS
     assert (refused is not None) == expected, f"NOT_BY_ROWS is wrong about {case.model_type}: {refused}"
+    return None if expected else model
+
+
+def _with_context(case: Case, cp: int, build: Callable[[], nn.Module]) -> nn.Module | None:
+    method = "gather" if len(case.model_type) % 2 else "ulysses"  # the others have their own tests
+    sizes = {"context_parallel_size": cp, "context_parallel_method": method}
+    refused = None
+    try:
+        model = autopar.initialize(build(), {"model_parallelism": sizes})
+    except ConfigError as error:
+        refused = str(error)
+    expected = case.model_type in NOT_IN_CONTEXT
+    assert (refused is not None) == expected, f"NOT_IN_CONTEXT is wrong about {case.model_type}: {refused}"
     return None if expected else model
 
 
