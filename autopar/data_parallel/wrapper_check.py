@@ -26,7 +26,7 @@ from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
-__all__ = ["WrapperCheck", "refuse_flat"]
+__all__ = ["WrapperCheck", "in_trainer", "refuse_flat"]
 
 _GROUP = "process_group=model.mpu.get_data_parallel_group()"
 _MESH = 'mesh=model.mpu.mesh["dp"]'
@@ -104,10 +104,8 @@ def refuse_flat(*_: Any, **__: Any) -> Any:
 def _check_group(what: str, group: Any, mpu: MPU) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     if not set(ranks) <= set(mpu.dp.ranks):
-        through = [module for module, _ in calls()]
-        for caller, explain in (("transformers.trainer", _in_trainer), ("accelerate.", _in_accelerate)):
-            if any(module.startswith(caller) for module in through):
-                raise ConfigError(explain(what, ranks, mpu))
+        if any(module.startswith("accelerate.") for module, _ in calls()):
+            raise ConfigError(_in_accelerate(what, ranks, mpu))
         raise ConfigError(_explain(what, ranks, mpu, _GROUP))
 
 
@@ -127,21 +125,22 @@ def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
     )
 
 
-def _in_trainer(what: str, ranks: list[int], mpu: MPU) -> str:
+def in_trainer(mpu: MPU) -> str:
+    """Say why transformers' Trainer cannot train a parallelized model."""
     return (
-        f"transformers' Trainer would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
+        "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
+        f"{_listed(range(mpu.world_size))}, which hold different shards\n"
+        f"  of it: that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
         "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
     )
 
 
 def _in_accelerate(what: str, ranks: list[int], mpu: MPU) -> str:
     return (
-        f"Accelerator.prepare(model) would wrap it in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Use\n"
-        "  model = accelerator.prepare_model(model, evaluation_mode=True)  # wraps nothing\n"
-        "  and before accelerator.clip_grad_norm_ and optimizer.step(): autopar.average_gradients(model).\n"
-        "  Batches come from autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu)."
+        f"accelerate would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
+        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp.ranks)}. Leave fsdp_plugin and what "
+        "configures it out: accelerator.prepare\n  wraps DistributedDataParallel around the replicas, and "
+        "zero: {stage: 3} in autopar's config is torch's FSDP2."
     )
 
 
