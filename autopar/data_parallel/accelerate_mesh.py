@@ -37,7 +37,7 @@ def meaning(mpu: MPU | None) -> Iterator[None]:
 
 def alive() -> list[ReplicaNorm]:
     """Return those of the parallelized models that are larger than one rank."""
-    return [one for one in listeners(ReplicaNorm) if one.model is not None and one.mpu.model_parallel_is_initialized()]
+    return [one for one in listeners(ReplicaNorm) if one.is_alive]
 
 
 def only(found: Iterable[MPU]) -> MPU | None:

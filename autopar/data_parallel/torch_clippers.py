@@ -63,6 +63,11 @@ class ReplicaNorm:
         """The model, while it lives."""
         return self._model()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether there are both the model and its process groups."""
+        return self.model is not None and self.mpu.model_parallel_is_initialized()
+
     def remove(self) -> None:
         """Leave the model's parameters to torch from now on."""
         forget(self)
@@ -144,14 +149,30 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
-    """Return the tensors of each parallelized model, in the order in which these were made, and what is left."""
-    given: _Given = []
+    """Return the tensors of each parallelized model, in the order in which these were made, and what is left.
+
+    No tensors at all are the share of a pipeline stage that holds none of those that other stages give.
+
+    Raises:
+        ConfigError: there are none, and several models have stages.
+    """
+    given: _Given = [] if tensors else _empty_share()
     for one in listeners(ReplicaNorm):
         mine = one.mine(tensors)
         if mine:
             given.append((one, mine))
     taken = {id(tensor) for _, mine in given for tensor in mine.values()}
     return given, [tensor for tensor in tensors if id(tensor) not in taken]
+
+
+def _empty_share() -> _Given:
+    staged = [one for one in listeners(ReplicaNorm) if one.mpu.pp.size > 1 and one.is_alive]
+    if len(staged) > 1:
+        raise ConfigError(
+            f"this rank's stage holds none of the parameters, and {len(staged)} models have pipeline stages: which of "
+            "them the other stages\n  clip cannot be told. Use autopar.clip_grad_norm_(model, max_norm)."
+        )
+    return [(one, {}) for one in staged]
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
