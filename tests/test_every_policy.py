@@ -83,6 +83,8 @@ NOT_BY_ROWS: set[str] = set()
 # Those that are tried with sequence parallelism on four ranks, too.
 ROWS_ON_FOUR = {"gpt2", "bert", "t5", "bloom", "mixtral", "mamba2", "gemma3_text", "whisper", "deepseek_v3"}
 
+NOT_IN_CONTEXT: set[str] = set()
+
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 

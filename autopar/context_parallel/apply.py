@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -115,6 +116,9 @@ class AfterRows:
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         state = self.state
         state.running = max(state.running - 1, 0)
+        error = sys.exc_info()[1] if output is None else None
+        if state.cutting and state.running == 0 and isinstance(error, IndexError | RuntimeError | ValueError):
+            _explain(error, state)
         if state.cutting and isinstance(output, dict):
             output = _joined(output, state, outermost=state.running == 0)
         if state.running == 0:
@@ -122,7 +126,14 @@ class AfterRows:
         return output
 
 
-_COLLECTED = ("router_logits", "hidden_states")
+def _explain(error: Exception, state: RowState) -> None:
+    """Say beside an error of shapes that blocks had rows: inputs may lead where no rehearsal came."""
+    lengths = ", ".join(f"{layout.local_size(state.axis.rank)} of {layout.size}" for layout in state.layouts())
+    error.add_note(
+        f"context_parallel_size={state.axis.size}: the blocks had {lengths or 'no'} rows of the sequence on this rank. "
+        "Inputs that the rehearsal of initialize\n  did not have (images, sound) may need all rows there: then use "
+        "tensor_parallel_size, or sequence_parallel."
+    )
 
 
 def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:

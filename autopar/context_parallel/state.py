@@ -127,6 +127,10 @@ class RowState:
         """Return the rows of a list of blocks that runs; None if it is not cut."""
         return self._layouts.get(number)
 
+    def layouts(self) -> list[Layout]:
+        """Return the rows of all lists of blocks that were begun."""
+        return list(self._layouts.values())
+
     def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
         """Whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
         if heads % kv_heads:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar.adapters.wrappers import is_adapted
 from autopar.call_site import calls
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
@@ -71,6 +72,8 @@ class WrapperCheck:
                     vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
+        elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
+            self._refuse_adapters()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()
@@ -99,6 +102,17 @@ class WrapperCheck:
         model = self._model()
         own = {id(module) for module in model.modules()} if model is not None else set()
         return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)
+
+    def _refuse_adapters(self) -> None:
+        model = self._model()
+        if model is not None and not hasattr(model, "peft_config"):
+            vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter begins with it
+        raise ConfigError(
+            f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
+            "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "
+            "model.load_adapter(dir, 'default') if they are in files;\n  or put them in before: "
+            "autopar.initialize(peft.get_peft_model(plain_model, peft_config), config)."
+        )
 
 
 def refuse_flat(*_: Any, **__: Any) -> Any:

@@ -58,8 +58,18 @@ def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
 
 
 def _first_plan(model: PreTrainedModel, lists: tuple[tuple[str, ...], ...]) -> RowPlan:
-    head = _head_of(model)
-    return RowPlan(lists, head=head, through=head is not None)
+    head, between = _head_of(model), _looks_between(model, lists[-1][0])
+    return RowPlan(lists, head=head, through=head is not None and not between, between=between)
+
+
+def _looks_between(model: PreTrainedModel, block: str) -> bool:
+    """Whether what runs the blocks takes images of its own: it adds them to all rows between blocks (deepstack).
+
+    A rehearsal with text alone does not come there.
+    """
+    runner = model.get_submodule(block.rpartition(".")[0].rpartition(".")[0])
+    names = inspect.signature(type(runner).forward).parameters
+    return any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
 
 
 def _head_of(model: PreTrainedModel) -> str | None:
