@@ -42,8 +42,7 @@ class ParallelConfig:
         context_parallel_size: ranks that share the sequences of a batch.
         context_parallel_method: how attention sees whole sequences: ``ulysses`` (each rank has all positions of some
             heads), ``gather`` (each rank gathers keys and values), or ``auto``.
-        sequence_parallel: between sharded layers each tensor-parallel rank holds a part of the sequence; without effect
-            where tensor_parallel_size is 1.
+        sequence_parallel: tensor-parallel ranks hold parts of the sequence between sharded layers; one rank all of it.
         cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
             ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
         activation_checkpointing: recompute the blocks' activations in the backward pass.

@@ -100,6 +100,7 @@ class StepCheck:
         self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
             self._input_hook = inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
@@ -173,10 +174,6 @@ class StepCheck:
             progress.number, self._count = self._count, self._count + 1
         return progress
 
-    @property
-    def _replicas(self) -> str:
-        return "data-parallel replicas" if self.mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
-
     def _compare_step(self, optimizer: Optimizer, progress: _Progress, closure: bool) -> None:
         step = progress.steps
         if step >= _WHOLE and step % self._interval:
@@ -246,10 +243,10 @@ class StepCheck:
 
     def _missing(self, optimizer: str, rank: int) -> None:
         replica, place = divmod(self.mpu.dp_cp.ranks.index(rank), self.mpu.cp.size)
-        context = f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else ""
+        where = f"replica {replica}" + (f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else "")
         raise self.failures.failure(
             f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
-            f"replica {replica}{context} and has not stepped.",
+            f"{where} and has not stepped.",
             [rank],
             TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
         )
