@@ -142,22 +142,26 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
     for name, value in output.items():
         if outermost and isinstance(value, Cache):
             changed[name] = None
-        if ("router_logits" in name or (outermost and "hidden_state" in name)) and value is not None:
+        if (name in _ROUTERS or (outermost and name in _HIDDEN)) and isinstance(value, tuple | list):
             number = 0 if name.startswith("encoder") else len(state.plan.lists) - 1
             changed[name] = _whole(value, state, number)
     return type(output)(**{**output, **changed}) if changed else output
 
 
+_ROUTERS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
+_HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+
+
 def _whole(value: Any, state: RowState, number: int) -> Any:
+    """Gather what blocks left; it has rows, or was made by a module with all rows: the same on all ranks."""
     layout = state.layout(number)
     if isinstance(value, tuple | list):
         return type(value)(_whole(x, state, number) for x in value)
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
         return value
-    own = layout.local_size(state.axis.rank)
-    if value.ndim > 2:
-        return gather_all(value, state, layout, 1) if value.shape[1] == own else value
-    return gather_all(value, state, layout, 0) if own and value.shape[0] % own == 0 else value
+    own, dim = layout.local_size(state.axis.rank), 1 if value.ndim > 2 else 0  # [batch * rows, experts]
+    expected = own if dim else own * state.batch
+    return gather_all(value, state, layout, dim) if value.shape[dim] == expected else value
 
 
 class BeforeHead:

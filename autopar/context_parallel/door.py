@@ -47,7 +47,8 @@ class Door:
         if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
             raise state.tracking.mixed("the first block runs a second time", between=True)
         if first or state.plan.between:
-            state.enter(number, _length(hidden, dict(named).get(hidden), state))
+            x = dict(named).get(hidden)
+            state.enter(number, _length(hidden, x, state), x.shape[0] if isinstance(x, torch.Tensor) else 0)
         layout = state.layout(number)
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

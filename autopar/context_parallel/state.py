@@ -74,7 +74,7 @@ class RowState:
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
         self.cutting = self.keeping = False
-        self.running = self.forwards = 0
+        self.running = self.forwards = self.batch = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
         self.region = Region(axis)
@@ -109,8 +109,9 @@ class RowState:
         self.inside.clear()
         self._narrowed.clear()
 
-    def enter(self, number: int, length: int) -> Layout | None:
-        """Begin a list of blocks with ``length`` rows; None if there are too few to be cut."""
+    def enter(self, number: int, length: int, batch: int = 0) -> Layout | None:
+        """Begin a list of blocks with ``batch`` sequences of ``length`` rows; None if there are too few to be cut."""
+        self.batch = batch
         if self.tracking is not None and length != self.tracking.prime * self.axis.size:
             return None  # no words: sound, or an image
         self.entered.add(number)
