@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AlbertConfig, AlbertForMaskedLM
 
 import autopar
 from autopar import activation_checkpoint
@@ -111,6 +112,23 @@ def test_saved_activations_are_those_of_a_step(build: Any) -> None:
     with saved:
         out = model(input_ids=ids, labels=ids, use_cache=False)
     assert saved.most == plan.peak.activations + plan.peak.logits
+    del out
+
+
+def test_a_block_that_stands_for_all_layers_is_counted_each_time() -> None:
+    torch.manual_seed(0)
+    config = AlbertConfig(
+        hidden_size=24, embedding_size=12, num_attention_heads=6, num_hidden_layers=5, intermediate_size=37,
+        vocab_size=131, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = AlbertForMaskedLM._from_config(config).train()
+    plan = autopar.plan_memory(model, sequence=SEQUENCE, batch=BATCH, device="cpu")
+    ids = torch.randint(0, 131, (BATCH, SEQUENCE))
+    saved = SavedTensors(model)
+    with saved:
+        out = model(input_ids=ids, labels=ids)
+    planned = plan.peak.activations + plan.peak.logits
+    assert abs(saved.most / planned - 1) < 0.02, (saved.most, planned)
     del out
 
 
