@@ -12,6 +12,7 @@ ROWS = [
     ["distributed"],
     ["storage", "activation_checkpoint", "compiled_blocks", "data_parallel"],
     ["tensor_parallel", "pipeline_parallel", "checkpoint"],
+    ["context_parallel"],
     ["deferred_init", "dry_run"],
     ["planner"],
     ["api", "split"],

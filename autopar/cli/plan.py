@@ -92,7 +92,9 @@ def _estimator(
         raise ConfigError(f"sequence must be at least 1, not {sequence}")
     ParallelConfig(precision=precision, zero_stage=zero or 0)
     head = heads(source)[0]
-    planned = PlannedModel(head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer)
+    planned = PlannedModel(
+        head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False
+    )
     return Estimator(planned, gpu, gpus_per_node)
 
 

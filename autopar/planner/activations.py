@@ -83,6 +83,7 @@ class _Count(BlockReplay):
         self._unit: Unit | None = None
         self._last: list[torch.Tensor] = []  # what the last block returned
         self._inside_a_block = False
+        self._replays = 0
         self._before: Unit | None = None
         self._before_collectives: Sequence[Collective] = ()
         self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
@@ -165,7 +166,9 @@ class _Count(BlockReplay):
         if unit is not None:
             places = self._places.get(id(block))
             if places:
-                self._found[places.pop(0) if len(places) > 1 else places[0]] = unit
+                place = places.pop(0) if len(places) > 1 else places[0]
+                known = self._found.get(place)  # of a block that stands for all layers
+                self._found[place] = unit if known is None else known.followed_by(unit)
             else:  # of a tower before the blocks
                 self._saved.update(unit.saved)
                 if self._storages.operations is not None:
@@ -255,7 +258,8 @@ class _Count(BlockReplay):
         if self._unit is None:
             now = [self._storages.number(x) for x in arguments]
             known = dict(zip(before, now, strict=True))
-            fresh = -len(self._found) * 1_000_000  # what the block makes by itself is made again
+            self._replays += 1
+            fresh = -self._replays * 1_000_000  # what the block makes by itself is made again
             renumbered = {
                 known.get(number, number if number in before or number in self._shared else fresh - number): size
                 for number, size in unit.saved.items()

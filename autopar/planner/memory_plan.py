@@ -86,6 +86,11 @@ def plan_memory(
             f"expert_parallel_size={parsed.expert_parallel_size}: which tokens travel depends on data, so what is kept "
             "of them cannot be counted; plan with expert_parallel_size 1, which holds as many weights"
         )
+    if parsed.context_parallel_size > 1 or parsed.sequence_parallel:
+        raise ConfigError(
+            f"context_parallel_size={parsed.context_parallel_size}, sequence_parallel={parsed.sequence_parallel}: what "
+            "a rank keeps of a part of each sequence is not counted; plan without them, which needs more"
+        )
     replicas = parsed.data_parallel_size(tp * pp if gpus is None else gpus)
     planned = PlannedModel(
         model,

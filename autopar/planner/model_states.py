@@ -6,7 +6,7 @@ dtypes, what ZeRO shards and who owns what is asked of the code that does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -151,6 +151,11 @@ class ModelStates:
         """FSDP2: each parameter along its first dim, in parts of the same number of rows as far as they go."""
         weights = gradients = optimizer = parameters = largest = 0
         for parameter, shape in zip(held, shapes, strict=True):
+            if not shape:
+                raise ConfigError(
+                    f"zero.stage=3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use "
+                    "zero.stage 1"
+                )
             rows = -(-shape[0] // replicas)
             size = max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])
             width = 4 if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype.itemsize
@@ -205,11 +210,10 @@ class ModelStates:
         return self._local[key]
 
     def _bytes_of_buffers(self, stages: StagePlan, tp: int, pp: int) -> int:
-        held: Mapping[str, tuple[int, ...]] = stages.tensors
+        blocks = tuple(f"{path}." for place, path in enumerate(stages.elements) if place != stages.encoder)
+        foreign = {name for name in stages.tensors if pp not in stages.holders(name) and name.startswith(blocks)}
         return sum(
-            prod(self._shape(name, shape, tp)) * width
-            for name, shape, width in self._buffers
-            if name not in held or pp in stages.holders(name)
+            prod(self._shape(name, shape, tp)) * width for name, shape, width in self._buffers if name not in foreign
         )
 
     def _state(self, size: int, width: int) -> int:

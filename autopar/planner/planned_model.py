@@ -52,6 +52,8 @@ class PlannedModel:
         optimizer: one of :data:`~autopar.planner.model_states.OPTIMIZERS`.
         loss_chunk: as in the configuration.
         fp32_gradients: see :class:`~autopar.planner.model_states.ModelStates`.
+        dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
+            one forward. A search does that for what it has found (:meth:`rehearse`).
 
     Raises:
         ConfigError, PolicyError, UnsupportedModelError: it is no Hugging Face model, or has no policy.
@@ -67,6 +69,7 @@ class PlannedModel:
         optimizer: str = "adamw",
         loss_chunk: int = 0,
         fp32_gradients: bool = True,
+        dry_run: bool = True,
     ) -> None:
         own = None if policy is None else read_user_policy(policy)
         self.prefix, inner = model_inside(model, own)
@@ -78,7 +81,7 @@ class PlannedModel:
             )
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
-        self._chunk, self._fp32_gradients = loss_chunk, fp32_gradients
+        self._chunk, self._fp32_gradients, self._dry_run = loss_chunk, fp32_gradients, dry_run
         self._shard: tuple[int, nn.Module, Region] | None = None
         self._plans: dict[int, Plan | AutoparError] = {}
         self._stages: dict[Any, StagePlan | AutoparError] = {}
@@ -151,7 +154,7 @@ class PlannedModel:
     @functools.cached_property
     def _reads(self) -> Reads | None:
         reads = find_reads(self.model, self.policy)
-        return None if reads is None else replace(reads, dry_run=None)
+        return reads if reads is None or self._dry_run else replace(reads, dry_run=None)
 
     @staticmethod
     def _once(known: dict[Any, Any], key: Any, make: Any) -> Any:

@@ -50,8 +50,11 @@ def summary(model: nn.Module) -> str:
     header = ["parameter", "shape", "rule", "on this rank", "dtype", *(["pp rank"] if staged else [])]
     table = [[name, *list(row.values())[1 : len(header)]] for name, row in rows(entries)]
     local_parameters: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in held.values()]
-    tp, pp, dp = mpu.sizes
-    place = f"tp {tp} x pp {pp} x dp {dp}, rank {mpu.rank}: tp {mpu.tp.rank}, pp {mpu.pp.rank}, dp {mpu.dp.rank}"
+    sizes = mpu.sizes._asdict()
+    if sizes.get("cp") == 1:
+        del sizes["cp"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    place = f"{mesh}, rank {mpu.rank}: " + ", ".join(f"{axis} {getattr(mpu, axis).rank}" for axis in sizes)
     size = sum(parameter.nbytes for parameter in local_parameters)
     lines = [
         f"{plan.model_type} by policy {plan.policy}; {place}",

@@ -34,6 +34,19 @@ class Unit:
     collectives: Sequence[Collective] = ()
     recomputed: bool = False
 
+    def followed_by(self, other: Unit) -> Unit:
+        """Return both as one."""
+        return Unit(
+            {**self.saved, **other.saved},
+            {**self.arguments, **other.arguments},
+            other.output,
+            max(self.forward_peak, other.forward_peak),
+            max(self.backward_peak, other.backward_peak),
+            [*self.operations, *other.operations],
+            [*self.collectives, *other.collectives],
+            self.recomputed and other.recomputed,
+        )
+
 
 @dataclass
 class ForwardCount:

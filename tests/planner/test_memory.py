@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AlbertConfig, AlbertForMaskedLM
 
 import autopar
 from autopar import activation_checkpoint
@@ -114,6 +115,23 @@ def test_saved_activations_are_those_of_a_step(build: Any) -> None:
     del out
 
 
+def test_a_block_that_stands_for_all_layers_is_counted_each_time() -> None:
+    torch.manual_seed(0)
+    config = AlbertConfig(
+        hidden_size=24, embedding_size=12, num_attention_heads=6, num_hidden_layers=5, intermediate_size=37,
+        vocab_size=131, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = AlbertForMaskedLM._from_config(config).train()
+    plan = autopar.plan_memory(model, sequence=SEQUENCE, batch=BATCH, device="cpu")
+    ids = torch.randint(0, 131, (BATCH, SEQUENCE))
+    saved = SavedTensors(model)
+    with saved:
+        out = model(input_ids=ids, labels=ids)
+    planned = plan.peak.activations + plan.peak.logits
+    assert abs(saved.most / planned - 1) < 0.02, (saved.most, planned)
+    del out
+
+
 @pytest.mark.parametrize("chunk", [0, 8])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pooled(world_size=2)
@@ -197,6 +215,11 @@ def test_peak_of_a_step(build: Any, checkpointing: bool) -> None:
 def test_what_cannot_be_planned_is_refused() -> None:
     for sections, message in {
         "expert": ({"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}, "depends on data"),
+        "cp": ({"model_parallelism": {"context_parallel_size": 2}}, "a part of each sequence is not counted"),
+        "sp": (
+            {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
+            "sequence_parallel=True: what a rank keeps of a part of each sequence is not counted",
+        ),
         "world": ({"model_parallelism": {"tensor_parallel_size": 2}}, "does not divide the world of 3"),
     }.values():
         with pytest.raises(ConfigError, match=message):

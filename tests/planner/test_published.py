@@ -65,9 +65,10 @@ def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
     assert plain - fused == pytest.approx(5 * heads * sequence / hidden / tp, rel=0.01)
 
 
+@pytest.mark.every
 def test_llama_405b_in_less_than_a_minute() -> None:
     """Llama Team, 2024, table 4: tp 8, pp 16 at 8,192 tokens on 80 GB."""
-    planned = PlannedModel(llama_405b(), sequence=8192)
+    planned = PlannedModel(llama_405b(), sequence=8192, dry_run=False)
     found = search(Estimator(planned, find_gpu("h100")), Space(16384, 8, 2048))
     assert (8, 16) in [(best.candidate.tp, best.candidate.pp) for best in found.best]
     assert all(best.peak.total <= 80e9 for best in found.best)

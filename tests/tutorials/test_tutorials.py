@@ -182,6 +182,12 @@ def test_08_losses_are_those_of_one_process_before_and_after_resuming(printed: d
     assert "resumed at step 2" in text
 
 
+def test_12_what_was_planned_is_held(printed: dict[str, str]) -> None:
+    text = printed["12_plan_before_you_rent"]
+    assert "planned and held are equal on all ranks: True" in text
+    assert number(text, "weights on rank 0: planned #") == number(text, "bytes, held #")
+
+
 def test_15_adapters_are_those_of_one_process_and_of_plain_peft(printed: dict[str, str]) -> None:
     text = printed["15_lora"]
     assert number(text, "largest difference of losses: #") < 1e-5

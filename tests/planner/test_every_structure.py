@@ -1,0 +1,94 @@
+"""Planned bytes of weights, gradients and optimizer state against real ranks, for policies of every structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import autopar
+from autopar.config import ParallelConfig
+from autopar.errors import AutoparError, ConfigError
+from autopar.planner.model_states import RankBytes
+from autopar.planner.planned_model import PlannedModel
+from tests.pool import pooled
+from tests.random_models import Case, build, cases, kind
+from tests.representatives import REPRESENTATIVES
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tp 2, bf16": {"model_parallelism": {"tensor_parallel_size": 2}, "precision": {"dtype": "bf16"}},
+    "pp 2": {"model_parallelism": {"pipeline_parallel_size": 2}},
+    "dp 2, ZeRO-1, fp16": {"zero": {"stage": 1}, "precision": {"dtype": "fp16"}},
+    "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
+}
+IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2")
+
+
+def _main_case(model_type: str) -> Case:
+    order = ("seq2seq", "causal", "masked", "ctc")
+    listed = cases(model_type)
+    words = [case for case in listed if kind(case.head) in order and not case.variant]
+    return (words or listed)[0]
+
+
+def _held(model: Any, optimizer: Any) -> RankBytes:
+    def local(tensor: Any) -> int:
+        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+
+    gradients = [parameter.grad for parameter in model.parameters()]
+    steps = vars(optimizer)["_autopar"]
+    owned = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
+    states = [entry for state in optimizer.state.values() for entry in state.values()]
+    return RankBytes(
+        sum(map(local, model.parameters())),
+        sum(map(local, gradients)),
+        sum(map(local, [*states, *(master for master in owned if master is not None)])),
+        sum(map(local, model.buffers())),
+    )
+
+
+def _compare(case: Case, name: str) -> None:
+    model = build(case, 6, 3)
+    try:
+        planned = PlannedModel(model, sequence=8, fp32_gradients=False)
+        parsed = ParallelConfig.parse(CONFIGS[name])
+        states, stages = planned.states(parsed.tensor_parallel_size), planned.stages(parsed)
+    except AutoparError as refused:  # then initialize refuses it too
+        with pytest.raises(type(refused)):
+            autopar.initialize(model, CONFIGS[name])
+        return
+    world = torch.distributed.get_world_size()
+    if parsed.zero_stage == 3 and any(parameter.ndim == 0 for parameter in model.parameters()):
+        with pytest.raises(ConfigError, match="is a single number, which torch's FSDP2 does not shard"):
+            states.of_rank(stages, parsed, 0, 0, 0, world)
+        return
+    planned_here = {
+        (p, d, t): states.of_rank(stages, parsed, t, p, d, parsed.data_parallel_size(world))
+        for p in range(parsed.pipeline_parallel_size)
+        for d in range(parsed.data_parallel_size(world))
+        for t in range(parsed.tensor_parallel_size)
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = autopar.initialize(model, CONFIGS[name], optimizer=optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if parsed.precision == "fp16":
+        optimizer.scale_loss(torch.zeros(()))
+    optimizer.step()
+    mpu = model.mpu
+    planned_bytes = planned_here[mpu.pp.rank, mpu.dp.rank, mpu.tp.rank]
+    assert planned_bytes[:4] == _held(model, optimizer)[:4], f"{case}, {name}"
+    mpu.destroy()
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.every) for name in REPRESENTATIVES],
+)
+@pooled(world_size=2, timeout=300)
+def test_states_of(model_type: str) -> None:
+    transformers.logging.set_verbosity_error()
+    for name in CONFIGS:
+        _compare(_main_case(model_type), name)
