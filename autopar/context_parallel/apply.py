@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from autopar.class_swap import swap, unswap
 from autopar.context_parallel.attention import Implementation, register
-from autopar.context_parallel.door import Door, NeedsAllRows, gather_all
+from autopar.context_parallel.door import Door, NeedsAllRows, Recomputed, gather_all
 from autopar.context_parallel.row_logits import row_logits
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
@@ -70,6 +70,9 @@ def undo(model: nn.Module) -> None:
         unswap(module, NeedsAllRows, "_autopar_whole")
         if "_autopar_list" in vars(module):
             drop_value(module, "_attn_implementation")
+        recompute = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(recompute, Recomputed):
+            module._gradient_checkpointing_func = recompute.plain  # type: ignore[assignment]
         for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
             vars(module).pop(name, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

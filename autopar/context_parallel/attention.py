@@ -79,6 +79,8 @@ def attention_over_rows(
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
     layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
+    if not state.cutting:
+        state.check_recomputed()
     if layout is None:
         return function(module, query, key, value, attention_mask, **kwargs)
     if state.watch is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,12 +35,14 @@ class Door:
     """
 
     training: bool
+    _gradient_checkpointing_func: Callable[..., Any]
     _autopar_rows: RowState
     _autopar_place: tuple[int, bool, bool]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state, (number, first, last) = self._autopar_rows, self._autopar_place
         if not state.cutting:
+            state.check_recomputed()
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         named = _named(plain_class(self, Door), args, kwargs)
         hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
@@ -53,6 +55,9 @@ class Door:
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.region.draw_per_rank(self.training)
+        recompute = vars(self).get("_gradient_checkpointing_func")
+        if recompute is not None and not isinstance(recompute, Recomputed):
+            self._gradient_checkpointing_func = Recomputed(recompute, state)
         whole = first or state.plan.between
         values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
@@ -160,6 +165,22 @@ def _named(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tup
     names = _parameters(kind)
     given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
     return [*given, *kwargs.items()]
+
+
+class Recomputed:
+    """A checkpoint function that recomputes a block with the rows that it had in its forward."""
+
+    def __init__(self, plain: Callable[..., Any], state: RowState) -> None:
+        self.plain, self.state = plain, state
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        forward = self.state.snapshot()
+
+        def resumed(*args: Any, **kwargs: Any) -> Any:
+            with self.state.resumed(forward):
+                return function(*args, **kwargs)
+
+        return self.plain(resumed, *args, **kwargs)
 
 
 class NeedsAllRows:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
+from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["RowPlan", "RowState", "WholeModule"]
+__all__ = ["RowPlan", "RowState", "Snapshot", "WholeModule"]
 
 
 @dataclass
@@ -55,6 +57,15 @@ class RowPlan:
     between: bool = False
 
 
+class Snapshot(NamedTuple):
+    """What tells one forward from another."""
+
+    cutting: bool
+    keeping: bool
+    batch: int
+    layouts: dict[int, Layout]
+
+
 class RowState:
     """Rows of the forward that runs. One per model.
 
@@ -73,7 +84,7 @@ class RowState:
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
-        self.cutting = self.keeping = False
+        self.cutting = self.keeping = self.was_cut = False
         self.running = self.forwards = self.batch = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
@@ -96,6 +107,7 @@ class RowState:
         self.region.start()
         self.forwards += 1
         self.cutting, self.keeping = cutting, cutting and keeping
+        self.was_cut = cutting
 
     def finish(self) -> None:
         """End it, also one that failed."""
@@ -108,6 +120,33 @@ class RowState:
         self._layouts.clear()
         self.inside.clear()
         self._narrowed.clear()
+
+    @contextmanager
+    def resumed(self, forward: Snapshot) -> Iterator[None]:
+        """Go on inside as in another forward: a block is recomputed."""
+        now = self.snapshot()
+        self._resume(forward)
+        try:
+            yield
+        finally:
+            self._resume(now)
+
+    def snapshot(self) -> Snapshot:
+        """Return what tells this forward from others."""
+        return Snapshot(self.cutting, self.keeping, self.batch, dict(self._layouts))
+
+    def _resume(self, forward: Snapshot) -> None:
+        self.cutting, self.keeping, self.batch, layouts = forward
+        self._layouts = dict(layouts)
+
+    def check_recomputed(self) -> None:
+        """Raise ConfigError if a block is recomputed by what does not know its rows."""
+        if self.was_cut and not self.running and torch._C._current_graph_task_id() != -1:
+            raise ConfigError(
+                f"context_parallel_size={self.axis.size}: a block is recomputed in the backward pass, and nobody knows "
+                "which rows it had.\n  Use activation_checkpointing: {enable: true}, or "
+                "model.gradient_checkpointing_enable(), instead of torch's checkpoint around it."
+            )
 
     def enter(self, number: int, length: int, batch: int = 0) -> Layout | None:
         """Begin a list of blocks with ``batch`` sequences of ``length`` rows; None if there are too few to be cut."""

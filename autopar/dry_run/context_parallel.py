@@ -96,6 +96,10 @@ class _Search:
         self.prime = prime
         try:
             self.inputs = sample_inputs(model, ranks + 1, ranks * prime)
+            taken = inspect.signature(model.forward).parameters
+            for words, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+                if words in self.inputs and mask in taken and self.inputs[words].ndim == 2:
+                    self.inputs[mask] = torch.ones_like(self.inputs[words])
         except ValueError as error:
             raise _refusal(model, ranks, str(error)) from error
 
