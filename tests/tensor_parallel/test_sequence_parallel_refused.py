@@ -77,6 +77,22 @@ def test_compiled_blocks_are_refused() -> None:
         ParallelConfig.parse({**SIZES, "compile": {"enable": True}})
 
 
+@pooled(world_size=2)
+def test_without_its_first_block_a_forward_is_right_and_without_its_last_one_it_raises() -> None:
+    ids = torch.arange(7)[None]
+    plain, model = gpt2(n_layer=3), autopar.initialize(gpt2(n_layer=3), SIZES)
+    blocks = model.transformer.h
+    for each in (plain, model):
+        each.transformer.h = each.transformer.h[1:]
+    close(model(ids).logits, plain(ids).logits, "logits")
+    model.transformer.h = blocks
+    last = blocks[2]
+    last.__class__ = type("LeftOut", (type(last),), {"__call__": lambda self, x, *args, **kwargs: x})
+    with raises_everywhere(ConfigError, "the last block of GPT2Model did not run in this forward"):
+        model(ids)
+    model.mpu.destroy()
+
+
 @pooled(world_size=1)
 def test_one_rank_has_all_rows() -> None:
     model = autopar.initialize(gpt2(), {"model_parallelism": {"sequence_parallel": True}})

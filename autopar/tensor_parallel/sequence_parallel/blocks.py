@@ -70,6 +70,7 @@ class RowsOfList:
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
         """Note the length of a sequence, ``[batch, seq, hidden]``; returns it."""
         self.rows = rows_of(x.shape[1], self.region.axis.size)
+        self.region.rows_are_out = self.rows is not None
         return x
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +108,7 @@ class Arguments(Hook):
         self.of, self.known = of, _OF_MODELS | set(seen)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.of.rows = None  # until the first block
         self.of.between = _unknown(self.known, model, args, kwargs)
 
 
@@ -117,6 +119,7 @@ class RowsBlock:
     rows_ends: tuple[bool, bool]  # whether it is the first block of its list, and the last
     rows_parameters: tuple[tuple[nn.Module, str], ...]  # that work on rows
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of, (first, last) = self.rows_list, self.rows_ends
         comes_whole = first or (of.between and of.rows is not None)
@@ -129,6 +132,7 @@ class RowsBlock:
             if not comes_whole:
                 args, kwargs = change_first(self, args, kwargs, of.leave)
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            of.region.rows_are_out &= not leaves_whole
             return output if leaves_whole else change_output(output, of.enter)
         if comes_whole:
             args, kwargs = change_first(self, args, kwargs, of.enter)
@@ -136,6 +140,7 @@ class RowsBlock:
             args, kwargs = change_named(self, of.inputs, args, kwargs, of.take)
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
         output = change_output(output, of.made)
+        of.region.rows_are_out &= not leaves_whole
         return change_output(output, of.leave) if leaves_whole else output
 
     def forward(self, *args: Any, autopar_rows: Layout | None = None, **kwargs: Any) -> Any:
