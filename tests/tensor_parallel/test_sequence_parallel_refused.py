@@ -85,9 +85,9 @@ def test_without_its_first_block_a_forward_is_right_and_without_its_last_one_it_
         _leave_out(each.transformer.h[0])
     close(model(ids).logits, plain(ids).logits, "logits")
     model.mpu.destroy()
-    model = autopar.initialize(gpt2(n_layer=3), SIZES)
-    _leave_out(model.transformer.h[2])
-    with raises_everywhere(ConfigError, "the last block of GPT2Model did not run in this forward"):
+    model = autopar.initialize(llama(), SIZES)
+    _leave_out(model.model.layers[1])
+    with raises_everywhere(ConfigError, "the last block of LlamaModel did not run in this forward"):
         model(ids)
     model.mpu.destroy()
 
