@@ -90,12 +90,15 @@ class _Rehearsal:
         if prime is None:
             raise _refused(model, f"no length of a sequence up to {longest} tells its rows from other sizes")
         self.prime = prime
+        self.routers = False  # whether the model returns what its routers make
         self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
 
     def plan(self) -> SequencePlan:
         """Return what was found out."""
         expected = self._expected()
         entries, wholes = entries_of(self.plan_inside, self.blocks)
+        wholes |= self._drawn_for_samples()
+        entries = outermost(entries, wholes)
         inputs: tuple[str, ...] = ()
         while True:
             chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
@@ -121,7 +124,31 @@ class _Rehearsal:
             entries = outermost(entries, wholes)
         if wholes.issuperset(self.blocks):
             raise _refused(self.model, "none of its blocks ran with rows of a sequence")
-        return self._full(replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given))
+        chosen = replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given)
+        return self._full(replace(chosen, routers_whole=self._routers_are_whole(chosen)))
+
+    def _drawn_for_samples(self) -> set[str]:
+        """Return modules that draw one number for a sample, not for a row: whether to drop its path around a layer."""
+        inside = (
+            (path, self.model.get_submodule(path)) for path in self.kinds if path and self._block_of(path) != path
+        )
+        named = {path for path, module in inside if self._block_of(path) and vars(module).get("drop_prob")}
+        return outermost(named)
+
+    def _routers_are_whole(self, chosen: SequencePlan) -> bool:
+        """Whether the model can return what its routers make. Raises ConfigError if it does, and they work on rows."""
+        name = "output_router_logits"
+        owners = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}.values()
+        if not any(hasattr(config, name) for config in owners):
+            return True
+        self.routers = True
+        try:
+            self._run(chosen, 0, self._expected())
+        except (_Problem, ConfigError) as problem:
+            if any(getattr(config, name, False) for config in owners):
+                raise _refused(self.model, f"{name}=True: {str(problem).splitlines()[0]}") from None
+            return False
+        return True
 
     def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
         """Return the next module to be made whole, around what failed; None if that is a block, or none."""
@@ -153,8 +180,15 @@ class _Rehearsal:
         except ValueError as error:
             raise _refused(self.model, f"the dry run has {error}") from None
 
+    def _copy(self) -> PreTrainedModel:
+        copied = meta_copy(self.model)
+        for module in copied.modules():
+            if isinstance(module, PreTrainedModel) and hasattr(module.config, "output_router_logits"):
+                module.config.output_router_logits = self.routers
+        return copied
+
     def _expected(self) -> list[tuple[int, ...]]:
-        plain = meta_copy(self.model)
+        plain = self._copy()
         try:
             with ActivationTracking():
                 return shapes_of(run(plain, (), self._inputs()))
@@ -166,7 +200,7 @@ class _Rehearsal:
 
     def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
         """Run the shard of a rank. Raises _Problem."""
-        shard = meta_copy(self.model)
+        shard = self._copy()
         region = Region(Axis("tp", None, range(self.tp), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
         sequence_parallel.apply(shard, chosen, region, functools.partial(SampleRows, self.batch, self.tp * self.prime))
@@ -237,6 +271,7 @@ class _Rehearsal:
             found.inputs,
             found.seen,
             found.given,
+            found.routers_whole,
             {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
 

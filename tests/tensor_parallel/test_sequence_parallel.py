@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
 from autopar.distributed.collectives import even_layout
@@ -123,9 +124,15 @@ def test_checkpointed_frozen_and_evaluated() -> None:
 
 @pooled(world_size=2)
 def test_experts_that_tokens_travel_to() -> None:
-    model = next(case for case in cases("mixtral") if case.head.endswith("ForCausalLM"))
-    config = sizes(2, expert_parallel_size=2)
-    check(lambda: build(model, 6, 3), batches_of(7), 2, config=config).mpu.destroy()
+    case = next(case for case in cases("mixtral") if case.head.endswith("ForCausalLM"))
+
+    def with_routers() -> Any:
+        model = build(case, 6, 3)
+        model.config.output_router_logits = True  # for the loss that balances experts
+        return model
+
+    for config in (sizes(2), sizes(2, expert_parallel_size=2)):
+        check(with_routers, batches_of(7), 2, config=config).mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -253,3 +260,24 @@ def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
         model.mpu.destroy()
     for name, gradient in gradients[0].items():
         close(gradients[1][name], gradient, name, 1e-6)
+
+
+@pooled(world_size=2)
+def test_paths_are_dropped_for_whole_samples() -> None:
+    case = next(case for case in cases("dinov2") if case.head == "Dinov2Model")
+    model = build(case, 6, 3)
+    model.encoder.layer[1].drop_path = Dinov2DropPath(0.5)
+    parallel = autopar.initialize(model, sizes(2)).train()
+    assert parallel._autopar.sequence.wholes == ("encoder.layer.1.drop_path",)
+    seen: list[torch.Tensor] = []
+    parallel.encoder.layer[1].drop_path.register_forward_hook(
+        lambda _, args, out: seen.append(out.abs().sum((1, 2)) > 0)
+    )
+    for seed in range(6):
+        torch.manual_seed(seed)
+        parallel(torch.randn(4, 3, 32, 32))
+    kept = torch.stack(seen).float()  # [forwards x 2, batch]
+    both = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(both, kept)
+    assert torch.equal(*both) and 0 < kept.mean() < 1
+    parallel.mpu.destroy()
