@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from autopar.deferred_init.context import lazy_init
     from autopar.distributed.mesh import MPU
     from autopar.distributed.stop_signal import StopSignal
+    from autopar.planner.memory_plan import plan_memory
+    from autopar.planner.metrics import metrics
+    from autopar.planner.summary import summary
     from autopar.pretrained import from_pretrained
 
 __version__ = "0.1.0"
@@ -55,7 +58,10 @@ __all__ = [
     "initialize",
     "latest",
     "lazy_init",
+    "metrics",
+    "plan_memory",
     "prepare_dataloader",
+    "summary",
 ]
 
 _HOMES = {
@@ -72,7 +78,10 @@ _HOMES = {
     "initialize": "autopar.api",
     "latest": "autopar.checkpoint.latest",
     "lazy_init": "autopar.deferred_init.context",
+    "metrics": "autopar.planner.metrics",
+    "plan_memory": "autopar.planner.memory_plan",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
+    "summary": "autopar.planner.summary",
     "tensor_parallel": "autopar.tensor_parallel",
     "checkpoint": "autopar.checkpoint",
 }

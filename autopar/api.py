@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
+from autopar.context_parallel import apply as context_parallel
+from autopar.context_parallel.state import RowPlan
 from autopar.data_parallel import apply as data_parallel
 from autopar.data_parallel.fsdp import check_offload
 from autopar.data_parallel.optimizer import ParallelStep
@@ -29,6 +31,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.context_parallel import plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
 from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.dry_run.tensor_parallel import check_plan
@@ -144,6 +147,7 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     model.wait_for_save()  # type: ignore[operator]
     state.dp.undo()
+    context_parallel.undo(model)
     if state.sequence is not None:
         sequence_parallel.undo(model, state.sequence)
     state.pp.undo(model)
@@ -218,12 +222,14 @@ class _Plans(NamedTuple):
     tensors: Plan
     stages: StagePlan
     weights: Materializer
+    rows: RowPlan | None = None
     sequence: SequencePlan | None = None
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         fingerprint = self.tensors.fingerprint(model) | {"lazy": deferred_fingerprint(model)}
-        rows = None if self.sequence is None else self.sequence.to_json()
-        return fingerprint | {"stages": self.stages.to_json(), "rows of sequences": rows}
+        sequence = None if self.sequence is None else self.sequence.to_json()
+        rows = self.rows and dataclasses.asdict(self.rows)
+        return fingerprint | {"stages": self.stages.to_json(), "rows of sequences": sequence, "rows": rows}
 
 
 def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> _Call:
@@ -294,13 +300,15 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
         folded=config.pipeline.folded,
         layers_per_stage=config.pipeline.layers_per_stage,
     )
-    rows = plan_sequence(inner, checked.prefix, plan, stages) if config.sequence_parallel and plan.tp > 1 else None
-    return _Plans(plan, stages, Materializer(model, inner, plan), rows)
+    rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size) if mpu.cp.size > 1 else None
+    sharded = config.sequence_parallel and plan.tp > 1
+    sequence = plan_sequence(inner, checked.prefix, plan, stages) if sharded else None
+    return _Plans(plan, stages, Materializer(model, inner, plan), rows, sequence)
 
 
 def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer: Any) -> None:
     """Change the model in place: tensors, then stages, then memory, then hooks and methods, then the optimizer."""
-    config, inner, (plan, stages, weights, rows) = checked.config, checked.inner, plans
+    config, inner, (plan, stages, weights, rows, sequence) = checked.config, checked.inner, plans
     plain = not isinstance(inner, PreTrainedModel)
     blocks = [model.get_submodule(path) for path in stages.elements]
     whole = count(model)
@@ -320,8 +328,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     dp = data_parallel.apply(model, inner, plan, mpu, config, failures)  # knows the parameters of all stages
     check = config.consistency_check
     pp = Pipeline(model, inner, stages, mpu, config.pipeline, failures, check=check, steps=dp.steps)  # others released
-    if rows is not None:
-        sequence_parallel.apply(model, rows, region)
+    if sequence is not None:
+        sequence_parallel.apply(model, sequence, region)
 
     same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get their memory
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
@@ -331,10 +339,12 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     if first_forward is not None:
         first_forward.attach(inner)
     pp.attach(model)
+    if rows is not None:
+        context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu  # type: ignore[assignment]
     state = Parallelized(checked, plan, stages, mpu, pp, dp)
-    state.sequence = rows
+    state.sequence = sequence
     model._autopar = state  # type: ignore[assignment]
     dp.attach(optimizer, blocks)
     tensor_parallel.mark_parameters(model, plan, stages, mpu)

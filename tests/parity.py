@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import nn
 
 import autopar
 from autopar.layout import Layout
+from tests.exchange import everyones
 
 TOLERANCE = 1e-5
 
@@ -97,9 +98,7 @@ def _everyones(local: dict[str, torch.Tensor], plan: Any, axis: Any) -> list[dic
         return [local]
     dtypes = {tensor.dtype for tensor in local.values()}
     if len(dtypes) != 1:
-        everyone: list[Any] = [local] * axis.size
-        dist.all_gather_object(everyone, local, group=axis.group)
-        return everyone
+        return everyones(local, axis.group)
     longest = max(sum(math.prod(shape) for shape in listed.values()) for listed in shapes)
     flat = torch.zeros(longest, dtype=dtypes.pop())
     flat_local = torch.cat([tensor.reshape(-1) for tensor in local.values()])
@@ -164,18 +163,18 @@ def check(
     config: dict[str, Any] | None = None,
     first: Callable[[nn.Module, nn.Module], None] | None = None,
     step: bool = True,
-    too: Callable[[Callable[[], nn.Module]], nn.Module | None] | None = None,
+    too: Sequence[Callable[[Callable[[], nn.Module]], nn.Module | None]] = (),
 ) -> nn.Module:
     """Compare everything; returns the parallelized model after the step. ``first(plain, parallel)`` runs before.
 
     Without ``step`` it ends after the gradients: a step treats each element by itself.
 
     Args:
-        too: makes of a copy of the plain model another parallelized one, whose outputs and gradients are compared too.
+        too: each makes of a copy of the plain model another parallelized one, whose outputs and gradients are compared.
     """
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3))
     plain = build().train()
-    other = None if too is None else too(lambda: copy.deepcopy(plain))
+    others = [made for make in too if (made := make(lambda: copy.deepcopy(plain))) is not None]
     parallel = copy.deepcopy(plain)
     made_before = make_optimizer(parallel.parameters())
     identities = [id(parameter) for parameter in parallel.parameters()]
@@ -189,7 +188,7 @@ def check(
         first(plain, parallel)
     reference_optimizer = make_optimizer(plain.parameters())
     agreed = _Agreed(parallel.mpu)
-    models = [parallel] if other is None else [parallel, other]
+    models = [parallel, *others]
     for number, batch in enumerate(batches):  # gradients accumulate over micro-batches
         reseed(number)
         expected = _named(plain(**copy.deepcopy(batch)))  # some clamp labels in place
@@ -207,6 +206,8 @@ def check(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for model in models:
+        if model.mpu.cp.size > 1:  # each rank has a part of every gradient
+            autopar.average_gradients(model)
         for name, parameter in model.named_parameters():
             assert (parameter.grad is not None) == (name in used), f"{name}: gradient present or missing{_which(model)}"
             if parameter.grad is None:
@@ -214,7 +215,7 @@ def check(
         gradients = whole(model, lambda parameter: parameter.grad)
         expected_gradients = {n: p.grad for n, p in plain.named_parameters()}
         all_close(gradients, expected_gradients, f"gradient of {{}}{_which(model)}", tolerance)
-    if other is not None:
+    for other in others:
         other.mpu.destroy()
     if not step:
         return parallel
@@ -226,7 +227,9 @@ def check(
 
 
 def _which(model: nn.Module) -> str:
-    return ", with sequence_parallel" if model._autopar.config.sequence_parallel else ""
+    config = model._autopar.config
+    rows = ", with sequence_parallel" if config.sequence_parallel else ""
+    return f", with context_parallel_size {model.mpu.cp.size}" if model.mpu.cp.size > 1 else rows
 
 
 def language_batches(

@@ -83,6 +83,8 @@ NOT_BY_ROWS: set[str] = set()
 # Those that are tried with sequence parallelism on four ranks, too.
 ROWS_ON_FOUR = {"gpt2", "bert", "t5", "bloom", "mixtral", "mamba2", "gemma3_text", "whisper", "deepseek_v3"}
 
+NOT_IN_CONTEXT: set[str] = set()
+
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
 
@@ -125,12 +127,14 @@ def _run(
     vocab: int = 131,
     thorough: bool = True,
     rows: bool = False,
+    merges: bool = False,
 ) -> None:
     """Check each case; the first failure names its case on every rank.
 
     Args:
         thorough: two micro-batches, whose gradients add up, and a step; else one micro-batch.
         rows: with sequence parallelism too, where the rehearsal does not refuse it.
+        merges: a merged checkpoint, too.
     """
     transformers.logging.set_verbosity_error()
     autopar.api.check_plan = lambda *_: True  # the tests of rehearsals have it, without a world
@@ -140,12 +144,16 @@ def _run(
             model = build(case, heads, kv_heads, vocab=vocab)
             inputs = batches(case, model.config, 2 if thorough else 1)
             words = kind(case.head) in ("causal", "seq2seq") and model.can_generate()
-            first = functools.partial(_same_tokens, batch=inputs[0])
             generates = words and vocab > 3 and of_type(case.model_type).generates
-            too = functools.partial(_with_rows, case, tp) if rows else None
-            parallel = check(
-                lambda model=model: model, inputs, tp, first=first if generates else None, step=thorough, too=too
-            )
+            too = [functools.partial(with_, case, tp) for with_ in (_with_rows, _with_context) if rows]
+            checks: list[Callable[[nn.Module, nn.Module], None]] = [_same_folder] if merges else []
+            checks += [functools.partial(_same_tokens, batch=inputs[0])] if generates else []
+
+            def first(plain: nn.Module, parallel: nn.Module, checks: Any = checks) -> None:
+                for compare in checks:
+                    compare(plain, parallel)
+
+            parallel = check(lambda model=model: model, inputs, tp, first=first, step=thorough, too=too)
             parallel.mpu.destroy()
         except Exception as error:
             raise AssertionError(f"{case} at tp {tp}, {heads} heads, {kv_heads} KV heads: {error}") from error
@@ -161,6 +169,34 @@ def _with_rows(case: Case, tp: int, build: Callable[[], nn.Module]) -> nn.Module
     expected = case.model_type in NOT_BY_ROWS
     assert (refused is not None) == expected, f"NOT_BY_ROWS is wrong about {case.model_type}: {refused}"
     return None if expected else model
+
+
+def _with_context(case: Case, cp: int, build: Callable[[], nn.Module]) -> nn.Module | None:
+    method = "gather" if len(case.model_type) % 2 else "ulysses"  # the others have their own tests
+    sizes = {"context_parallel_size": cp, "context_parallel_method": method}
+    refused = None
+    try:
+        model = autopar.initialize(build(), {"model_parallelism": sizes})
+    except ConfigError as error:
+        refused = str(error)
+    expected = case.model_type in NOT_IN_CONTEXT
+    assert (refused is not None) == expected, f"NOT_IN_CONTEXT is wrong about {case.model_type}: {refused}"
+    return None if expected else model
+
+
+def _same_folder(plain: nn.Module, parallel: nn.Module) -> None:
+    """The merged folder is what the plain model would save, byte for byte."""
+    place = [tempfile.mkdtemp(prefix="autopar-merge-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(place)
+    merged, expected = Path(place[0], "merged"), Path(place[0], "plain")
+    parallel.save_parallelized(merged, merge_checkpoints=True)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(expected)
+        files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (merged, expected)]
+        assert files[0].keys() == files[1].keys(), "other files are in the merged folder"
+        for name, written in files[1].items():
+            assert files[0][name] == written, f"{name} is another in the merged folder"
+        shutil.rmtree(place[0])
 
 
 _MEDIA = ("pixel_values", "image", "input_features", "input_values", "flattened_patches", "audio", "bbox")
@@ -245,9 +281,7 @@ def _comes_back(model: nn.Module, tp: int) -> None:
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
 @pooled(world_size=2)
 def test_a_representative_on_two(model_type: str) -> None:
-    _run(_main(model_type)[:1], 2, rows=True)
-    for case in _main(model_type)[:1]:
-        _merges(case)
+    _run(_main(model_type)[:1], 2, rows=True, merges=True)
 
 
 @pooled(world_size=3, timeout=300)
@@ -264,29 +298,9 @@ def test_one_of_each_family_on_three() -> None:
 @pooled(world_size=2, timeout=600)
 def test_every_head_on_two(model_type: str) -> None:
     main = _main(model_type)[:1]
-    _run(main, 2, rows=True)
+    _run(main, 2, rows=True, merges=True)
     # That gradients add up and that a step finds its parameters is no matter of the head.
     _run([case for case in _cases(model_type) if case not in main], 2, thorough=False)
-    for case in main:
-        _merges(case)
-
-
-def _merges(case: Case) -> None:
-    """The merged folder is what the plain model would save, byte for byte."""
-    plain = build(case, *SIZES[2])
-    parallel = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
-    place = [tempfile.mkdtemp(prefix="autopar-merge-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(place)
-    merged, expected = Path(place[0], "merged"), Path(place[0], "plain")
-    parallel.save_parallelized(merged, merge_checkpoints=True)
-    parallel.mpu.destroy()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(expected)
-        files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (merged, expected)]
-        assert files[0].keys() == files[1].keys(), case
-        for name, written in files[1].items():
-            assert files[0][name] == written, f"{case}: {name} is another in the merged folder"
-        shutil.rmtree(place[0])
 
 
 @pytest.mark.every

@@ -13,6 +13,7 @@ ROWS = [
     ["storage", "activation_checkpoint", "compiled_blocks", "data_parallel"],
     ["tensor_parallel", "pipeline_parallel", "checkpoint"],
     ["deferred_init", "dry_run"],
+    ["planner"],
     ["api", "split"],
     ["pretrained", "cli"],
     ["integrations"],

@@ -13,7 +13,16 @@ from torch import nn
 
 from autopar.errors import CheckpointError
 
-__all__ = ["check_merged", "is_peft_model", "is_tuner", "plain_name", "saved_copies", "seen_through", "tuner_layers"]
+__all__ = [
+    "check_merged",
+    "is_adapted",
+    "is_peft_model",
+    "is_tuner",
+    "plain_name",
+    "saved_copies",
+    "seen_through",
+    "tuner_layers",
+]
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
@@ -45,6 +54,11 @@ def saved_copies(module: Any) -> list[tuple[str, Any]]:
 def is_tuner(module: nn.Module) -> bool:
     """Tell whether ``module`` is what PEFT puts around a model with adapters (``LoraModel``)."""
     return _is(module, ("peft.tuners.tuners_utils", "BaseTuner"))
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Tell whether ``module`` is what PEFT puts around a layer (``LoraLayer``)."""
+    return _is(module, _TUNERS)
 
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:

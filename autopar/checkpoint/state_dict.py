@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.wrappers import plain_name, tuner_layers
 from autopar.call_site import calls, warn_user
 from autopar.checkpoint.state import listed
 from autopar.distributed.mesh import MPU
@@ -222,7 +221,6 @@ class ShardOnLoad:
         shard = shard_of(model)
         if shard is None:
             return
-        _check_adapters(model, shard)
         entries = [(name, due, state[prefix + name]) for name, due in _planned(shard, state, prefix)]
         if metadata.get("assign_to_params_buffers"):
             raise CheckpointError(
@@ -238,20 +236,6 @@ class ShardOnLoad:
             whole = is_whole and due.layout is not None and tuple(value.shape) == due.shape
             local = due.layout.shard(value.detach(), shard.mpu.tp.rank) if whole and due.layout else value
             state[prefix + name] = _shard_as(local, own[name])
-
-
-def _check_adapters(model: nn.Module, shard: ModelShard) -> None:
-    """Raise ConfigError if the model got adapters after it was sharded: they have the sizes of shards."""
-    if next(tuner_layers(model), None) is None:
-        return
-    for name, _ in model.named_parameters():
-        if plain_name(model, name) is None and shard.planned(name) is None:
-            raise ConfigError(
-                f"the adapters of {shard.name} came after autopar.initialize, with the sizes of this rank's shards: "
-                f"{name}\n  Use autopar.integrations.get_peft_model(model, lora_config) and then "
-                "model.load_adapter(dir, 'default'),\n  or put them in before: autopar.initialize("
-                "peft.PeftModel.from_pretrained(plain_model, dir), config)."
-            )
 
 
 def _planned(shard: ModelShard, state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TensorPlan]]:

@@ -38,7 +38,8 @@ def heads(source: str, *, every: bool = False) -> list[Head]:
     """Find the models that ``source`` names.
 
     Args:
-        source: a folder with ``config.json``, a model type of transformers (its default config), or code of the user,
+        source: a folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
+            default config), or code of the user,
             ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a model.
         every: every class of the same config, not only the one that is named (or, of a model type, the usual one).
 
@@ -52,6 +53,8 @@ def heads(source: str, *, every: bool = False) -> list[Head]:
         return _of_folder(path, every)
     if ":" in source:
         return _of_code(source, every)
+    if source not in CONFIG_MAPPING and source.count("/") == 1 and not path.exists():
+        return _of_hub(source, every)
     if source not in CONFIG_MAPPING:
         raise ConfigError(
             f"'{source}' is no folder with a config.json and no model type of transformers {transformers.__version__}."
@@ -78,6 +81,17 @@ def _of_folder(folder: Path, every: bool) -> list[Head]:
     except Exception as error:  # whatever transformers stumbles over
         raise ConfigError(f"{path} is no config of transformers: {clip(str(error))}") from error
     return _of_config(config, names, every)
+
+
+def _of_hub(name: str, every: bool) -> list[Head]:
+    """The models of a config of the hub, or of transformers' cache of it; no weights are read."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # no network, no such model, a type that transformers does not have
+        raise ConfigError(
+            f"'{name}' is no folder with a config.json, and its config cannot be read from the hub: {clip(str(error))}"
+        ) from error
+    return _of_config(config, getattr(config, "architectures", None) or [], every)
 
 
 def _of_config(config: PretrainedConfig, names: Any, every: bool) -> list[Head]:

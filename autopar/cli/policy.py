@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -15,6 +14,7 @@ import typer
 
 from autopar.cli.app import Json, app, errors, size
 from autopar.errors import AutoparError, ConfigError
+from autopar.plan.listing import ranges, rows
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -158,7 +158,7 @@ def _tables(report: dict[str, Any]) -> Iterator[Table]:
     staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
     columns: list[Column | str] = [Column("parameter", overflow="fold"), "shape", "rule", "on each tp rank"]
     table = Table(*columns, *(["pp rank"] if staged else []), box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, tensor in _rows(report["tensors"]):
+    for name, tensor in rows(report["tensors"]):
         local = _alike([_shape(shape) for shape in tensor["local_shapes"]])
         cells = [name, _shape(tensor["shape"]), tensor["rule"], local]
         table.add_row(*map(escape, [*cells, *([", ".join(map(str, tensor["ranks"]))] if staged else [])]))
@@ -166,7 +166,7 @@ def _tables(report: dict[str, Any]) -> Iterator[Table]:
     if report["attributes"]:
         attribute = Column("attribute", overflow="fold")
         table = Table(attribute, "value", "on each tp rank", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, entry in _rows(report["attributes"]):
+        for name, entry in rows(report["attributes"]):
             table.add_row(escape(name), str(entry["whole"]), _alike([str(value) for value in entry["local"]]))
         yield table
 
@@ -176,37 +176,13 @@ def _alike(values: list[str]) -> str:
     return values[0] if len(set(values)) == 1 else " | ".join(values)
 
 
-def _rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """One row for entries that differ in a block's number alone: ``layers.0-3.up.weight``."""
-    rows: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for entry in entries:
-        number = re.search(r"(?<=\.)\d+(?=\.)", entry["name"])
-        rest = {key: value for key, value in entry.items() if key not in ("name", "tied")}
-        name = entry["name"] if number is None else f"{entry['name'][: number.start()]}*{entry['name'][number.end() :]}"
-        rows.setdefault(f"{name} {json.dumps(rest)}", []).append((int(number.group()) if number else -1, entry))
-    result = []
-    for key, group in rows.items():
-        shown = ",".join(_ranges([number for number, _ in group]))
-        result.append((key.split(" ", 1)[0].replace("*", shown, 1), group[0][1]))
-    return result
-
-
-def _ranges(numbers: list[int]) -> list[str]:
-    """``0-3`` for each run of numbers that follow one another."""
-    runs = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        values = [number for _, number in run]
-        runs.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
-    return runs
-
-
 def _runs(paths: list[str]) -> list[str]:
     """Paths of blocks, one entry for each run of numbers."""
     split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
     result: list[str] = []
     for parent, group in groupby(split, key=lambda pair: pair[0] if pair[1].isdigit() else ".".join(pair)):
         numbers = [int(last) for _, last in group if last.isdigit()]
-        result += [f"{parent}.{run}" for run in _ranges(numbers)] if numbers else [parent]
+        result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
     return result
 
 

@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
-from autopar.layout import Layout
+from autopar.plan.listing import rule_of
 from autopar.plan.make_plan import make_plan
-from autopar.plan.plan import Plan, TensorPlan
+from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, make_stages
 from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 
-__all__ = ["check_policy", "rule_of"]
+__all__ = ["check_policy"]
 
 
 def check_policy(
@@ -135,24 +135,6 @@ def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator
                 "local_shapes": [list(tensor.local_shape(rank)) for rank in range(plan.tp)],
                 "ranks": list(stages.holders(name)) if stages is not None else [0],
             }
-
-
-def rule_of(plan: Plan, tensor: TensorPlan) -> str:
-    """Name the rule of a tensor and its units: ``column heads | kv_heads``; ``replicated`` if every rank holds all."""
-    for name in (tensor.name, *tensor.aliases):
-        path, _, own = name.rpartition(".")
-        module = plan.modules.get(path)
-        if module is not None and own in module.layouts:
-            return f"{module.rule or 'sharded'} {_units(module.layouts[own])}"
-        if module is not None and own in module.once:
-            return "once"
-        if module is not None and own in module.summed:
-            return "replicated, gradient all-reduced"
-    return "replicated" if tensor.layout is None else f"sharded {_units(tensor.layout)}"
-
-
-def _units(layout: Layout) -> str:
-    return " | ".join(block.unit for block in layout.blocks) + (" (replicated)" if layout.replicated else "")
 
 
 def _ranks(tensors: list[dict[str, Any]], tp: int, pp: int) -> Iterator[dict[str, int]]:

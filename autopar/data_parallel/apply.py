@@ -9,6 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
+from autopar.data_parallel.accelerate_calls import exchange_calls
+from autopar.data_parallel.deepspeed_engine import exchange_engine
 from autopar.data_parallel.fsdp import fully_shard
 from autopar.data_parallel.grad_norm import counted_here
 from autopar.data_parallel.grad_sync import held_alike
@@ -46,6 +48,9 @@ class DataParallel:
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
+        if mpu.model.size > 1:
+            exchange_calls()
+            exchange_engine()
 
     def attach(self, optimizer: Any, blocks: Sequence[nn.Module] = ()) -> None:
         """Set up ZeRO, precision and clipping. The last step of ``initialize``: parameters are the final ones.

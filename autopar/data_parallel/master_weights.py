@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["DTYPES", "MasterWeights", "fp32_gradients", "to_fp32", "to_half"]
+__all__ = ["DTYPES", "MasterWeights", "fp32_gradients", "keeps_fp32", "to_fp32", "to_half"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,7 +62,7 @@ def to_half(
         masters: gets the fp32 weights, unrounded.
         keep: whether this rank steps a parameter, and so needs its fp32 weight.
     """
-    stays_fp32 = _keeps_fp32(inner, dtype)
+    stays_fp32 = keeps_fp32(inner, dtype)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
@@ -122,7 +122,7 @@ def fp32_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.grad_dtype = None
 
 
-def _keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """Return whether transformers keeps a parameter of a name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False

@@ -20,6 +20,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
 
+from autopar.data_parallel.exchange import exchange_body, exchange_member
 from autopar.data_parallel.grad_norm import clip_factor, counted_here, scale_gradients, tensor_norm
 from autopar.data_parallel.loss_scale import GradScaler, agree_on_found
 from autopar.data_parallel.process_hooks import forget, listen, listeners
@@ -52,10 +53,20 @@ class ReplicaNorm:
             listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaNorm:
-        model = memo.get(id(self._model()))  # the copy, whose parameters are others
+        model = memo.get(id(self.model))  # the copy, whose parameters are others
         if not isinstance(model, nn.Module):
             return self
         return ReplicaNorm(model, self.plan, self.mpu, self.failures, scaled=self.scaled)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, while it lives."""
+        return self._model()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there are both the model and its process groups."""
+        return self.model is not None and self.mpu.model_parallel_is_initialized()
 
     def remove(self) -> None:
         """Leave the model's parameters to torch from now on."""
@@ -121,7 +132,7 @@ class ReplicaNorm:
         return {name: tensor for name, tensor in found if name is not None}
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        model = self._model()
+        model = self.model
         return iter(()) if model is None else model.named_parameters()
 
 
@@ -138,14 +149,30 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
-    """Return the tensors of each parallelized model, in the order in which these were made, and what is left."""
-    given: _Given = []
+    """Return the tensors of each parallelized model, in the order in which these were made, and what is left.
+
+    No tensors at all are the share of a pipeline stage that holds none of those that other stages give.
+
+    Raises:
+        ConfigError: there are none, and several models have stages.
+    """
+    given: _Given = [] if tensors else _empty_share()
     for one in listeners(ReplicaNorm):
         mine = one.mine(tensors)
         if mine:
             given.append((one, mine))
     taken = {id(tensor) for _, mine in given for tensor in mine.values()}
     return given, [tensor for tensor in tensors if id(tensor) not in taken]
+
+
+def _empty_share() -> _Given:
+    staged = [one for one in listeners(ReplicaNorm) if one.mpu.pp.size > 1 and one.is_alive]
+    if len(staged) > 1:
+        raise ConfigError(
+            f"this rank's stage holds none of the parameters, and {len(staged)} models have pipeline stages: which of "
+            "them the other stages\n  clip cannot be told. Use autopar.clip_grad_norm_(model, max_norm)."
+        )
+    return [(one, {}) for one in staged]
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
@@ -269,25 +296,7 @@ def _exchange_bodies() -> None:
     has no such wrapper, the names in torch's modules are.
     """
     for name, body in _BODIES.items():
-        wrapper = getattr(torch_clip, name)
-        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
-        cell = cells.get("func")
-        plain = cell.cell_contents if cell is not None else wrapper
-        _PLAIN[name] = plain
-        ours = functools.wraps(plain)(functools.partial(body, plain))
-        if cell is not None:
-            cell.cell_contents = ours
-            continue
-        for module in (torch_clip, nn.utils):
-            for alias in [alias for alias, value in vars(module).items() if value is wrapper]:
-                setattr(module, alias, torch.no_grad()(ours))
+        again = torch.no_grad()
+        _PLAIN[name] = exchange_body(getattr(torch_clip, name), "func", body, (torch_clip, nn.utils), again)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):
-        scaler._unscale_grads_ = _method(scaler._unscale_grads_)  # type: ignore[method-assign]
-
-
-def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _unscale(plain, self, *args, **kwargs)
-
-    return method
+        exchange_member(scaler, "_unscale_grads_", _unscale)

@@ -21,12 +21,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar.adapters.wrappers import is_adapted
 from autopar.call_site import calls
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
-__all__ = ["WrapperCheck", "group_call", "refuse_flat"]
+__all__ = ["WrapperCheck", "group_call", "in_trainer", "refuse_flat"]
 
 _MESH = 'mesh=model.mpu.mesh["dp"]'
 
@@ -71,6 +72,8 @@ class WrapperCheck:
                     vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
+        elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
+            self._refuse_adapters()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()
@@ -100,6 +103,17 @@ class WrapperCheck:
         own = {id(module) for module in model.modules()} if model is not None else set()
         return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)
 
+    def _refuse_adapters(self) -> None:
+        model = self._model()
+        if model is not None and not hasattr(model, "peft_config"):
+            vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter begins with it
+        raise ConfigError(
+            f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
+            "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "
+            "model.load_adapter(dir, 'default') if they are in files;\n  or put them in before: "
+            "autopar.initialize(peft.get_peft_model(plain_model, peft_config), config)."
+        )
+
 
 def refuse_flat(*_: Any, **__: Any) -> Any:
     """Raise ConfigError: where ``FullyShardedDataParallel`` has flattened shards, their norm cannot be told."""
@@ -114,10 +128,8 @@ def _check_group(what: str, group: Any, mpu: MPU, *, averages: bool = True) -> N
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     remedy = f"process_group={group_call(mpu)}"
     if not set(ranks) <= set(mpu.dp_cp.ranks):
-        through = [module for module, _ in calls()]
-        for caller, explain in (("transformers.trainer", _in_trainer), ("accelerate.", _in_accelerate)):
-            if any(module.startswith(caller) for module in through):
-                raise ConfigError(explain(what, ranks, mpu))
+        if any(module.startswith("accelerate.") for module, _ in calls()):
+            raise ConfigError(_in_accelerate(what, ranks, mpu))
         raise ConfigError(_explain(what, ranks, mpu, remedy))
     if averages:
         _check_context(what, ranks, mpu, remedy)
@@ -150,21 +162,22 @@ def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
     )
 
 
-def _in_trainer(what: str, ranks: list[int], mpu: MPU) -> str:
+def in_trainer(mpu: MPU) -> str:
+    """Say why transformers' Trainer cannot train a parallelized model."""
     return (
-        f"transformers' Trainer would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Use\n"
+        "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
+        f"{_listed(range(mpu.world_size))}, which hold different shards\n"
+        f"  of it: that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Use\n"
         "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
     )
 
 
 def _in_accelerate(what: str, ranks: list[int], mpu: MPU) -> str:
     return (
-        f"Accelerator.prepare(model) would wrap it in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Use\n"
-        "  model = accelerator.prepare_model(model, evaluation_mode=True)  # wraps nothing\n"
-        "  and before accelerator.clip_grad_norm_ and optimizer.step(): autopar.average_gradients(model).\n"
-        "  Batches come from autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu)."
+        f"accelerate would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
+        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Leave fsdp_plugin and what "
+        "configures it out: accelerator.prepare\n  wraps DistributedDataParallel around the replicas, and "
+        "zero: {stage: 3} in autopar's config is torch's FSDP2."
     )
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "reduce",
     "reduce_",
     "reduce_scatter",
+    "run",
     "scatter",
     "start_all_reduce",
     "sum_replicas",
@@ -57,7 +58,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
+def run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
     """Run a collective of torch's by what carries it; if a rank failed, the error names it and its reason."""
     transport = axis.transport
     try:
@@ -86,7 +87,7 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
     x = x.clone(memory_format=torch.contiguous_format)
     if not x.is_meta:
-        _run(dist.all_reduce, axis, x)
+        run(dist.all_reduce, axis, x)
     return x
 
 
@@ -117,7 +118,7 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
         x = torch.cat([x, x.new_zeros(_resized(x, dim, missing))], dim)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.numel())
-    _run(_all_gather_flat, axis, out, x.view(-1))
+    run(_all_gather_flat, axis, out, x.view(-1))
     shards = out.view(axis.size, *x.shape).unbind(0)
     return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
@@ -127,7 +128,7 @@ def extremes_over(axis: Axis, numbers: Sequence[int], device: torch.device) -> t
     if axis.transport is None or device.type != "cpu":
         return extremes(numbers, axis.group, device)
     everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
-    _run(_all_gather_flat, axis, everyone, torch.tensor(numbers))
+    run(_all_gather_flat, axis, everyone, torch.tensor(numbers))
     columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))
     return [max(column) for column in columns], [min(column) for column in columns]
 
@@ -136,7 +137,7 @@ def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> to
     """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
     full = shard.new_zeros(_resized(shard, dim, layout.size))
     layout.write(full, shard, axis.rank, dim)
-    _run(dist.all_reduce, axis, full)
+    run(dist.all_reduce, axis, full)
     return full
 
 
@@ -152,21 +153,22 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     if x.is_meta:
         return x.new_empty(_resized(x, dim, sizes[axis.rank]))
-    if min(sizes) == max(sizes):
-        parts = torch.stack(x.chunk(axis.size, dim))  # [axis.size, ...]
-    else:
-        parts = x.new_zeros(axis.size, *_resized(x, dim, max(sizes)))
-        for rank, part in enumerate(x.split(sizes, dim)):
-            parts[rank].narrow(dim, 0, sizes[rank]).copy_(part)
+    make = x.new_empty if min(sizes) == max(sizes) else x.new_zeros
+    parts = make(axis.size, *_resized(x, dim, max(sizes)))
+    for rank in range(axis.size):
+        offset = 0
+        for start, stop in layout.ranges(rank):
+            parts[rank].narrow(dim, offset, stop - start).copy_(x.narrow(dim, start, stop - start))
+            offset += stop - start
     out = torch.empty_like(parts[0])
-    _run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
+    run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
     return out if sizes[axis.rank] == max(sizes) else out.narrow(dim, 0, sizes[axis.rank]).contiguous()
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
     """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
     if axis.size > 1:
-        _run(dist.broadcast, axis, x, axis.ranks[source])
+        run(dist.broadcast, axis, x, axis.ranks[source])
 
 
 # -- autograd -----------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class _ReduceInPlace(_Reduce):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
         if not x.is_meta:
-            _run(dist.all_reduce, axis, x)
+            run(dist.all_reduce, axis, x)
         return x
 
 
@@ -282,7 +284,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.axis, ctx.splits = axis, (input_splits, output_splits)
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty(rows, *x.shape[1:])
-        _run(dist.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
+        run(dist.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
         return out
 
     @staticmethod

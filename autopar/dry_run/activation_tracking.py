@@ -23,10 +23,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
-from autopar.dry_run.meta_results import on_meta
+from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.tensor_tracking import tensors_in
 
 __all__ = ["ActivationTracking", "Kind", "TrackedReplay", "tracking_hooks"]
 
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 _INPUT, _REPLICATED, _SHARDED = Kind("input"), Kind("replicated"), Kind("sharded")
 
 
-class ActivationTracking(TensorTracking):
+class ActivationTracking(ValuelessTracking):
     """A dispatch mode that gives each tensor its kind.
 
     Args:
@@ -105,18 +105,6 @@ class ActivationTracking(TensorTracking):
         kinds = (self._kinds.get(tensor) for tensor in tensors_in(value))
         return any(kind is not None and kind.name in ("replicated", "parameter") for kind in kinds)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": take some branch
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
-            return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
-        if func is torch.ops.aten.index.Tensor and args[0].is_meta:
-            args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return on_meta(func, args, kwargs)
-
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         kinds = [kind for tensor in tensors_in((args, kwargs)) if (kind := self._kinds.get(tensor)) is not None]
         if kinds and func not in _SHAPE_ONLY:
@@ -177,13 +165,6 @@ class TrackedReplay(BlockReplay):
     def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
         form, kind = kept
         return self._tracking.set_kind(tensor_of(form), kind)
-
-
-def _places(index: Any) -> list[Any]:
-    """An index as positions: a mask selects one element."""
-    if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
-        return [index.new_empty(1, dtype=torch.long) for _ in range(index.ndim)]
-    return [index]
 
 
 _SHAPE_ONLY = {  # the result has nothing of the argument's values

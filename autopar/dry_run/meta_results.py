@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["on_meta"]
+from autopar.tensor_tracking import TensorTracking
+
+__all__ = ["ValuelessTracking", "on_meta"]
 
 _LIMIT = 20_000  # entries; a model needs some hundreds
 
@@ -65,3 +67,26 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             return None
     return tuple(parts) if some else None
+
+
+class ValuelessTracking(TensorTracking):
+    """Follow tensors without values: what asks for values is told something that leads on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": take some branch
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
+            return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
+        if func is torch.ops.aten.index.Tensor and args[0].is_meta:
+            args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return on_meta(func, args, kwargs)
+
+
+def _places(index: Any) -> list[Any]:
+    """An index as positions: a mask selects one element."""
+    if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
+        return [index.new_empty(1, dtype=torch.long) for _ in range(index.ndim)]
+    return [index]

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.dry_run.meta_results import on_meta
-from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.tensor_tracking import tensors_in
 
 __all__ = ["MixedRows", "RowTracking", "prime_beside"]
 
@@ -32,11 +32,12 @@ class MixedRows(Exception):
 
     Attributes:
         operation: its name, and what is wrong with it.
+        between: it is what runs between blocks.
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str, between: bool = False) -> None:
         super().__init__(operation)
-        self.operation = operation
+        self.operation, self.between = operation, between
 
 
 def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int | None:
@@ -51,7 +52,7 @@ def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> in
     return next((p for p in fitting if not any(size % p == 0 for size in sizes)), None)
 
 
-class RowTracking(TensorTracking):
+class RowTracking(ValuelessTracking):
     """A dispatch mode that follows the tensors which hold rows.
 
     Args:
@@ -66,6 +67,7 @@ class RowTracking(TensorTracking):
         super().__init__()
         self.prime, self.ranks = prime, ranks
         self._rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._paused = 0
 
     def mark_rows(self, value: Any) -> Any:
@@ -74,6 +76,10 @@ class RowTracking(TensorTracking):
             if self._dims(tensor):
                 self._rows[tensor] = True
         return value
+
+    def mark_table(self, tensor: torch.Tensor) -> None:
+        """Mark a table of all rows by all rows, which nothing that follows rows may use."""
+        self._tables[tensor] = True
 
     def holds_rows(self, value: Any) -> bool:
         """Whether some tensor in ``value`` holds rows."""
@@ -84,6 +90,11 @@ class RowTracking(TensorTracking):
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
 
+    @staticmethod
+    def mixed(what: str, *, between: bool = False) -> MixedRows:
+        """Return the error that says what mixes rows; ``between``: blocks that are one by one right."""
+        return MixedRows(what, between)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Follow nothing inside: what runs there is known."""
@@ -93,13 +104,18 @@ class RowTracking(TensorTracking):
         finally:
             self._paused -= 1
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return on_meta(func, args, kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _READING and not self._paused and self.holds_rows(args):
+            raise MixedRows(f"{name}: what it finds is another thing on each rank")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self._paused:
             return
         name = func.overloadpacket.__name__
+        if any(tensor in self._tables for tensor in tensors_in((args, kwargs))):
+            raise MixedRows(f"{name}: uses a table of rows by rows")
         held = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self._rows]
         if not held:
             if name in _COUNTING and any(self._of_rows(size) for x in tensors_in(result) for size in x.shape):
@@ -167,6 +183,8 @@ def _embedded(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
     return [] if given["indices"] is held else [0]
 
 
+# What tells values to Python.
+_READING = frozenset(("_local_scalar_dense", "nonzero"))
 # What counts positions.
 _COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "range", "eye"))
 # What has nothing of its argument but the shape.
@@ -187,7 +205,7 @@ _APART = frozenset(
         *("expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "repeat", "movedim", "narrow"),
         *("masked_fill", "masked_fill_", "where", "is_same_size", "uniform_", "normal_", "_conj", "view_as_real"),
         *("view_as_complex", "real", "imag", "diagonal", "constant_pad_nd", "flatten", "unflatten", "_softplus"),
-        *("_local_scalar_dense", "set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
+        *("set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
     )
 )
 _ALONG = _dims_of("dim", "dims")

@@ -19,7 +19,7 @@ from autopar.tensor_parallel.megatron import parameter_marks
 from autopar.tensor_parallel.parallel_layer import ParallelLayer
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "attach", "mark_parameters", "undo"]
+__all__ = ["apply", "attach", "keep_logits_sharded", "mark_parameters", "undo"]
 
 _MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
 
@@ -58,10 +58,10 @@ def attach(
         check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
     if plan.tp > 1 and config.loss_gather_logits == "on_read":
-        _keep_logits_sharded(inner, config.loss_chunk)
+        keep_logits_sharded(inner, config.loss_chunk)
 
 
-def _keep_logits_sharded(model: nn.Module, chunk: int) -> None:
+def keep_logits_sharded(model: nn.Module, chunk: int) -> None:
     """Let the head of a language model leave its logits sharded until they are read."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-__all__ = ["config_view", "set_value"]
+__all__ = ["config_view", "drop_value", "set_value", "view_of_config"]
 
 
 class _View:
@@ -44,3 +44,22 @@ def set_value(view: Any, name: str, value: Any) -> None:
     kind: Any = type(view)
     kind._autopar_values[name] = value
     setattr(kind, name, property(lambda self: type(self)._autopar_values[name]))
+
+
+def view_of_config(module: Any) -> Any:
+    """Return the module's view of its config; the config itself is kept as ``_autopar_config``."""
+    if "_autopar_config" not in vars(module):
+        module._autopar_config = module.config
+        module.config = config_view(module.config)
+    return module.config
+
+
+def drop_value(module: Any, name: str) -> None:
+    """Undo :func:`set_value` on the module's view; the config itself comes back with the last value."""
+    if "_autopar_config" not in vars(module):
+        return
+    kind: Any = type(module.config)
+    if kind._autopar_values.pop(name, None) is not None:
+        delattr(kind, name)
+    if not kind._autopar_values:
+        module.config = vars(module).pop("_autopar_config")

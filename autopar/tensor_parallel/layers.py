@@ -87,7 +87,8 @@ class _Column(ParallelLayer):
         """The whole logits, which are gathered when somebody reads them."""
         weight, bias = self.weight, self.bias
         layout, name = self.autopar_layouts["weight"], self.region.name_logits()
-        if self.chunk and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if self.chunk and x.dtype == weight.dtype and not autocast:
             x = x if self.autopar.inside else self.region.enter(x)
             head = Head(weight, bias, HeadState([p for p in (weight, bias) if p is not None]))
             return sharded_logits(Shards(x, self.tp, layout, x.dtype, name, self.chunk, head))

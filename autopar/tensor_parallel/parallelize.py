@@ -16,7 +16,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
-from autopar.tensor_parallel.config_view import config_view, set_value
+from autopar.tensor_parallel.config_view import set_value, view_of_config
 from autopar.tensor_parallel.embeddings import WARNED
 from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
@@ -110,7 +110,7 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
 
 def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
     if plan.name.startswith("config."):
-        set_value(_view_of_config(module), plan.name.removeprefix("config."), value)
+        set_value(view_of_config(module), plan.name.removeprefix("config."), value)
     else:
         setattr(module, plan.name, value)
 
@@ -120,15 +120,7 @@ def _keep_runnable(experts: nn.Module) -> None:
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm" and any(
         size * parameter.element_size() % 16 for parameter in experts.parameters() for size in parameter.shape[-2:]
     ):
-        set_value(_view_of_config(experts), "_experts_implementation", "eager")
-
-
-def _view_of_config(module: nn.Module) -> Any:
-    """Return the module's view of its config; the config itself is kept for :func:`undo`."""
-    if "_autopar_config" not in vars(module):
-        module._autopar_config = module.config
-        module.config = config_view(module.config)
-    return module.config
+        set_value(view_of_config(experts), "_experts_implementation", "eager")
 
 
 def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:

@@ -27,13 +27,13 @@ from autopar.distributed.collectives import all_gather
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
 from autopar.tensor_parallel.logits_shards import Change, Shards, after
 
-__all__ = ["PATIENCE", "ShardedLogits", "sharded_logits"]
+__all__ = ["FACTS", "PATIENCE", "ShardedLogits", "sharded_logits"]
 
 PATIENCE = 300.0
 """Seconds that a rank which reads logits waits for the others of its axis to read them too."""
 
 # What the tensor itself answers, without logits.
-_FACTS = frozenset(
+FACTS = frozenset(
     (
         *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
         *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
@@ -144,7 +144,7 @@ class ShardedLogits(torch.Tensor):
             name = func.__self__.__name__
         first = args[0] if args else None
         if isinstance(first, ShardedLogits) and not first._family.is_whole:
-            if name in _FACTS or (name == "register_hook" and first._origin.lost and _a_library_asks()):
+            if name in FACTS or (name == "register_hook" and first._origin.lost and _a_library_asks()):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if name in _LIKE:
@@ -255,7 +255,9 @@ def _cross_entropy(
         return None
     loss = sharded_cross_entropy(shards, target, ignore_index, label_smoothing, reduction)
     input._origin.lost = True
-    wide = torch.is_autocast_enabled(shards.rows.device.type)  # where torch computes losses in fp32
+    wide = not shards.rows.is_meta and torch.is_autocast_enabled(
+        shards.rows.device.type
+    )  # where torch computes losses in fp32
     return loss if wide else loss.to(shards.dtype)
 
 

@@ -80,8 +80,20 @@ def test_get_peft_model_on_a_parallelized_model(tmp_path: Path):
     dist.barrier()
     base = autopar.deparallelize(model).unload()
     model = get_peft_model(autopar.initialize(base, TP), peft.LoraConfig.from_pretrained(tmp_path))
-    with raises_everywhere(ConfigError, r"came after autopar.initialize", "get_peft_model", "load_adapter"):
-        peft.PeftModel.from_pretrained(autopar.initialize(llama(), TP), tmp_path)
+    late, refusal = autopar.initialize(llama(), TP), "by the sizes of this rank's shards of LlamaForCausalLM"
+    for call in (
+        lambda: peft.get_peft_model(late, _config()),
+        lambda: peft.PeftModel.from_pretrained(late, tmp_path),
+        lambda: late.add_adapter(_config()),  # transformers' own
+        lambda: late.load_adapter(tmp_path),
+    ):
+        with raises_everywhere(ConfigError, refusal, "autopar.integrations.get_peft_model(", "model.load_adapter(dir"):
+            call()
+    losses = [one(**batch()).loss for one in (late, llama())]  # nothing has changed
+    close(losses[0].detach(), losses[1].detach(), "loss after the refusals")
+    losses[0].backward()
+    assert all(parameter.grad is not None for parameter in late.parameters())
+    assert get_peft_model(late, _config())(**batch()).loss.detach().isfinite()
     model.load_adapter(tmp_path, "default")
     expected.set_adapter("default")
     close(model.eval()(**batch()).logits[:], expected.eval()(**batch()).logits, "logits of adapters from files")

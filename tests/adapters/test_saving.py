@@ -165,12 +165,6 @@ def test_what_saving_refuses(tmp_path: Path):
     plain = autopar.initialize(gpt2(), size)
     with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel holds 0 models of PEFT .*\n.*get_peft_model before"):
         plain.save_parallelized(tmp_path / "x", adapter_only=True)
-    late = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    with pytest.raises(ConfigError, match=r"peft's save_pretrained: this rank holds only its part"):
-        late.save_pretrained(tmp_path / "x")
-    with pytest.raises(ConfigError, match=r"parameters of GPT2LMHeadModel came after .*\n  Adapters come first"):
-        late(**batch())
     staged = autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
-    peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
-    with pytest.raises(ConfigError, match=r"2 layers of GPT2LMHeadModel have adapters, 0 had.*\n  Adapters come first"):
-        staged.execute_pipeline(batch())
+    with pytest.raises(ConfigError, match=r"by the sizes of this rank's shards(.|\n)*integrations\.get_peft_model"):
+        peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.layout import Layout
+from tests.exchange import everyones
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 
@@ -109,9 +110,7 @@ class Run:
                 weight = step.master(parameter)
                 mine[f"{full}::stepped"] = parameter.detach() if weight is None else weight
                 mine |= {f"{full}::{key}": value for key, value in self.optimizer.state[parameter].items()}
-        mine = {name: whole_shard(tensor, mpu.dp).clone() for name, tensor in mine.items()}
-        everyone: list[Any] = [None] * mpu.world_size
-        dist.all_gather_object(everyone, (mpu.tp.rank, mine))
+        everyone = everyones((mpu.tp.rank, whole_shards(mine, mpu.dp)))
         result = {}
         for name in sorted({name for _, tensors in everyone for name in tensors}):
             held: dict[int, torch.Tensor] = {}
@@ -125,13 +124,11 @@ class Run:
         return result
 
 
-def whole_shard(tensor: torch.Tensor, dp: Any) -> torch.Tensor:
+def whole_shards(tensors: dict[str, torch.Tensor], dp: Any) -> dict[str, torch.Tensor]:
     """What the replicas share out, put together; ``full_tensor`` may take the groups of an earlier mesh."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    parts: list[Any] = [None] * dp.size
-    dist.all_gather_object(parts, tensor.to_local(), group=dp.group)
-    return torch.cat(parts)
+    shards = {name: tensor.to_local() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    parts = everyones(shards, dp.group) if shards else []
+    return tensors | {name: torch.cat([part[name] for part in parts]) for name in shards}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

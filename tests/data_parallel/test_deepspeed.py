@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
@@ -32,6 +33,7 @@ def start() -> Any:
 
 
 def engine_of(deepspeed: Any, model: Any, stage: int, **changes: Any) -> Any:
+    mpu = changes.pop("mpu", model.mpu)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -42,18 +44,27 @@ def engine_of(deepspeed: Any, model: Any, stage: int, **changes: Any) -> Any:
         **changes,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    return deepspeed.initialize(model=model, optimizer=optimizer, mpu=model.mpu, config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=config)[0]
 
 
 def grouped() -> Any:
     return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1, tie_word_embeddings=True)
 
 
+def fused() -> Any:
+    """Both ranks hold the one KV head, beside their query heads in one weight."""
+    config = GPTBigCodeConfig(n_layer=2, n_embd=32, n_head=8, vocab_size=131, n_positions=32, initializer_range=0.3)
+    for part in ("attn", "resid", "embd"):
+        setattr(config, f"{part}_pdrop", 0.0)
+    torch.manual_seed(0)
+    return GPTBigCodeForCausalLM(config)
+
+
 @distributed(world_size=4, timeout=240.0)
 def train() -> None:
     """Losses, norms and weights of two clipped steps of two micro-batches, at tp 2 x dp 2."""
     deepspeed = start()
-    for build, stages in ((grouped, (0, 1, 2)), (gpt2, (1,))):
+    for build, stages in ((grouped, (0, 1, 2)), (gpt2, (1,)), (fused, (0, 1, 2))):
         for stage in stages:
             plain = build().train()
             model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
@@ -85,11 +96,18 @@ def train() -> None:
 def refuse(deepspeed: Any) -> None:
     """What DeepSpeed would get wrong: half precision with clipping but without ZeRO, and its ZeRO 3."""
     batch = language_batches(131)[0]
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     for changes, error in (
+        ({"zero_optimization": offload}, r"count KV heads of transformer\.h\.0\.attn\.c_attn\.weight several times"),
         ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
         ({"zero_optimization": {"stage": 3}}, "has another shape than autopar.initialize gave it"),
+        (
+            {"mpu": None},
+            r"without mpu= takes all ranks for replicas(.|\n)*deepspeed\.initialize\(model=model, mpu=model",
+        ),
     ):
-        model = autopar.initialize(grouped().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
+        build = fused if "several times" in error else grouped
+        model = autopar.initialize(build().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
         with pytest.raises(ConfigError, match=error):
             engine = engine_of(deepspeed, model, 0, gradient_accumulation_steps=1, **changes)
             engine.backward(engine(**batch).loss)

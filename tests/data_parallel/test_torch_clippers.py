@@ -17,7 +17,7 @@ from tests.compare import same_gradients, same_weights
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.worlds import distributed
+from tests.worlds import distributed, raises_everywhere
 
 
 def grouped():
@@ -120,6 +120,39 @@ def test_over_stages() -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), expected, "norm")
     same_gradients(model, plain)
+
+
+@pooled(world_size=4)
+def test_a_stage_without_any_of_the_parameters_takes_part() -> None:
+    plain = grouped().train()
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes}).train()
+    batch = language_batches(131)[0]
+    plain(**batch).loss.backward()
+    model.execute_pipeline(batch)
+
+    def block(one, number):
+        return [p for name, p in one.named_parameters() if f"layers.{number}." in name]
+
+    for number in range(2):
+        assert bool(block(model, number)) == (number == model.mpu.pp.rank)
+        for p, limit in ((2.0, 0.1), (math.inf, 0.001)):
+            expected = torch.nn.utils.clip_grad_norm_(block(plain, number), limit, p)
+            assert expected > limit
+            close(torch.nn.utils.clip_grad_norm_((p for p in block(model, number)), limit, p), expected, f"norm {p}")
+        clip_grads_with_norm_(block(plain, number), 1e-4, expected)
+        clip_grads_with_norm_(block(model, number), 1e-4, expected)
+        with raises_everywhere(ConfigError, "get_total_norm sees one of 2 pipeline stages"):
+            get_total_norm([p.grad for p in block(model, number)])
+    same_gradients(model, plain)
+    other = autopar.initialize(gpt2(), {"model_parallelism": sizes})
+    with pytest.raises(ConfigError, match=r"holds none of the parameters, and 2 models(.|\n)*autopar\.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_([], 1.0)
+    other.mpu.destroy()
+    assert torch.nn.utils.clip_grad_norm_([], 1.0) == 0
+    model.mpu.destroy()
+    with pytest.warns(UserWarning, match="empty generator"):
+        torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
 @pooled(world_size=2)

@@ -33,6 +33,7 @@ RUN = {
     DOCS / "checkpoints.md": 2,
     DOCS / "launching.md": 1,
     DOCS / "peft.md": 3,
+    DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
     DOCS / "trainer.md": 1,
     DOCS / "training.md": 2,
@@ -92,6 +93,14 @@ def test_the_readme(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not torch.equal(trained.lm_head.weight, gpt2().lm_head.weight)
+
+
+@distributed(world_size=2)
+def test_planner(tmp_path: Path) -> None:
+    names = run(DOCS / "planner.md", tmp_path)
+    held = names["plan"].ranks[0, 0, names["model"].mpu.tp.rank]
+    assert held.weights == sum(parameter.nbytes for parameter in names["model"].parameters())
+    assert names["step"]["tokens_per_second"] == 256 and names["step"]["mfu"] > 0
 
 
 @distributed(world_size=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from transformers import Trainer
 
 import autopar
-from autopar.errors import ConfigError, ConsistencyError
-from tests.integrations.runs import arguments, collate, history, launched, samples
+from autopar.errors import ConfigError
+from tests.integrations.runs import arguments, collate, history, launched, metrics, samples
 from tests.integrations.test_trainer import config, trainer_of
 from tests.pool import pooled
 from tests.small import llama
@@ -95,15 +96,23 @@ def test_a_model_that_is_parallelized_already(tmp_path):
         assert len(losses(stepped)) == 6
 
 
-@pooled(world_size=2)
-def test_the_plain_trainer_names_this_one(tmp_path):
+@pooled(world_size=4)
+def test_the_plain_trainer_evaluates_and_names_this_one_to_train(tmp_path):
+    rows = samples(21, 1)
+    batch = collate(rows)
+    with torch.no_grad():
+        predicted = SimpleNamespace(predictions=llama().eval()(**batch).logits, label_ids=batch["labels"].numpy())
     with launched():
         model = autopar.initialize(llama(), config(2))
-        trainer = Trainer(model, arguments(tmp_path, 1), data_collator=collate, train_dataset=samples(8))
-        with raises_everywhere(ConfigError, "DistributedDataParallel over ranks [0, 1]", "ParallelTrainer(model="):
+        settings = arguments(tmp_path, 2)
+        trainer = Trainer(model, settings, collate, train_dataset=samples(8), compute_metrics=metrics)
+        found = trainer.evaluate(rows)
+        for name, expected in metrics(predicted).items():
+            assert abs(found[f"eval_{name}"] - expected) < 1e-5, name
+        with raises_everywhere(
+            ConfigError, "DistributedDataParallel over ranks [0, 1, 2, 3]", "ParallelTrainer(model="
+        ):
             trainer.train()
-        with raises_everywhere(ConsistencyError, "got different inputs", "autopar.integrations.ParallelTrainer"):
-            trainer.evaluate(samples(8))
 
 
 @pooled(world_size=4)

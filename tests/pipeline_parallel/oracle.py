@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from tests.exchange import everyones
 from tests.parity import TOLERANCE, _everyones, close, reseed, total_loss
 
 
@@ -33,8 +34,7 @@ def whole_tensors(
         for rank, share in enumerate(shares if layout is None else []):
             close(share, shares[0], f"{name}: replicated, but different on tp rank {rank}", 1e-6)
         mine[name] = shares[0] if layout is None else layout.unshard(shares)
-    everyone: list[Any] = [mine] * mpu.pp.size
-    dist.all_gather_object(everyone, mine, group=mpu.pp.group)
+    everyone = everyones(mine, mpu.pp.group) if mpu.pp.size > 1 else [mine]
     found: dict[str, torch.Tensor | None] = {}
     for rank, theirs in enumerate(everyone):
         for name, tensor in theirs.items():

@@ -23,6 +23,7 @@ import autopar
 from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.microbatch import default_reduction, split
+from tests.exchange import everyones
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
@@ -193,8 +194,8 @@ def test_replicas_with_unlike_padding_in_stages() -> None:
 
 
 def _digits(group: Any, tensors: dict[str, torch.Tensor], size: int) -> None:
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, tensors, group=group)
+    everyone = everyones(tensors, group)
+    assert len(everyone) == size
     names = set.intersection(*(set(theirs) for theirs in everyone))
     assert names
     for name in names:

@@ -47,6 +47,15 @@ def _stay_until_done(ranks: set[int]) -> None:
     store.wait([f"done on {rank}" for rank in sorted(ranks)], timedelta(seconds=8 * TIMEOUT))
 
 
+def _hang_until_done(ranks: set[int]) -> None:
+    """Do nothing until these ranks have got so far, or for longer than any of them waits; then end this process."""
+    store = dist.distributed_c10d._get_default_store()
+    limit = time.monotonic() + 4 * TIMEOUT
+    while time.monotonic() < limit and not store.check([f"done on {rank}" for rank in sorted(ranks)]):
+        time.sleep(0.1)
+    os._exit(0)
+
+
 def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> None:
     zero = {"zero": {"stage": 1}, "gradient_clipping": 1.0} if when == "step" else {}
     model, optimizer = _parallel(tp, pp, 30, transport, **zero)
@@ -124,15 +133,14 @@ def _hang(tp: int, pp: int, transport: str) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 3:
-            time.sleep(4 * TIMEOUT)
-            os._exit(0)
+            _hang_until_done({0, 1, 2})
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
     started = time.monotonic()
     with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
         model.execute_pipeline(_batch(model))
     assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
-    time.sleep(GRACE + 1)
+    _stay_until_done({0, 1, 2})
 
 
 @pytest.mark.parametrize("reduction", ["tokens", pytest.param("microbatch", marks=pytest.mark.every)])
@@ -233,14 +241,14 @@ def _hang_in_generate(tp: int, pp: int) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 1:
-            time.sleep(4 * TIMEOUT)
-            os._exit(0)
+            _hang_until_done({0})
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
     started = time.monotonic()
     with pytest.raises(PipelineError, match="rank 1 said nothing"), torch.no_grad():
         model.eval().generate(_batch(model)["input_ids"], max_new_tokens=2)
     assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    _stay_until_done({0})
 
 
 @pytest.mark.every

@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator``, for which the data-parallel replicas are the world.
 
-A loop that was written for data parallelism counts processes, shards batches over them, gathers and averages over
-them. All ranks of a replica do the same there: so the processes that such a loop has to see are the replicas.
+What it counts, deals out, gathers and adds up is that of the replicas (:mod:`autopar.data_parallel.accelerate_mesh`);
+here is what a trainer needs in addition.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.class_swap import swap
 from autopar.data_parallel.gradients import clip_grad_norm_
-from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
@@ -30,7 +28,7 @@ def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
         model: the parallelized model, which it leaves as it is.
     """
     accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
-    swap(accelerator, _Replicas, autopar_model=model, autopar_mpu=mpu, autopar_in_loader=False)
+    swap(accelerator, _Replicas, autopar_model=model, autopar_mpu=mpu)
 
 
 class _Replicas:
@@ -38,27 +36,8 @@ class _Replicas:
 
     autopar_model: nn.Module
     autopar_mpu: MPU
-    autopar_in_loader: bool
     _models: list[Any]
     _optimizers: list[Any]
-
-    @property
-    def num_processes(self) -> int:
-        """The number of replicas."""
-        return self.autopar_mpu.dp.size
-
-    @property
-    def process_index(self) -> int:
-        """This process's rank in the world: replicas are counted where a data loader is made only."""
-        return self.autopar_mpu.dp.rank if self.autopar_in_loader else self.autopar_mpu.rank
-
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Shard a loader over the replicas."""
-        self.autopar_in_loader = True
-        try:
-            return super().prepare_data_loader(data_loader, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.autopar_in_loader = False
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Leave the parallelized model as it is: nothing is wrapped around it."""
@@ -94,12 +73,6 @@ class _Replicas:
         _check_all(listed, self.autopar_model)
         return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
 
-    def gather(self, tensor: Any) -> Any:
-        """All-gather tensors (also in tuples, lists and dicts) over the replicas, joined in dim 0."""
-        from accelerate.utils import recursively_apply
-
-        return recursively_apply(lambda part: _gather(part, self.autopar_mpu.dp), tensor, error_on_other_type=True)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over the replicas; of the last batch only the samples that the dataset has."""
         if use_gather_object or not _only_tensors(input_data):
@@ -114,16 +87,6 @@ def _only_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_only_tensors, value.values()))
     return all(map(_only_tensors, value)) if isinstance(value, tuple | list) else isinstance(value, torch.Tensor)
-
-
-def _gather(tensor: torch.Tensor, dp: Axis) -> torch.Tensor:
-    """Join the replicas' tensors in dim 0; single numbers as ``[replicas]``."""
-    local = (tensor.reshape(1) if tensor.ndim == 0 else tensor).contiguous()
-    if dp.size == 1:
-        return local
-    parts = [torch.empty_like(local) for _ in range(dp.size)]
-    dist.all_gather(parts, local, group=dp.group)
-    return torch.cat(parts)
 
 
 def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:

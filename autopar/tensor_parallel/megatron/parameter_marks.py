@@ -5,8 +5,9 @@
 ``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too.
 
 Of KV heads that several ranks hold, the first of these ranks counts. What is held twice only in part (a fused
-``q | k | v`` with fewer KV heads than ranks) cannot be said by one flag: it counts on every rank, and the norm is too
-large by the repeated heads. ``autopar.clip_grad_norm_`` is exact there, too.
+``q | k | v`` with fewer KV heads than ranks) cannot be said by one flag: it counts on every rank. DeepSpeed's norms are
+given what counts (:mod:`autopar.data_parallel.deepspeed_engine`), one of your own is too large by the repeated heads;
+``autopar.clip_grad_norm_`` is exact there, too.
 """
 
 from __future__ import annotations

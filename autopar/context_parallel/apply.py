@@ -1,0 +1,197 @@
+"""Context parallelism of one model: doors, attention, and the logits of rows; and all of that undone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from autopar.class_swap import swap, unswap
+from autopar.context_parallel.attention import Implementation, register
+from autopar.context_parallel.door import Door, NeedsAllRows, gather_all
+from autopar.context_parallel.row_logits import row_logits
+from autopar.context_parallel.state import RowPlan, RowState
+from autopar.distributed.axis import Axis
+from autopar.errors import ConfigError
+from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
+
+__all__ = ["apply", "undo"]
+
+
+def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, rehearsal: bool = False) -> RowState:
+    """Put doors before the blocks of ``model`` and attention over rows into them, in place; no communication.
+
+    Args:
+        model: the Hugging Face model inside; names of the plan begin there.
+        rehearsal: every module in the blocks is asked whether it calls the attention that its config names.
+    """
+    register()
+    state = RowState(axis, method, plan)
+    state.region.model = "rows"
+    state.region.find_dropout(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for number, blocks in enumerate(plan.lists):
+        for path in blocks:
+            for below, module in modules[path].named_modules():
+                name = f"{path}.{below}" if below else path
+                if rehearsal or name in plan.crosses:
+                    _attend_over_rows(module, name, number, state)
+        for path, where in plan.whole.items():
+            if any(path == block or path.startswith(f"{block}.") for block in blocks):
+                swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where))
+        for place, path in enumerate(blocks):
+            ends = (number, place == 0, place == len(blocks) - 1)
+            swap(modules[path], Door, _autopar_rows=state, _autopar_place=ends)
+    for module in _callable_alone(model):
+        module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
+        module.register_forward_hook(AfterRows(state), always_call=True)
+    if plan.head is not None:
+        modules[plan.head].register_forward_pre_hook(BeforeHead(state))
+        modules[plan.head].register_forward_hook(AfterHead(state))
+    return state
+
+
+def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:
+    if hasattr(getattr(module, "config", None), "_attn_implementation"):
+        name = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
+        set_value(view_of_config(module), "_attn_implementation", Implementation(name))
+        module._autopar_rows, module._autopar_list = state, number  # type: ignore[assignment]
+        module._autopar_path = path  # type: ignore[assignment]
+
+
+def undo(model: nn.Module) -> None:
+    """Take all of it away: the model runs whole again on each rank."""
+    for module in model.modules():
+        unswap(module, Door, "_autopar_place")
+        unswap(module, NeedsAllRows, "_autopar_whole")
+        if "_autopar_list" in vars(module):
+            drop_value(module, "_attn_implementation")
+        for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
+            vars(module).pop(name, None)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
+                hooks.pop(key)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+
+
+def _callable_alone(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if module is model or isinstance(module, PreTrainedModel)]
+
+
+class BeforeRows:
+    """Forward pre-hook of a Hugging Face model: decide whether this forward is cut."""
+
+    def __init__(self, state: RowState, outermost: bool) -> None:
+        self.state, self.outermost = state, outermost
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = self.state
+        if self.outermost:
+            state.running = 0  # an interrupted forward did not end
+        state.running += 1
+        if state.running > 1:
+            return
+        cached = kwargs.get("use_cache") is True or any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
+        if not cached and (kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False)):
+            raise ConfigError(
+                "output_attentions=True: with context_parallel_size="
+                f"{state.axis.size} no rank has a map of rows by rows. Leave it out, or use the plain model for maps."
+            )
+        keep = kwargs.get("logits_to_keep", 0)
+        every = isinstance(keep, int) and keep == 0 and self.outermost
+        state.start(cutting=not cached, keeping=every and state.plan.through)
+
+
+class AfterRows:
+    """Forward hook, called after an error too: outputs that were collected inside of blocks become whole."""
+
+    def __init__(self, state: RowState) -> None:
+        self.state = state
+
+    def __call__(self, model: Any, args: Any, output: Any) -> Any:
+        state = self.state
+        state.running = max(state.running - 1, 0)
+        error = sys.exc_info()[1] if output is None else None
+        if state.cutting and state.running == 0 and isinstance(error, IndexError | RuntimeError | ValueError):
+            _explain(error, state)
+        if state.cutting and isinstance(output, dict):
+            output = _joined(output, state, outermost=state.running == 0)
+        if state.running == 0:
+            state.finish()
+        return output
+
+
+def _explain(error: Exception, state: RowState) -> None:
+    """Say beside an error of shapes that blocks had rows: inputs may lead where no rehearsal came."""
+    lengths = ", ".join(f"{layout.local_size(state.axis.rank)} of {layout.size}" for layout in state.layouts())
+    error.add_note(
+        f"context_parallel_size={state.axis.size}: the blocks had {lengths or 'no'} rows of the sequence on this rank. "
+        "Inputs that the rehearsal of initialize\n  did not have (images, sound) may need all rows there: then use "
+        "tensor_parallel_size, or sequence_parallel."
+    )
+
+
+def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
+    """Gather what was collected from blocks; a cache that the model made for itself has nothing in it."""
+    changed: dict[str, Any] = {}
+    for name, value in output.items():
+        if outermost and isinstance(value, Cache):
+            changed[name] = None
+        if ("router_logits" in name or (outermost and "hidden_state" in name)) and value is not None:
+            number = 0 if name.startswith("encoder") else len(state.plan.lists) - 1
+            changed[name] = _whole(value, state, number)
+    return type(output)(**{**output, **changed}) if changed else output
+
+
+def _whole(value: Any, state: RowState, number: int) -> Any:
+    layout = state.layout(number)
+    if isinstance(value, tuple | list):
+        return type(value)(_whole(x, state, number) for x in value)
+    if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
+        return value
+    own = layout.local_size(state.axis.rank)
+    if value.ndim > 2:
+        return gather_all(value, state, layout, 1) if value.shape[1] == own else value
+    return gather_all(value, state, layout, 0) if own and value.shape[0] % own == 0 else value
+
+
+class BeforeHead:
+    """Forward pre-hook of the head: it makes the logits of this rank's rows only."""
+
+    def __init__(self, state: RowState) -> None:
+        self.state = state
+
+    def __call__(self, head: Any, args: tuple[Any, ...]) -> Any:
+        state = self.state
+        layout = state.layout(len(state.plan.lists) - 1)
+        if not state.cutting or layout is None or not args or not isinstance(args[0], torch.Tensor):
+            return None
+        x = args[0]
+        if x.ndim != 3 or x.shape[1] != layout.size or state.holds_rows(x):
+            return None
+        state.keeping = True
+        return (state.mark(layout.shard(x, state.axis.rank, 1)), *args[1:])
+
+
+class AfterHead:
+    """Forward hook of the head: its logits of rows are whole for whoever reads them."""
+
+    def __init__(self, state: RowState) -> None:
+        self.state = state
+
+    def __call__(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:
+        state = self.state
+        layout = state.layout(len(state.plan.lists) - 1)
+        if not state.keeping or layout is None or logits.shape[1] != layout.local_size(state.axis.rank):
+            return None
+        if state.tracking is not None:
+            return logits.new_empty(logits.shape[0], layout.size, logits.shape[-1])
+        return row_logits(logits, state.axis, layout, f"forward {state.forwards}")
+
+
+_HOOKS = (BeforeRows, AfterRows, BeforeHead, AfterHead)

@@ -1,0 +1,237 @@
+"""Attention over rows that lie on several ranks, by the model's own attention function and its own whole mask.
+
+The function that a model's config names (``eager``, ``sdpa``, ...) is called by this one, which takes its place in the
+blocks (:mod:`autopar.context_parallel.apply`). With ``n`` ranks of the axis:
+
+* ``ulysses`` (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): rows of all heads are exchanged for all rows of
+  some heads, attention is computed as if the sequence were whole, and the output is exchanged back.
+* ``gather``: keys and values of all ranks are gathered, and this rank's queries take their rows of the mask. No
+  condition on the number of heads.
+
+In both the mask is whole on each rank, made by the model's own code; none is ever replaced by a flag.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from autopar.context_parallel.exchange import exchange
+from autopar.context_parallel.rows import heads_layout
+from autopar.context_parallel.state import RowState
+from autopar.distributed.collectives import gather_sum
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+
+__all__ = ["IMPLEMENTATION", "Implementation", "attention_over_rows", "plain_attention", "register"]
+
+IMPLEMENTATION = "autopar_rows"
+"""Name of :func:`attention_over_rows` among transformers' attention functions."""
+
+
+class Implementation(str):
+    """Name of an attention: compared as the model's own (``== "sdpa"``), looked up as :data:`IMPLEMENTATION`."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == IMPLEMENTATION or str.__eq__(self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(IMPLEMENTATION)
+
+
+_PER_HEAD = ("s_aux", "sinks")  # arguments and attributes with one number for each head
+_BIASES = ("position_bias",)  # [batch or 1, heads, queries, keys]
+_UNKNOWN_TO_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def register() -> None:
+    """Make the function known to transformers; models that do not name it are not concerned."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_over_rows)
+
+
+def attention_over_rows(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention of this rank's rows.
+
+    Args:
+        query: ``[batch, heads, rows/cp, head_dim]``; ``key``, ``value``: ``[batch, kv_heads, rows/cp, head_dim]``, or
+            with all rows where they are those of another sequence (an encoder's).
+        attention_mask: whole, ``[batch, 1 or heads, rows, rows]``.
+
+    Returns:
+        ``[batch, rows/cp, heads, head_dim]``, and no attention maps.
+    """
+    state: RowState = module._autopar_rows  # type: ignore[assignment]
+    name, function = plain_attention(module)
+    layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
+    if layout is None:
+        return function(module, query, key, value, attention_mask, **kwargs)
+    if state.watch is not None:
+        return state.watch(module, query, key, value, attention_mask), None
+    crosses = state.plan.crosses[module._autopar_path]  # type: ignore[index]
+    if crosses:
+        return _with_whole_keys(
+            state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses
+        )
+    if state.picks_ulysses(query.shape[1], key.shape[1]):
+        return _ulysses(state, layout, function, module, query, key, value, attention_mask, kwargs)
+    key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))
+    return _with_whole_keys(state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses)
+
+
+def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """Return the name and the function of the attention that the model's config asks for.
+
+    Raises:
+        ConfigError: it is ``eager``, and the model's file has no function of the usual name.
+    """
+    name = str(type(module.config)._autopar_whole._attn_implementation or "eager")  # type: ignore[union-attr]
+    for kind in type(module).__mro__:
+        file = sys.modules.get(kind.__module__)
+        functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
+        if functions is not None:
+            if name != "eager":
+                return name, functions[name]
+            eager = [getattr(file, each) for each in _EAGER if hasattr(file, each)]
+            if len(eager) == 1:
+                return name, eager[0]
+    raise ConfigError(
+        f"context_parallel_size: the attention '{name}' of {type(module).__name__} is not found in "
+        f"{type(module).__module__}. Another one may be: model.set_attn_implementation('sdpa')"
+    )
+
+
+_EAGER = ("eager_attention_forward", "simple_eager_attention_forward", "text_eager_attention_forward")
+
+
+# -- ulysses ------------------------------------------------------------------------------------------------------
+
+
+def _ulysses(
+    state: RowState,
+    rows: Layout,
+    function: Callable[..., Any],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    axis, (heads, kv_heads) = state.axis, (query.shape[1], key.shape[1])
+    groups = heads // kv_heads
+    if kv_heads >= axis.size:  # whole groups of heads with their key
+        of_queries, of_keys = heads_layout(kv_heads, groups, axis.size), heads_layout(kv_heads, 1, axis.size)
+    else:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        of_queries = of_keys = heads_layout(heads, 1, axis.size)
+        groups = 1
+    query = exchange(query, axis, of_queries, rows, to_heads=True)  # [batch, heads/cp, rows, head_dim]
+    key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (key, value))
+    taken = {name: _of_heads(x, of_queries, axis.rank) for name, x in kwargs.items() if name in (*_PER_HEAD, *_BIASES)}
+    mask = _of_heads(mask, of_queries, axis.rank)
+    if query.shape[1]:
+        with _narrowed(module, of_queries, axis.rank, groups):
+            out = function(module, query, key, value, mask, **{**kwargs, **taken})[0]  # [batch, rows, heads/cp, d]
+    else:  # fewer heads than ranks: this one has none, and still takes part
+        out = (query + 0 * (key.sum() + value.sum())).transpose(1, 2)[..., : value.shape[-1]]
+    out = exchange(out.transpose(1, 2), axis, of_queries, rows, to_heads=False)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
+    """Some heads of ``[heads]`` or ``[batch, heads, queries, keys]``; what is the same for all heads stays."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    dim = 1 if x.ndim == 4 else 0
+    return layout.shard(x, rank, dim) if x.shape[dim] == layout.size and layout.size > 1 else x
+
+
+@contextmanager
+def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iterator[None]:
+    """Let the module have numbers for some heads while its function reads them."""
+    own = vars(module)
+    before = {"num_key_value_groups": own["num_key_value_groups"]} if "num_key_value_groups" in own else {}
+    held = {name: module._parameters.pop(name) for name in _PER_HEAD if module._parameters.get(name) is not None}
+    try:
+        own.update(dict.fromkeys(before, groups))
+        own.update({name: _of_heads(x, layout, rank) for name, x in held.items()})
+        yield
+    finally:
+        own.update(before)
+        for name, x in held.items():
+            del own[name]
+            module._parameters[name] = x
+
+
+# -- keys of all rows ---------------------------------------------------------------------------------------------
+
+
+def _with_whole_keys(
+    state: RowState,
+    rows: Layout,
+    name: str,
+    function: Callable[..., Any],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+    crosses: bool,
+) -> tuple[torch.Tensor, None]:
+    rank = state.axis.rank
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
+        kind = f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ConfigError(
+            f"context_parallel_method=gather takes rows out of a mask of 4 dims, and '{name}' attention made one of "
+            f"{kind}: use context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
+        )
+    if name.startswith(("flash", "flex")) or "|" in name:
+        raise ConfigError(
+            f"context_parallel_method=gather does not go with '{name}' attention, which is told of masks by flags: use "
+            "context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
+        )
+    given = {bias: _of_rows(kwargs[bias], rows, rank) for bias in _BIASES if kwargs.get(bias) is not None}
+    if mask is None and name != "eager" and not crosses and _is_causal(module, kwargs):
+        mask = _causal_rows(rows, rank, query.device)
+    mask = _of_rows(mask, rows, rank)
+    kwargs = {**kwargs, **given}
+    if "is_causal" in kwargs or name != "eager":
+        kwargs["is_causal"] = False
+    return function(module, query, key, value, mask, **kwargs)[0], None
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What ``sdpa`` does without a mask."""
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _causal_rows(rows: Layout, rank: int, device: torch.device) -> torch.Tensor:
+    """The mask of this rank's rows, ``[1, 1, rows/cp, rows]``: True where a row may look."""
+    positions = torch.arange(rows.size, device=device)
+    own = rows.shard(positions, rank, 0)
+    return (own[:, None] >= positions[None, :])[None, None]
+
+
+def _of_rows(mask: Any, rows: Layout, rank: int) -> Any:
+    """This rank's rows of ``[batch, heads, rows, keys]``; a row for all stays, and what the module made of its rows."""
+    if mask is None or mask.shape[2] in (1, rows.local_size(rank)):
+        return mask
+    return rows.shard(mask, rank, 2)

@@ -1,0 +1,240 @@
+"""The doors of a list of blocks: in front of the first one the sequence is cut into rows, behind the last one joined.
+
+Everything before the first block is the model's own and sees the whole sequence: embeddings, positions, masks,
+documents. A block gets this rank's rows of the hidden states and of whatever else has a row for each position;
+masks stay whole. Modules that need all rows gather them, and keep their own of what they return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
+from transformers.cache_utils import Cache
+
+from autopar.class_swap import plain_class
+from autopar.context_parallel.state import RowState, WholeModule
+from autopar.distributed.collectives import all_gather, gather_sum
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+
+__all__ = ["Door", "NeedsAllRows", "gather_all"]
+
+
+class Door:
+    """Class before that of a block.
+
+    Attributes:
+        _autopar_place: number of its list, whether it is the first in it, and the last.
+    """
+
+    training: bool
+    _autopar_rows: RowState
+    _autopar_place: tuple[int, bool, bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, (number, first, last) = self._autopar_rows, self._autopar_place
+        if not state.cutting:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        named = _named(plain_class(self, Door), args, kwargs)
+        hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
+        if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
+            raise state.tracking.mixed("the first block runs a second time", between=True)
+        if first or state.plan.between:
+            state.enter(number, _length(hidden, dict(named).get(hidden), state))
+        layout = state.layout(number)
+        if layout is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        state.region.draw_per_rank(self.training)
+        whole = first or state.plan.between
+        values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
+        args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if last or state.plan.between:
+            state.region.draw_alike()
+        if (last and not (state.keeping and number == len(state.plan.lists) - 1)) or state.plan.between:
+            state.inside.discard(number)
+            out = _join(state, layout, out)
+        return out
+
+    def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
+        """Return this rank's part of an argument."""
+        if isinstance(value, Cache):
+            return None  # an empty one, which the model made for itself
+        if not whole or _is_whole(name):
+            return value
+        state = self._autopar_rows
+
+        def own(path: Any, x: Any) -> Any:
+            if type(x) is int:
+                _check_number(f"{name}{keystr(path)}", x, state)
+            if not isinstance(x, torch.Tensor):
+                return x
+            dim = _dim_of_rows(_place(f"{name}{keystr(path)}", x), x, layout.size, state)
+            return x if dim is None else state.narrow(x, layout, dim)
+
+        return tree_map_with_path(own, value)
+
+
+def _place(name: str, x: torch.Tensor) -> str:
+    return f"{name} of {x.ndim} dims"
+
+
+def _length(name: str, x: Any, state: RowState) -> int:
+    """Return how many rows the hidden states have; 0 for what has none."""
+    if not isinstance(x, torch.Tensor) or x.ndim < 3:
+        return 0
+    if state.tracking is not None:
+        whole = state.tracking.prime * state.axis.size
+        return whole if list(x.shape).count(whole) == 1 and not state.tracking.holds_rows(x) else 0
+    return x.shape[state.plan.arguments.get(_place(name, x), 1)]
+
+
+def _join(state: RowState, layout: Layout, out: Any) -> Any:
+    """Gather the rows of what a block returns; of a tuple, the hidden states."""
+    own = layout.local_size(state.axis.rank)
+
+    def join(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        place = _place(f"return{keystr(path)}", x)
+        if state.tracking is not None:
+            dims = [dim for dim, size in enumerate(x.shape) if size == own] if state.tracking.holds_rows(x) else []
+            state.plan.arguments[place] = dims[0] if len(dims) == 1 else -1
+        dim = state.plan.arguments.get(place, -1)
+        return x if dim < 0 or x.shape[dim] != own else gather_all(x, state, layout, dim)
+
+    return tree_map_with_path(join, out)
+
+
+def _is_whole(name: str) -> bool:
+    """Whether an argument of a block is not cut: masks, and what belongs to another sequence."""
+    return name.startswith("encoder_") or any(part in name for part in ("mask", "alibi", "cross_attention", "cu_seq"))
+
+
+def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> int | None:
+    """Return the dim that has a row for each position; as the rehearsal saw it, else the one that is as long."""
+    fitting = [dim for dim, size in enumerate(x.shape) if size == length]
+    seen = state.plan.arguments
+    if state.tracking is not None and (fitting or path not in seen) and not state.tracking.holds_rows(x):
+        seen[path] = fitting[0] if len(fitting) == 1 else -1
+    if path in seen:
+        return seen[path] if seen[path] in fitting else None
+    if len(fitting) > 1 and not (x.ndim <= 3 and 1 in fitting):
+        raise ConfigError(
+            f"context_parallel_size: argument {path} of a block has shape {list(x.shape)}, and {length} rows can be "
+            f"its dims {' and '.join(map(str, fitting))}: another length of the sequence tells them apart"
+        )
+    return 1 if len(fitting) > 1 else next(iter(fitting), None)
+
+
+def _check_number(name: str, number: int, state: RowState) -> None:
+    """Check that a number that a block is given was one in the rehearsal: it may count rows."""
+    seen = state.plan.numbers.setdefault(name, set())
+    if state.tracking is not None:
+        if number and number % state.tracking.prime == 0:
+            raise state.tracking.mixed(f"argument {name} of a block counts rows, {number}")
+        seen.add(number)
+    elif number not in seen:
+        known = ", ".join(map(str, sorted(seen)[:8])) or "none"
+        raise ConfigError(
+            f"context_parallel_size={state.axis.size}: a block was given {name}={number}, which may count rows; seen "
+            f"before were: {known}. These inputs need the plain model, or tensor_parallel_size."
+        )
+
+
+@functools.cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(kind.forward).parameters if name != "self")
+
+
+def _named(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments by name, in the order in which they were given."""
+    names = _parameters(kind)
+    given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
+    return [*given, *kwargs.items()]
+
+
+class NeedsAllRows:
+    """Class before that of a module that mixes rows: it runs with all of them, on every rank."""
+
+    _autopar_rows: RowState
+    _autopar_whole: tuple[int, WholeModule]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, (number, where) = self._autopar_rows, self._autopar_whole
+        layout = state.layout(number)
+        if not state.cutting or layout is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = self._gather((args, kwargs), state, layout, where)
+        with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
+            out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return _own_part(out, state, layout, where)
+
+    def _gather(self, values: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
+        own = layout.local_size(state.axis.rank)
+
+        def gather(path: Any, x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            name = keystr(path)
+            if state.tracking is not None and state.tracking.holds_rows(x):
+                where.inputs[name] = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
+            dim = where.inputs.get(name)
+            if dim is None or dim >= x.ndim or x.shape[dim] % own:
+                return x
+            before = state.whole_of(x)
+            return before if before is not x else gather_all(x, state, layout, dim)
+
+        return tree_map_with_path(gather, values)
+
+
+def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:
+    """Gather rows along ``dim``, in which the batch may lie too: ``[batch * rows, ...]``."""
+    own = layout.local_size(state.axis.rank)
+    if own and x.shape[dim] != own:
+        parts = x.unflatten(dim, (-1, own))
+        return gather_all(parts, state, layout, dim + 1).flatten(dim, dim + 1)
+    if x.is_floating_point():
+        return state.unmark(gather_sum(x, state.axis, dim, layout))
+    return state.unmark(all_gather(x, state.axis, layout, dim))
+
+
+@contextmanager
+def _uncut(state: RowState) -> Iterator[None]:
+    state.cutting = False
+    try:
+        yield
+    finally:
+        state.cutting = True
+
+
+def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
+    leaves, structure = tree_flatten_with_path(out)
+    kept = []
+    for path, x in leaves:
+        name = keystr(path)
+        if isinstance(x, torch.Tensor):
+            if state.tracking is not None:
+                dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
+                if len(dims) > 1:
+                    state.tracking.mark_table(x)
+                if len(dims) == 1:
+                    where.outputs[name] = dims[0]
+            dim = where.outputs.get(name)
+            kept.append(x if dim is None else _own_along(x, state, layout, dim))
+        else:
+            kept.append(x)
+    return tree_unflatten(kept, structure)
+
+
+def _own_along(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> torch.Tensor:
+    if x.shape[dim] != layout.size:  # [batch * rows, ...]
+        return _own_along(x.unflatten(dim, (-1, layout.size)), state, layout, dim + 1).flatten(dim, dim + 1)
+    return state.mark(layout.shard(x, state.axis.rank, dim))

@@ -1,0 +1,168 @@
+"""What a forward over rows knows: whether it is cut, and which rows of each list of blocks lie here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.context_parallel.rows import rows_layout
+from autopar.distributed.axis import Axis
+from autopar.layout import Layout
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["RowPlan", "RowState", "WholeModule"]
+
+
+@dataclass
+class WholeModule:
+    """A module that runs with all rows on every rank: where its arguments and outputs hold rows.
+
+    Attributes:
+        inputs: path in ``(args, kwargs)`` -> dim of rows.
+        outputs: path in what it returns -> dim of rows.
+    """
+
+    inputs: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class RowPlan:
+    """How a model runs over rows, as a rehearsal found it out (:mod:`autopar.dry_run.context_parallel`).
+
+    Attributes:
+        lists: paths of the blocks of each list that is cut.
+        arguments: argument of a block, and path in it -> dim of rows.
+        numbers: argument of a block -> whole numbers that it was given.
+        whole: path of a module -> how it is run with all rows.
+        crosses: path of a module that calls attention -> whether its keys are those of another sequence.
+        head: path of the head that makes logits of rows; None without one.
+        between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
+        through: whether rows stay on their ranks from the last block up to the head; else they are joined between.
+    """
+
+    lists: tuple[tuple[str, ...], ...]
+    arguments: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, set[int]] = field(default_factory=dict)
+    whole: dict[str, WholeModule] = field(default_factory=dict)
+    crosses: dict[str, bool] = field(default_factory=dict)
+    head: str | None = None
+    through: bool = True
+    between: bool = False
+
+
+class RowState:
+    """Rows of the forward that runs. One per model.
+
+    Args:
+        axis: the cp axis.
+        method: ``ulysses``, ``gather`` or ``auto``.
+
+    Attributes:
+        cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
+        keeping: whether rows stay on their ranks behind the last block, up to the logits.
+        watch: of a rehearsal: answers instead of attention.
+        tracking: of a rehearsal: marks rows.
+        region: random draws that differ over the axis.
+        entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
+    """
+
+    def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
+        self.axis, self.method, self.plan = axis, method, plan
+        self.cutting = self.keeping = False
+        self.running = self.forwards = 0
+        self.watch: Callable[..., torch.Tensor] | None = None
+        self.tracking: Any = None
+        self.region = Region(axis)
+        self.entered: set[int] = set()
+        self.inside: set[int] = set()
+        self._layouts: dict[int, Layout] = {}
+        self._known: dict[tuple[int, int], Layout] = {}
+        self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
+        copied = RowState(self.axis, self.method, self.plan)
+        memo[id(self)] = copied
+        copied.region = deepcopy(self.region, memo)
+        return copied
+
+    def start(self, *, cutting: bool, keeping: bool) -> None:
+        """Begin the forward of the outermost model."""
+        self.release()
+        self.region.start()
+        self.forwards += 1
+        self.cutting, self.keeping = cutting, cutting and keeping
+
+    def finish(self) -> None:
+        """End it, also one that failed."""
+        self.cutting = self.keeping = False
+        self.region.finish()
+        self.release()
+
+    def release(self) -> None:
+        """Release the references to activations."""
+        self._layouts.clear()
+        self.inside.clear()
+        self._narrowed.clear()
+
+    def enter(self, number: int, length: int) -> Layout | None:
+        """Begin a list of blocks with ``length`` rows; None if there are too few to be cut."""
+        if self.tracking is not None and length != self.tracking.prime * self.axis.size:
+            return None  # no words: sound, or an image
+        self.entered.add(number)
+        if length < self.axis.size:
+            self._layouts.pop(number, None)
+            return None
+        zigzag = self.method == "gather"
+        layout = self._known.setdefault((length, zigzag), rows_layout(length, self.axis.size, zigzag=zigzag))
+        self._layouts[number] = layout
+        self.inside.add(number)
+        return layout
+
+    def layout(self, number: int) -> Layout | None:
+        """Return the rows of a list of blocks that runs; None if it is not cut."""
+        return self._layouts.get(number)
+
+    def layouts(self) -> list[Layout]:
+        """Return the rows of all lists of blocks that were begun."""
+        return list(self._layouts.values())
+
+    def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
+        """Whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
+        if heads % kv_heads:
+            return False
+        return self.method == "ulysses" or (self.method == "auto" and kv_heads % self.axis.size == 0)
+
+    def narrow(self, x: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
+        """Keep this rank's rows of ``x``; of what has no gradient once for all blocks."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return self.mark(layout.shard(x, self.axis.rank, dim))
+        known = self._narrowed.get(id(x))
+        if known is None or known[0] is not x:
+            known = self._narrowed[id(x)] = (x, self.mark(layout.shard(x, self.axis.rank, dim)))
+            self._narrowed[id(known[1])] = (known[1], x)
+        return known[1]
+
+    def whole_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what :meth:`narrow` made ``x`` of; ``x`` itself if it did not."""
+        known = self._narrowed.get(id(x))
+        return known[1] if known is not None and known[0] is x and known[1].numel() > x.numel() else x
+
+    def mark(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, which holds rows from here on."""
+        if self.tracking is not None:
+            self.tracking.mark_rows(x)
+        return x
+
+    def holds_rows(self, x: torch.Tensor) -> bool:
+        """Whether a rehearsal has seen that ``x`` holds rows; without one False."""
+        return self.tracking is not None and bool(self.tracking.holds_rows(x))
+
+    def unmark(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, whole from here on; in a rehearsal another tensor."""
+        made: torch.Tensor = x if self.tracking is None else self.tracking.whole(x)
+        return made

@@ -1,0 +1,117 @@
+"""What accelerate prepares around a parallelized model: batches for each replica, and gradients averaged over them."""
+
+from __future__ import annotations
+
+import contextlib
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.call_site import frames_of
+from autopar.data_parallel.accelerate_mesh import inside, meaning, mesh_of, only
+from autopar.data_parallel.dataloader import ReplicaDataLoader
+from autopar.data_parallel.wrapper_check import in_trainer
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+
+__all__ = ["Place", "is_dealing", "prepare", "prepare_data_loader", "prepare_model"]
+
+_dealing: ContextVar[bool] = ContextVar("a data loader is being made", default=False)
+
+
+class Place:
+    """A state of accelerate's, whose process is a replica."""
+
+    def __init__(self, state: Any, mpu: MPU) -> None:
+        self._state, self.num_processes, self.process_index = state, mpu.dp.size, mpu.dp.rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def is_dealing() -> bool:
+    """Whether batches are being dealt out to the replicas."""
+    return _dealing.get()
+
+
+def prepare(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``Accelerator.prepare``, which may meet a loader before the model."""
+    found = [mpu for each in args if isinstance(each, nn.Module) and (mpu := inside(each)) is not None]
+    with meaning(only(found)) if found else contextlib.nullcontext():
+        return plain(accelerator, *args, **kwargs)
+
+
+def prepare_model(
+    plain: Any, accelerator: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+) -> Any:
+    """The body of ``Accelerator.prepare_model``: averages gradients over the replicas."""
+    mpu = inside(model)
+    if mpu is not None and not evaluation_mode and any(frames_of("transformers.trainer")):
+        raise ConfigError(in_trainer(mpu))
+    if mpu is None or not _wraps_ddp(accelerator):
+        return plain(accelerator, model, device_placement, evaluation_mode)
+    _check_sizes(accelerator)
+    prepared = plain(accelerator, model, device_placement, evaluation_mode=True)
+    wanted = mpu.dp_cp.size > 1 and mpu.pp.size == 1 and any(p.requires_grad for p in model.parameters())
+    if evaluation_mode or not wanted or isinstance(model, DistributedDataParallel) or _is_dtensor(model):
+        return prepared
+    handler = accelerator.ddp_handler
+    settings = {} if handler is None else handler.to_kwargs()
+    engine = DistributedDataParallel(prepared, process_group=mpu.dp_cp.group, **settings)
+    if handler is not None:
+        handler.register_comm_hook(engine)
+    vars(prepared).pop("_is_accelerate_prepared", None)  # the engine is
+    engine._is_accelerate_prepared = True  # type: ignore[assignment]
+    return engine
+
+
+def _wraps_ddp(accelerator: Any) -> bool:
+    kind: str = accelerator.distributed_type.value
+    return kind == "NO" or kind.startswith("MULTI_")
+
+
+def _is_dtensor(model: nn.Module) -> bool:
+    from accelerate.utils import model_has_dtensor
+
+    return bool(model_has_dtensor(model))  # FSDP2 averages
+
+
+def _check_sizes(accelerator: Any) -> None:
+    if accelerator.parallelism_config is not None:
+        raise ConfigError(
+            "Accelerator(parallelism_config=...) is for models that accelerate shards, and this one is parallelized "
+            "already: it would\n  deal out batches by both. Leave parallelism_config out."
+        )
+
+
+def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``Accelerator.prepare_data_loader``: deals batches out to the replicas."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    mpu = mesh_of(accelerator)
+    if mpu is None:
+        return plain(accelerator, data_loader, *args, **kwargs)
+    _check_sizes(accelerator)
+    if isinstance(data_loader, ReplicaDataLoader):
+        raise ConfigError(
+            "accelerator.prepare got a loader of autopar.prepare_dataloader, which gives each replica batches of its "
+            f"own\n  already: each of {mpu.dp.size} would see a part of its part. Leave it out of prepare, or give "
+            "prepare a plain DataLoader."
+        )
+    if accelerator.use_stateful_dataloader:
+        raise ConfigError(
+            "use_stateful_dataloader counts the batches of all processes, and tensor-parallel ranks and stages share "
+            "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
+            "state_dict and load_state_dict."
+        )
+    token = _dealing.set(True)
+    try:
+        with meaning(mpu):
+            made = plain(accelerator, data_loader, *args, **kwargs)
+    finally:
+        _dealing.reset(token)
+    if isinstance(made, DataLoaderDispatcher):
+        made.state = Place(made.state, mpu)
+    return made

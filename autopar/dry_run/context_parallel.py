@@ -1,0 +1,258 @@
+"""The rehearsal of context parallelism: how a model runs over rows of the sequence, found out on the meta device.
+
+The model's own forward runs with doors around its blocks (:mod:`autopar.context_parallel.door`) while
+:mod:`~autopar.dry_run.row_tracking` follows the rows. What mixes them is made to run with all rows: the innermost
+module that does, then the one around it, up to a block. If rows do not get through to the head, they are joined behind
+the last block. What is left after that is refused, with the module and the operation, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.context_parallel.apply import apply
+from autopar.context_parallel.state import RowPlan, RowState, WholeModule
+from autopar.distributed.axis import Axis
+from autopar.distributed.rng import kept
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.errors import ConfigError
+from autopar.plan.blocks import Blocks
+from autopar.policy.schema import Policy
+
+__all__ = ["plan_rows"]
+
+_TRIES = 60
+
+
+def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowPlan:
+    """Return how ``model`` runs over rows on ``ranks`` ranks; names begin at ``model``. It is only read.
+
+    Args:
+        model: the Hugging Face model, not yet sharded.
+        prefix: its path in the names of the policy.
+
+    Raises:
+        ConfigError: it does not, with what mixes rows.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
+    blocks = Blocks(policy, prefix, model)
+    paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
+    place = blocks.encoder_place or 0
+    lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
+    if not lists:
+        raise _refusal(model, ranks, f"its policy names no list of blocks ({policy.where})")
+    with kept():
+        return _Search(model, _first_plan(model, lists), ranks).run()
+
+
+def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
+    return ConfigError(f"context_parallel_size={ranks} does not fit {type(model).__name__}: {reason}")
+
+
+def _first_plan(model: PreTrainedModel, lists: tuple[tuple[str, ...], ...]) -> RowPlan:
+    head, between = _head_of(model), _looks_between(model, lists[-1][0])
+    return RowPlan(lists, head=head, through=head is not None and not between, between=between)
+
+
+def _looks_between(model: PreTrainedModel, block: str) -> bool:
+    """Whether what runs the blocks takes images of its own: it adds them to all rows between blocks (deepstack).
+
+    A rehearsal with text alone does not come there.
+    """
+    runner = model.get_submodule(block.rpartition(".")[0].rpartition(".")[0])
+    names = inspect.signature(type(runner).forward).parameters
+    return any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
+
+
+def _head_of(model: PreTrainedModel) -> str | None:
+    head = model.get_output_embeddings()
+    return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+class _Failure(NamedTuple):
+    path: str  # of the innermost module that ran
+    reason: str
+    between: bool = False  # it happened between blocks
+
+
+class _Search:
+    """Runs with a plan, and changes it where it fails, until it holds."""
+
+    def __init__(self, model: PreTrainedModel, plan: RowPlan, ranks: int) -> None:
+        self.model, self.plan, self.ranks = model, plan, ranks
+        text = model.config.get_text_config()
+        longest = next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+        prime = prime_beside(model, ranks, None if longest is None else longest - 2)
+        if prime is None:
+            raise _refusal(model, ranks, f"no length up to {longest} tells rows from other sizes")
+        self.prime = prime
+        try:
+            self.inputs = sample_inputs(model, ranks + 1, ranks * prime)
+        except ValueError as error:
+            raise _refusal(model, ranks, str(error)) from error
+
+    def run(self) -> RowPlan:
+        """Return the plan that holds."""
+        first: _Failure | None = None
+        for _ in range(_TRIES):
+            failure = self._try()
+            if failure is None:
+                return self.plan
+            first = first or failure
+            if not self._change(failure):
+                raise _refusal(self.model, self.ranks, self._words(failure))
+        assert first is not None
+        raise _refusal(self.model, self.ranks, self._words(first))
+
+    def _words(self, failure: _Failure) -> str:
+        where = f"in {failure.path} " if failure.path else ""
+        return f"{where}{failure.reason}.\n  Rows of the sequence lie on different ranks there. Leave it out, or use tp"
+
+    def _change(self, failure: _Failure) -> bool:
+        """Change the plan; False if nothing is left to change."""
+        plan = self.plan
+        whole, lists = {path: WholeModule() for path in plan.whole}, plan.lists
+        head, through, between = plan.head, plan.through, plan.between
+        block = next((b for each in lists for b in each if _below(failure.path, b)), None)
+        if block is not None:
+            inner = failure.path
+            while any(_below(path, inner) for path in self._alike(inner, block)) and inner in whole:
+                inner = inner.rpartition(".")[0]
+            if not _below(inner, block):
+                return False
+            for path in self._alike(inner, block):
+                whole = {known: where for known, where in whole.items() if not _below(known, path)}
+                whole[path] = WholeModule()
+        elif failure.between and not plan.between:
+            between = True
+        elif through:
+            through = False
+        elif head is not None:
+            head = None
+        elif len(lists) > 1:
+            lists = lists[1:]
+            whole = {path: where for path, where in whole.items() if any(_below(path, b) for b in lists[0])}
+        else:
+            return False
+        self.plan = RowPlan(lists, whole=whole, head=head, through=through and not between, between=between)
+        return True
+
+    def _alike(self, path: str, block: str) -> list[str]:
+        """The modules in the same place of the other blocks, of the same class."""
+        kind, inside = type(self.model.get_submodule(path)), path.removeprefix(block)
+        listed = next(each for each in self.plan.lists if block in each)
+        found = []
+        for other in listed:
+            try:
+                module = self.model.get_submodule(f"{other}{inside}")
+            except AttributeError:
+                continue
+            found += [f"{other}{inside}"] if type(module) is kind else []
+        return found
+
+    def _try(self) -> _Failure | None:
+        model = meta_copy(self.model)
+        state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto", rehearsal=True)
+        tracking = RowTracking(self.prime, self.ranks)
+        state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
+        stack: list[str] = []
+        count = _follow(model, stack, {path for each in self.plan.lists for path in each})
+        for module in model.modules():
+            if _is_experts(module):
+                module.forward = _Experts(tracking)
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), tracking:
+                warnings.simplefilter("ignore")
+                out = model(**self.inputs)
+        except MixedRows as error:
+            return self._failed(stack, error.operation, count, error.between)
+        except Exception as error:
+            return self._failed(stack, f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}", count)
+        rows = [name for name, value in out.items() if tracking.holds_rows(value)]
+        return _Failure("", f"{rows[0]} is made of rows") if rows else self._check(state)
+
+    def _failed(self, stack: list[str], reason: str, done: list[str], between: bool = False) -> _Failure:
+        main = self.plan.lists[-1]
+        outside = not any(_below(path, block) for path in stack for block in main)
+        return _Failure(
+            stack[-1] if stack else "", reason, between or (outside and bool(done) and done[-1] in main[:-1])
+        )
+
+    def _check(self, state: RowState) -> _Failure | None:
+        missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
+        return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
+
+
+def _below(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
+    """Keep the paths of the modules that run on ``stack``, also of one that fails; returns the blocks that have run."""
+    done: list[str] = []
+    for path, module in model.named_modules():
+
+        def before(_: nn.Module, args: Any, path: str = path) -> None:
+            stack.append(path)
+
+        def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
+            stack.pop()
+            if path in blocks:
+                done.append(path)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+    return done
+
+
+class _Watch:
+    """Takes the place of attention: notes whose keys they are, and answers with rows."""
+
+    def __init__(self, plan: RowPlan, tracking: RowTracking) -> None:
+        self.plan, self.tracking = plan, tracking
+
+    def __call__(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
+    ) -> torch.Tensor:
+        tracking = self.tracking
+        if not tracking.holds_rows(query):
+            raise MixedRows("attention of queries that are no rows")
+        if tracking.holds_rows(mask):
+            raise MixedRows("attention whose mask was cut")
+        crosses = not tracking.holds_rows(key)
+        if self.plan.crosses.setdefault(module._autopar_path, crosses) != crosses:
+            raise MixedRows("attention of its own rows one time and of another sequence the other time")
+        with tracking.paused():
+            made = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        marked: torch.Tensor = tracking.mark_rows(made)
+        return marked
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether a module takes each token to the experts that were chosen for it."""
+    names = inspect.signature(type(module).forward).parameters
+    return {"top_k_index", "top_k_weights"} <= set(names) and next(iter(list(names)[1:]), "") == "hidden_states"
+
+
+class _Experts:
+    """The forward of experts: a token in, a token out."""
+
+    def __init__(self, tracking: RowTracking) -> None:
+        self.tracking = tracking
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        held = self.tracking.holds_rows(hidden_states)
+        with self.tracking.paused():
+            made = torch.empty_like(hidden_states)
+        return self.tracking.mark_rows(made) if held else made

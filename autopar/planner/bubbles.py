@@ -1,0 +1,123 @@
+"""Play a schedule with the stages' own times: when each action runs, and how long ranks wait. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.pipeline_parallel.schedule import Action
+
+__all__ = ["Played", "Slot", "play", "step_time"]
+
+
+class Slot(NamedTuple):
+    """An action, and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule with times: the slots of each rank, in order."""
+
+    ranks: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def time(self) -> float:
+        """From the first action to the end of the last one."""
+        return max((row[-1].end for row in self.ranks if row), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Return for how long a rank computes."""
+        return sum(slot.end - slot.start for slot in self.ranks[rank])
+
+    def bubble(self) -> float:
+        """Return which part of the time the rank that works most waits; 0 to 1."""
+        longest = max(self.busy(rank) for rank in range(len(self.ranks)))
+        return 1 - longest / self.time if self.time else 0.0
+
+    def idle(self) -> float:
+        """Return which part of all ranks' time they wait; 0 to 1."""
+        total = self.time * len(self.ranks)
+        return 1 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
+
+
+def play(
+    lists: Sequence[Sequence[Action]],
+    stages: int,
+    time_of: Callable[[Action], float],
+    message: float = 0.0,
+) -> Played:
+    """Run lists of actions as the engine does: in order, an action waits until what it receives is there.
+
+    Args:
+        lists: of :func:`~autopar.pipeline_parallel.schedule.make_schedule`, one a rank.
+        time_of: how long an action takes.
+        message: how long a message between two ranks takes.
+
+    Raises:
+        ValueError: the lists cannot be run: all ranks wait.
+    """
+    ends: dict[Action, float] = {}
+    rank_of = {action.stage: rank for rank, row in enumerate(lists) for action in row}
+    slots: list[list[Slot]] = [[] for _ in lists]
+    free = [0.0] * len(lists)
+    left = sum(map(len, lists))
+    while left:
+        before = left
+        for rank, row in enumerate(lists):
+            while len(slots[rank]) < len(row):
+                action = row[len(slots[rank])]
+                due = _due(action, ends, stages, rank_of, message)
+                if due is None:
+                    break
+                start = max(free[rank], due)
+                free[rank] = ends[action] = start + time_of(action)
+                slots[rank].append(Slot(action, start, free[rank]))
+                left -= 1
+        if left == before:
+            raise ValueError(f"the schedule cannot be run: {left} actions wait for each other")
+    return Played(tuple(map(tuple, slots)))
+
+
+def _due(
+    action: Action, ends: dict[Action, float], stages: int, rank_of: dict[int, int], message: float
+) -> float | None:
+    """From when an action's inputs are there; None if one is not made yet."""
+    kind, stage, m = action
+    if kind == "F":
+        if stage == 0:
+            return 0.0
+        return _arrival(ends.get(Action("F", stage - 1, m)), rank_of[stage - 1] != rank_of[stage], message)
+    if kind == "W":
+        return ends.get(Action("I", stage, m))
+    forward = ends.get(Action("F", stage, m))
+    if forward is None or stage == stages - 1:
+        return forward
+    sent = ends.get(Action("I", stage + 1, m), ends.get(Action("B", stage + 1, m)))
+    gradient = _arrival(sent, rank_of[stage + 1] != rank_of[stage], message)
+    return None if gradient is None else max(forward, gradient)
+
+
+def _arrival(sent: float | None, travels: bool, message: float) -> float | None:
+    return sent if sent is None or not travels else sent + message
+
+
+def step_time(played_with: Callable[[int], Played], microbatches: int, ranks: int) -> tuple[float, Played]:
+    """Return the time of a schedule with many micro-batches, and the schedule of as many as were played.
+
+    From some number on each further round of ``ranks`` micro-batches takes as long as the last one: so many are played.
+
+    Args:
+        played_with: plays the schedule with a number of micro-batches.
+    """
+    few = 4 * ranks + microbatches % ranks
+    if microbatches <= few + 2 * ranks:
+        played = played_with(microbatches)
+        return played.time, played
+    short, longer = played_with(few), played_with(few + ranks)
+    rounds = (microbatches - few) // ranks
+    return short.time + rounds * (longer.time - short.time), longer

@@ -1,0 +1,145 @@
+"""One configuration of a run, and what it comes to: memory on each rank, time of a step, bytes that travel."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.config import ParallelConfig
+
+__all__ = ["Candidate", "Estimate", "RankMemory"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration: a mesh, and how a batch goes through it.
+
+    Attributes:
+        tp, pp, dp: sizes of the axes.
+        schedule: of the pipeline; with one stage ``1f1b``, forward and backward of one micro-batch after the other.
+        microbatch: samples of a micro-batch; ``microbatches``: how many a replica has in a step.
+        zero: ZeRO's stage.
+        checkpointing: whether the activations of blocks are recomputed.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    schedule: str
+    microbatch: int
+    microbatches: int
+    zero: int
+    checkpointing: bool
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the mesh."""
+        return self.tp * self.pp * self.dp
+
+    def config(self, precision: str) -> ParallelConfig:
+        """Return the configuration that ``initialize`` takes."""
+        return ParallelConfig.parse(self.sections(precision))
+
+    def sections(self, precision: str) -> dict[str, Any]:
+        """Return the configuration as a user writes it."""
+        found: dict[str, Any] = {
+            "model_parallelism": {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp},
+            "pipeline": {"schedule": self.schedule, "microbatch_size": self.microbatch},
+        }
+        if self.zero:
+            found["zero"] = {"stage": self.zero}
+        if precision != "fp32":
+            found["precision"] = {"dtype": precision}
+        if self.checkpointing:
+            found["activation_checkpointing"] = {"enable": True}
+        return found
+
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp} x pp {self.pp} x dp {self.dp}"]
+        parts += [self.schedule] if self.pp > 1 else []
+        parts += [f"{self.microbatches} x {self.microbatch}"]
+        parts += [f"ZeRO-{self.zero}"] if self.zero else []
+        parts += ["checkpointing"] if self.checkpointing else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes by part on the rank of a stage that holds most.
+
+    Attributes:
+        weights, gradients, optimizer: exact, of the plan.
+        activations, logits: saved for the backward, of all micro-batches that wait.
+        work: what the running operation needs beside.
+        buffers: of the model, of collectives and messages, and what FSDP2 gathers.
+        step: what the optimizer's step needs beside; it does not meet activations.
+        reserve: of CUDA and NCCL.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    work: int
+    buffers: int
+    step: int
+    reserve: int
+
+    @property
+    def total(self) -> int:
+        """The most that is held at one time: in the backward, or in the optimizer's step."""
+        states = self.weights + self.gradients + self.optimizer + self.buffers + self.reserve
+        return states + max(self.activations + self.logits + self.work, self.step)
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes by part, those of the moment that counts."""
+        found = asdict(self)
+        step = found.pop("step")
+        if step > self.activations + self.logits + self.work:
+            found.update(activations=0, logits=0, work=step)
+        return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate comes to.
+
+    Attributes:
+        memory: of each rank of the pipeline.
+        time: seconds of a step; ``parts`` of it by what they are spent on.
+        bubble: part of the pipeline's time that its ranks wait, 0 to 1.
+        bytes: that a rank sends in a step, by axis; the most of any rank.
+        flops: of the model in a step, without what is computed again.
+        mfu: part of the GPUs' peak, 0 to 1.
+        tokens_per_second: of all GPUs.
+    """
+
+    candidate: Candidate
+    memory: tuple[RankMemory, ...]
+    time: float = 0.0
+    parts: tuple[tuple[str, float], ...] = ()
+    bubble: float = 0.0
+    bytes: tuple[tuple[str, int], ...] = ()
+    flops: int = 0
+    mfu: float = 0.0
+    tokens_per_second: float = 0.0
+
+    @property
+    def peak(self) -> RankMemory:
+        """The memory of the rank that holds most."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            **asdict(self.candidate),
+            "memory": [{**memory.parts(), "total": memory.total} for memory in self.memory],
+            "step_time": self.time,
+            "step_time_parts": dict(self.parts),
+            "bubble": self.bubble,
+            "bytes_sent": dict(self.bytes),
+            "model_flops": self.flops,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+        }

@@ -1,0 +1,216 @@
+"""Bytes of weights, gradients and optimizer state on each rank, from the plan: exact, and without any formula.
+
+A rank holds the shard of each tensor that its plan gives it, of the stages that lie on it. What ``initialize`` does to
+dtypes, what ZeRO shards and who owns what is asked of the code that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.config import ParallelConfig
+from autopar.data_parallel.master_weights import DTYPES, keeps_fp32
+from autopar.data_parallel.zero1 import assign
+from autopar.errors import ConfigError, nearest
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan
+
+__all__ = ["OPTIMIZERS", "ModelStates", "RankBytes", "check_optimizer_name"]
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+"""Name -> tensors of the parameter's size that it keeps. Adam also keeps its step, 4 bytes a parameter."""
+
+_STEP = {"adamw": 4, "adam": 4}
+
+
+def check_optimizer_name(name: str) -> None:
+    """Raise ConfigError for an optimizer whose state is not known."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer={name!r}: the state that it keeps is not known.{nearest(name, OPTIMIZERS)} Known: "
+            f"{', '.join(OPTIMIZERS)}"
+        )
+
+
+class RankBytes(NamedTuple):
+    """Bytes on one rank.
+
+    Attributes:
+        optimizer: the optimizer's state, with the fp32 weights that it works on.
+        buffers: of the model.
+        parameters: elements of the weights.
+        stepped: elements that the rank's optimizer steps.
+        largest: bytes of the largest gradient.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int = 0
+    parameters: int = 0
+    stepped: int = 0
+    largest: int = 0
+
+
+class _Parameter(NamedTuple):
+    name: str  # canonical
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # before precision
+    half: bool  # whether precision makes it half
+    trained: bool
+
+
+class ModelStates:
+    """What the ranks of a mesh hold of one model.
+
+    Args:
+        model: whole, only read; on the meta device it needs no memory.
+        inner: the Hugging Face model in it, or itself.
+        optimizer: one of :data:`OPTIMIZERS`, over ``model.parameters()``.
+        fp32_gradients: whether gradients of half-precision weights are summed in fp32, as ``execute_pipeline`` does.
+    """
+
+    def __init__(
+        self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw", *, fp32_gradients: bool = True
+    ) -> None:
+        check_optimizer_name(optimizer)
+        self._model, self._inner, self.plan = model, inner, plan
+        self._optimizer, self._fp32_gradients = optimizer, fp32_gradients
+        self._named = dict(model.named_parameters())
+        self._aliases = {alias: tensor.name for tensor in plan.tensors.values() for alias in tensor.aliases}
+        self._local: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._known: dict[tuple[int, str, bool, int], tuple[StagePlan, list[_Parameter]]] = {}
+
+    @cached_property
+    def _buffers(self) -> list[tuple[str, tuple[int, ...], int]]:
+        return [(name, tuple(b.shape), b.element_size()) for name, b in self._model.named_buffers() if b is not None]
+
+    def of_rank(self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int, replicas: int) -> RankBytes:
+        """Count the bytes of one rank.
+
+        Args:
+            tp, pp, dp: its place on each axis.
+            replicas: data-parallel size.
+        """
+        held = self._held(stages, config, pp)
+        shapes = [self._shape(parameter.name, parameter.shape, tp) for parameter in held]
+        dtype = DTYPES.get(config.precision)
+        if config.zero_stage == 3:
+            return self._fully_sharded(held, shapes, dtype, dp, replicas)._replace(
+                buffers=self._bytes_of_buffers(stages, tp, pp)
+            )
+        sizes = [prod(shape) for shape in shapes]
+        owned = [True] * len(held)
+        if config.zero_stage == 1 and replicas > 1:
+            owned = [owner == dp for owner in assign(sizes, replicas)]
+        weights = gradients = optimizer = stepped = largest = 0
+        for parameter, size, own in zip(held, sizes, owned, strict=True):
+            width = dtype.itemsize if parameter.half and dtype is not None else parameter.dtype.itemsize
+            if dtype is not None and not parameter.half and parameter.dtype.is_floating_point:
+                width = 4  # kept in fp32
+            weights += size * width
+            if not parameter.trained:
+                continue
+            of_gradient = size * (4 if parameter.half and self._fp32_gradients else width)
+            gradients, largest = gradients + of_gradient, max(largest, of_gradient)
+            if own:
+                stepped += size
+                optimizer += self._state(size, 4 if parameter.half else width) + (4 * size if parameter.half else 0)
+        buffers = self._bytes_of_buffers(stages, tp, pp)
+        return RankBytes(weights, gradients, optimizer, buffers, sum(sizes), stepped, largest)
+
+    def most(self, stages: StagePlan, config: ParallelConfig, pp: int, replicas: int) -> RankBytes:
+        """Count the bytes of the first tp rank, which no other has more units than, and of the replica that owns most.
+
+        Args:
+            pp: its place on the pipeline axis.
+        """
+        heaviest = 0
+        if config.zero_stage == 1 and replicas > 1:
+            sizes = [prod(self._shape(each.name, each.shape, 0)) for each in self._held(stages, config, pp)]
+            loads = [0] * replicas
+            for size, owner in zip(sizes, assign(sizes, replicas), strict=True):
+                loads[owner] += size
+            heaviest = loads.index(max(loads))
+        return self.of_rank(stages, config, 0, pp, heaviest, replicas)
+
+    def _fully_sharded(
+        self,
+        held: Sequence[_Parameter],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None,
+        dp: int,
+        replicas: int,
+    ) -> RankBytes:
+        """FSDP2: each parameter along its first dim, in parts of the same number of rows as far as they go."""
+        weights = gradients = optimizer = parameters = largest = 0
+        for parameter, shape in zip(held, shapes, strict=True):
+            rows = -(-shape[0] // replicas)
+            size = max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])
+            width = 4 if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype.itemsize
+            weights, parameters = weights + size * width, parameters + size
+            if parameter.trained:
+                gradients += size * width
+                optimizer += self._state(size, width)
+                largest = max(largest, size * width)
+        return RankBytes(weights, gradients, optimizer, 0, parameters, parameters, largest)
+
+    def unsharded(self, elements: Sequence[str], tp: int, itemsize: int) -> tuple[int, int]:
+        """Return what FSDP2 gathers: bytes of the largest block, and of all that lies outside of blocks."""
+        blocks = dict.fromkeys(elements, 0)
+        outside = 0
+        for name, parameter in self._named.items():
+            canonical = self._aliases.get(name, name)
+            size = prod(self._shape(canonical, tuple(parameter.shape), tp)) * itemsize
+            parts = name.split(".")
+            path = next((p for end in range(1, len(parts)) if (p := ".".join(parts[:end])) in blocks), None)
+            if path is None:
+                outside += size
+            else:
+                blocks[path] += size
+        return max(blocks.values(), default=0), outside
+
+    def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
+        key = (id(stages), config.precision, config.zero_stage == 3, pp)
+        known = self._known.get(key)
+        if known is None or known[0] is not stages:
+            known = self._known[key] = (stages, list(self._found(stages, config, pp)))
+        return known[1]
+
+    def _found(self, stages: StagePlan, config: ParallelConfig, pp: int) -> Iterator[_Parameter]:
+        dtype = DTYPES.get(config.precision)
+        stays: Callable[[str], bool] = keeps_fp32(self._inner, dtype) if dtype is not None else lambda name: True
+        for name, parameter in self._named.items():
+            if pp in stages.holders(name):
+                half = parameter.is_floating_point() and not stays(name) and config.zero_stage != 3
+                yield _Parameter(
+                    self._aliases.get(name, name),
+                    tuple(parameter.shape),
+                    parameter.dtype,
+                    half,
+                    parameter.requires_grad,
+                )
+
+    def _shape(self, name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+        key = (name, tp)
+        if key not in self._local:
+            planned = self.plan.tensors.get(name)
+            self._local[key] = shape if planned is None else planned.local_shape(tp)
+        return self._local[key]
+
+    def _bytes_of_buffers(self, stages: StagePlan, tp: int, pp: int) -> int:
+        held: Mapping[str, tuple[int, ...]] = stages.tensors
+        return sum(
+            prod(self._shape(name, shape, tp)) * width
+            for name, shape, width in self._buffers
+            if name not in held or pp in stages.holders(name)
+        )
+
+    def _state(self, size: int, width: int) -> int:
+        return OPTIMIZERS[self._optimizer] * size * width + _STEP.get(self._optimizer, 0)

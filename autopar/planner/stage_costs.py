@@ -1,0 +1,227 @@
+"""What one micro-batch costs in one stage: memory, time and bytes that travel; and what a rank holds of many. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.pipeline_parallel.schedule import Action
+from autopar.plan.stages import StagePlan
+from autopar.planner.collective_calls import Collective
+from autopar.planner.hardware import Gpu
+from autopar.planner.storages import Operation
+from autopar.planner.units import ForwardCount, Unit
+
+__all__ = [
+    "ActivationBytes",
+    "StageCost",
+    "State",
+    "collective_time",
+    "peak_of",
+    "stage_costs",
+    "states_of",
+    "volume",
+]
+
+_ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
+_ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One micro-batch in one stage.
+
+    Attributes:
+        saved: bytes that wait for the backward; ``logits``: those of the head and the loss among them.
+        output: bytes that are sent on, and kept until the backward.
+        forward_work, backward_work: the most bytes beside what waits, while it runs.
+        forward, backward_input, backward_weight: seconds, without collectives.
+        forward_tp, backward_tp: seconds of the collectives over tp.
+        tp_bytes: that one rank sends for them.
+        flops: of products, without what is computed again.
+    """
+
+    saved: int
+    logits: int
+    output: int
+    forward_work: int
+    backward_work: int
+    forward: float
+    backward_input: float
+    backward_weight: float
+    forward_tp: float
+    backward_tp: float
+    tp_bytes: int
+    flops: int
+
+    def time_of(self, action: Action, *, recomputed: bool) -> float:
+        """Return the seconds of an action. With recomputation the first half of a backward is all of it."""
+        whole_input = self.backward_input + self.backward_tp
+        if action.kind == "F":
+            return self.forward + self.forward_tp
+        if action.kind == "W":
+            return 0.0 if recomputed else self.backward_weight
+        if action.kind == "I" and not recomputed:
+            return whole_input
+        return whole_input + self.backward_weight
+
+
+class ActivationBytes(NamedTuple):
+    """What a rank holds of its micro-batches when it holds most."""
+
+    activations: int
+    logits: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def stage_costs(
+    count: ForwardCount, stages: StagePlan, gpu: Gpu, *, precision: str, tp: int, checkpointing: bool
+) -> list[StageCost]:
+    """Return the costs of each stage."""
+    costs = []
+    known: dict[int, _Times] = {}  # equal blocks have the same list
+
+    def times(unit: Unit) -> _Times:
+        key = id(unit.operations)
+        if key not in known:
+            known[key] = _times(unit.operations, gpu, precision)
+        return known[key]
+
+    flops: dict[int, int] = {}
+
+    def flops_of(unit: Unit) -> int:
+        key = id(unit.operations)
+        if key not in flops:
+            flops[key] = sum(operation.flops for operation in unit.operations)
+        return flops[key]
+
+    for stage in range(stages.stages):
+        places = range(stages.bounds[stage], stages.bounds[stage + 1])
+        units = [count.elements[place] for place in places if place in count.elements]
+        first, last = stage == 0, stage == stages.stages - 1
+        row = [*([count.before] if first else []), *units, *([count.after] if last else [])]
+        memory = _Memory(row, checkpointing)
+        forward, backward_input, backward_weight = (sum(times(unit)[kind] for unit in row) for kind in range(3))
+        again = sum(times(unit).forward for unit in row if unit.recomputed) if checkpointing else 0.0
+        calls = [call for unit in row for call in unit.collectives]
+        repeated = [c for u in row if u.recomputed for c in u.collectives if not c.backward] if checkpointing else []
+        network = gpu.within * gpu.network
+        costs.append(
+            StageCost(
+                saved=memory.saved,
+                logits=memory.of(count.after) if last else 0,
+                output=0 if last or not units else units[-1].output,
+                forward_work=memory.forward_work,
+                backward_work=memory.backward_work,
+                forward=forward,
+                backward_input=backward_input + again,
+                backward_weight=backward_weight,
+                forward_tp=sum(collective_time(c, tp, network, gpu.latency) for c in calls if not c.backward),
+                backward_tp=sum(
+                    collective_time(c, tp, network, gpu.latency)
+                    for c in [*repeated, *(call for call in calls if call.backward)]
+                ),
+                tp_bytes=sum(volume(c.kind, c.bytes, tp) for c in [*calls, *repeated]),
+                flops=sum(3 * flops_of(unit) for unit in row),
+            )
+        )
+    return costs
+
+
+class _Memory:
+    """What the units of a stage keep, each storage once, and what they need beside while they run."""
+
+    def __init__(self, units: Sequence[Unit], checkpointing: bool) -> None:
+        self._kept: dict[int, int] = {}
+        self._own: dict[int, int] = {}
+        forward = backward = 0
+        for unit in units:
+            again = checkpointing and unit.recomputed
+            new = {key: size for key, size in _kept(unit, again).items() if key not in self._kept}
+            self._kept.update(new)
+            self._own[id(unit)] = sum(new.values())
+            held = sum(self._kept.values())
+            recomputed = sum(size for key, size in unit.saved.items() if key not in self._kept) if again else 0
+            # Without gradients, as the first forward of a recomputed block is, less than this is alive.
+            forward = max(forward, held + (unit.output if again else 0) + unit.forward_peak)
+            backward = max(backward, held + recomputed + unit.backward_peak)
+        self.saved = sum(self._kept.values())
+        self.forward_work = max(forward - self.saved, 0)
+        self.backward_work = max(backward - self.saved, 0)
+
+    def of(self, unit: Unit) -> int:
+        return self._own[id(unit)]
+
+
+def _kept(unit: Unit, again: bool) -> Mapping[int, int]:
+    return unit.arguments if again else unit.saved
+
+
+class _Times(NamedTuple):
+    """Seconds of forward, of the gradients of inputs, and of those of weights."""
+
+    forward: float
+    of_input: float
+    of_weight: float
+
+
+def _times(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Times:
+    forward = of_input = of_weight = 0.0
+    for flops, moved, attention in operations:
+        products = flops / (gpu.peak(precision) * gpu.products)
+        time = max(products, moved / (gpu.bandwidth * gpu.stream), gpu.launch)
+        forward += time
+        of_input += time * (_ATTENTION_BACKWARD if attention else 1.0 if flops else _ELEMENTWISE_BACKWARD)
+        of_weight += time if flops and not attention else 0.0
+    return _Times(forward, of_input, of_weight)
+
+
+def volume(kind: str, size: int, ranks: int) -> int:
+    """Return the bytes that a rank sends for a ring collective of ``size`` bytes over ``ranks``."""
+    rounds = 2 if kind == "all_reduce" else 1
+    return rounds * size * (ranks - 1) // ranks
+
+
+def collective_time(call: Collective, ranks: int, bandwidth: float, latency: float) -> float:
+    """Return the seconds of a collective; ``bandwidth`` in bytes a second and rank."""
+    return 0.0 if ranks == 1 else volume(call.kind, call.bytes, ranks) / bandwidth + latency
+
+
+class State(NamedTuple):
+    """A moment of one rank's list: what runs, and how many micro-batches of each stage wait."""
+
+    forward: bool
+    stage: int
+    waiting: tuple[tuple[int, int], ...]
+
+
+def states_of(actions: Sequence[Action], *, recomputed: bool) -> list[State]:
+    """Return the distinct moments of one rank's list; with recomputation the first half of a backward is all of it."""
+    waiting: dict[int, int] = {}
+    found: dict[State, None] = {}
+    for kind, stage, _ in actions:
+        if kind == "F":
+            waiting[stage] = waiting.get(stage, 0) + 1
+        if not (kind == "W" and recomputed):
+            found[State(kind == "F", stage, tuple(waiting.items()))] = None
+        if kind == "B" or (kind != "F" and (kind == "I") is recomputed):
+            waiting[stage] -= 1
+    return list(found)
+
+
+def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBytes:
+    """Return the most that the micro-batches of one rank need at one time."""
+    most = ActivationBytes(0, 0, 0)
+    for forward, stage, waiting in states:
+        logits = sum(costs[s].logits * number for s, number in waiting)
+        every = sum((costs[s].saved + costs[s].output) * number for s, number in waiting)
+        work = costs[stage].forward_work if forward else costs[stage].backward_work
+        if every + work > most.total:
+            most = ActivationBytes(every - logits, logits, work)
+    return most

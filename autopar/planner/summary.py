@@ -1,0 +1,73 @@
+"""``summary``: what a parallelized model is made of, and what this rank holds of it, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.plan.listing import rows, rule_of
+
+__all__ = ["summary"]
+
+
+def summary(model: nn.Module) -> str:
+    """Print a table of a parallelized model on the first rank: parameters, how they are sharded, what this rank holds.
+
+    Returns:
+        The table of this rank, on every rank. No communication.
+
+    Raises:
+        ConfigError: the model is not parallelized.
+    """
+    state = vars(model).get("_autopar")
+    if state is None:
+        raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+    mpu, plan, stages = state.mpu, state.plan, state.stages
+    held = dict(model.named_parameters())
+    entries: list[dict[str, Any]] = []
+    for name, tensor in plan.tensors.items():
+        here: Any = held.get(name)
+        names = [name, *tensor.aliases]
+        here = next((held[each] for each in names if each in held), None) if here is None else here
+        if here is None and not any(each in stages.tensors for each in names):
+            continue
+        local = here.to_local() if hasattr(here, "to_local") else here
+        if here is None and mpu.pp.rank in stages.holders(name):
+            continue  # a buffer
+        entries.append(
+            {
+                "name": name,
+                "shape": _shape(tensor.shape),
+                "rule": rule_of(plan, tensor),
+                "here": "-" if local is None else _shape(local.shape),
+                "dtype": tensor.dtype if local is None else str(local.dtype).removeprefix("torch."),
+                "stages": ", ".join(map(str, stages.holders(name))),
+            }
+        )
+    staged = mpu.pp.size > 1
+    header = ["parameter", "shape", "rule", "on this rank", "dtype", *(["pp rank"] if staged else [])]
+    table = [[name, *list(row.values())[1 : len(header)]] for name, row in rows(entries)]
+    local_parameters: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in held.values()]
+    tp, pp, dp = mpu.sizes
+    place = f"tp {tp} x pp {pp} x dp {dp}, rank {mpu.rank}: tp {mpu.tp.rank}, pp {mpu.pp.rank}, dp {mpu.dp.rank}"
+    size = sum(parameter.nbytes for parameter in local_parameters)
+    lines = [
+        f"{plan.model_type} by policy {plan.policy}; {place}",
+        *_aligned([header, *table]),
+        f"this rank: {sum(p.numel() for p in local_parameters):,} parameters, {size / 1e6:,.1f} MB",
+    ]
+    text = "\n".join(lines)
+    if mpu.is_master:
+        print(text)
+    return text
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def _shape(shape: Any) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

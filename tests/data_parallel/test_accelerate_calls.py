@@ -1,0 +1,226 @@
+"""A script that was written for accelerate, around a parallelized model: what it counts is what one process counts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+import autopar
+from autopar.errors import ConfigError
+from tests.compare import same_weights
+from tests.data_parallel.test_accelerate import Sequences, accelerator_of, grouped
+from tests.parity import close
+from tests.pool import pooled
+from tests.small import gpt2
+from tests.worlds import raises_everywhere
+
+PARALLEL = {"model_parallelism": {"tensor_parallel_size": 2}}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Sequences()[index] for index in range(13)])
+
+
+def steps_of(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def train_and_count() -> None:
+    """A script as accelerate's guide has it: nothing of autopar but ``initialize``."""
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    replicas = dist.get_world_size() // 2
+    plain = grouped()
+    model = autopar.initialize(copy.deepcopy(plain), PARALLEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = steps_of(optimizer)
+    loader: Any = DataLoader(Sequences(), batch_size=2)
+    loader, model, optimizer, scheduler = accelerator.prepare(loader, model, optimizer, scheduler)
+    assert isinstance(model, DistributedDataParallel) == (replicas > 1)
+    assert len(loader) == 8 // replicas
+    norms, losses = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(accelerator.gather(loss.detach()))
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    falling = steps_of(reference)
+    batches = [*DataLoader(Sequences(), batch_size=2)]
+    for step in range(4 // replicas):
+        for number in (2 * step, 2 * step + 1):
+            each = [plain(**batch).loss for batch in batches[replicas * number : replicas * (number + 1)]]
+            (sum(each) / replicas / 2).backward()
+            close(losses[number], torch.stack(each).detach(), f"losses of {number}")
+        close(norms[step], torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1), f"norm {step}")
+        reference.step()
+        for _ in range(replicas):  # what accelerate does: a schedule counts batches of one process
+            falling.step()
+        reference.zero_grad()
+    whole = accelerator.unwrap_model(model)
+    same_weights(whole, plain, 1e-5, "after the epoch")
+    assert scheduler.get_last_lr() == falling.get_last_lr()
+
+    for data in (torch.utils.data.Subset(Sequences(), range(13)), Stream()):
+        seen = accelerator.prepare(DataLoader(data, batch_size=2))
+        found: list[Any] = []
+        model.eval()
+        with torch.no_grad():
+            for batch in seen:
+                guessed = model(**batch).logits.argmax(-1)
+                pair = accelerator.gather_for_metrics((guessed, batch["labels"]))
+                rows = accelerator.gather_for_metrics([*guessed.tolist()], use_gather_object=True)
+                assert rows == pair[0].tolist()
+                found.append(pair)
+        ids = Sequences().ids[:13]
+        assert torch.equal(torch.cat([labels for _, labels in found]), ids)
+        assert torch.equal(torch.cat([guessed for guessed, _ in found]), plain.eval()(ids).logits.argmax(-1))
+    whole.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_script_with_tensor_parallelism() -> None:
+    train_and_count()
+
+
+@pooled(world_size=4)
+def test_a_script_with_replicas() -> None:
+    train_and_count()
+
+
+@pooled(world_size=4)
+def test_what_counts_processes_counts_replicas() -> None:
+    """Functions beside the accelerator, too; what is about processes stays so."""
+    accelerator = accelerator_of()
+    from accelerate import PartialState, utils
+
+    model = autopar.initialize(gpt2(), PARALLEL)
+    rank, replica = dist.get_rank(), model.mpu.dp.rank
+    assert (accelerator.num_processes, accelerator.process_index) == (2, rank)
+    assert (accelerator.is_main_process, accelerator.is_last_process) == (rank == 0, rank == 3)
+    mine = torch.tensor([replica + 1.0])
+    for gather in (accelerator.gather, utils.gather):
+        assert gather({"a": mine, "b": [mine[0]]})["a"].tolist() == [1, 2]
+    assert utils.gather_object([replica]) == [0, 1]
+    for reduce in (accelerator.reduce, utils.reduce):
+        assert [reduce(mine, kind).item() for kind in ("sum", "mean", "max")] == [3, 1.5, 2]
+    padded = accelerator.pad_across_processes(torch.ones(replica + 1))
+    assert padded.tolist() == [1, replica]
+    for split in (accelerator.split_between_processes, PartialState().split_between_processes):
+        with split([*"abc"], apply_padding=True) as part:
+            assert part == ([*"ab"], [*"cc"])[replica]
+    if rank == 3:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+    fewer = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 4}})
+    with raises_everywhere(ConfigError, "which of 2 parallelized models is meant, which have 2 and 1 replicas:"):
+        utils.gather(mine)
+    prepared = accelerator.prepare(fewer)
+    assert prepared is fewer and accelerator.num_processes == 1
+    assert accelerator.gather(mine).tolist() == mine.tolist()
+    fewer.mpu.destroy()
+
+    others = accelerator_of()  # of a model that is not parallelized
+    others.prepare_model(torch.nn.Linear(1, 1))
+    assert others.num_processes == 4
+    assert others.gather(mine).tolist() == [1, 1, 2, 2]
+    model.mpu.destroy()
+    assert utils.gather(mine).tolist() == [1, 1, 2, 2]
+
+
+@pooled(world_size=4)
+def test_a_schedule_steps_with_the_optimizer_of_the_model() -> None:
+    """Prepared before the model, with another length, in split batches; that of another model steps for all ranks."""
+    accelerator = accelerator_of()
+    plain = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    early = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=2))
+    lone, other = accelerator.prepare(steps_of(optimizer), steps_of(plain))
+    other.optimizers = [plain]
+    autopar.initialize(model, PARALLEL, optimizer=optimizer)
+    for scheduler, expected in ((early, 2), (lone, 2), (other, 4)):
+        for inner in scheduler.optimizers or ():
+            inner.step_was_skipped = False
+        scheduler.step()
+        assert scheduler.scheduler.last_epoch == expected, (scheduler.scheduler, scheduler.scheduler.last_epoch)
+    early.step()
+    assert early.scheduler.last_epoch == 2  # not beyond its end
+    lone.split_batches = True
+    lone.step()
+    assert lone.scheduler.last_epoch == 3
+    model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_a_model_that_shares_weights_only_within_its_replica() -> None:
+    """LocalSGD averages each shard over the ranks that hold it."""
+    accelerator = accelerator_of()
+    from accelerate.local_sgd import LocalSGD
+
+    plain = gpt2().train()
+    config = {**PARALLEL, "consistency_check": {"enable": False}}
+    model = autopar.initialize(copy.deepcopy(plain), config)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = Sequences().ids[:4].chunk(2)
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        for _ in range(2):
+            part = ids[model.mpu.dp.rank]
+            accelerator.backward(model(input_ids=part, labels=part).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    both = [copy.deepcopy(plain), plain]
+    for one, part in zip(both, ids, strict=True):
+        reference = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(2):
+            reference.zero_grad()
+            one(input_ids=part, labels=part).loss.backward()
+            reference.step()
+    with torch.no_grad():
+        for first, second in zip(both[0].parameters(), plain.parameters(), strict=True):
+            second.add_(first).div_(2)
+    same_weights(model, plain, 1e-5, "averaged")
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
+    accelerator = accelerator_of()
+    model = autopar.initialize(grouped(), PARALLEL)
+    model = accelerator.prepare(model)
+    loader = autopar.prepare_dataloader(Sequences(), 2, mpu=model.mpu)
+    with raises_everywhere(ConfigError, "each of 1 would see a part of its part. Leave it out of prepare"):
+        accelerator.prepare(loader)
+    accelerator.dataloader_config.use_stateful_dataloader = True
+    with raises_everywhere(ConfigError, "use_stateful_dataloader counts the batches of all processes", "mpu=model.mpu"):
+        accelerator.prepare(DataLoader(Sequences()))
+    accelerator.dataloader_config.use_stateful_dataloader = False
+    accelerator.state.parallelism_config = object()
+    with raises_everywhere(ConfigError, "Accelerator(parallelism_config=...) is for models that accelerate shards"):
+        accelerator.prepare_data_loader(DataLoader(Sequences()))
+    accelerator.state.parallelism_config = None
+    for save in (
+        lambda: accelerator.save_model(model, tmp_path),
+        lambda: accelerator.save_state(tmp_path),
+        lambda: accelerator.get_state_dict(model),
+    ):
+        with pytest.raises(ConfigError, match="save_parallelized"):
+            save()
+    model.mpu.destroy()

@@ -1,0 +1,68 @@
+"""Schedules with times, against the formulas of the papers that they come from."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from autopar.config.pipeline import PipelineConfig
+from autopar.pipeline_parallel.schedule import Action, make_schedule
+from autopar.plan.stages import rank_of_stage
+from autopar.planner.bubbles import Played, play, step_time
+
+EQUAL = {"F": Fraction(1), "I": Fraction(1), "W": Fraction(1), "B": Fraction(2)}
+
+
+def _played(name: str, ranks: int, microbatches: int, times: dict[str, Fraction] = EQUAL) -> Played:
+    config = PipelineConfig.of({"schedule": name}, ranks, [])
+    rank_of = rank_of_stage(ranks, config.chunks, folded=config.folded)
+    share = Fraction(1, config.chunks)  # a stage of so many of a rank's layers
+    lists = make_schedule(name, rank_of, microbatches)
+    return play(lists, len(rank_of), lambda action: times[action.kind] * share, Fraction(0))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_bubble_is_that_of_narayanan(name: str, chunks: int, rounds: int, ranks: int) -> None:
+    """Narayanan et al., 2021, 2.2: (p - 1) / (v m) of the time without bubble."""
+    played = _played(name, ranks, rounds * ranks)
+    busy = 3 * rounds * ranks
+    assert played.time - busy == Fraction(ranks - 1, chunks) * 3
+    assert played.bubble() == played.idle() == 1 - Fraction(busy) / played.time
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zero_bubble_waits_a_third_as_long(ranks: int) -> None:
+    """Qi et al., 2023: (p - 1)(F + I - W), with equal times a third of 1F1B's."""
+    assert _played("zero-bubble", ranks, 4 * ranks).time - 12 * ranks == ranks - 1
+    times = {"F": Fraction(2), "I": Fraction(3), "W": Fraction(2), "B": Fraction(5)}
+    played = _played("zero-bubble", ranks, 4 * ranks, times)
+    assert played.time - 7 * 4 * ranks == (ranks - 1) * (2 + 3 - 2)
+
+
+def test_stages_with_other_times_and_messages() -> None:
+    lists = make_schedule("1f1b", (0, 1), 4)
+
+    def slow_last(action: Action) -> float:
+        return (2.0 if action.stage else 1.0) * (2 if action.kind == "B" else 1)
+
+    played = play(lists, 2, slow_last)
+    assert played.busy(0) == 12 and played.busy(1) == 24
+    assert played.time == 1 + 24 + 2  # the second rank works through
+    assert played.bubble() == 1 - 24 / 27 and played.idle() == 1 - 36 / 54
+    assert play(lists, 2, slow_last, message=0.5).time == 1 + 0.5 + 24 + 0.5 + 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("microbatches", [37, 64, 96])
+def test_many_microbatches_take_as_long_as_if_all_were_played(name: str, microbatches: int) -> None:
+    time, shown = step_time(lambda m: _played(name, 4, m), microbatches, 4)
+    assert time == _played(name, 4, microbatches).time
+    assert sum(map(len, shown.ranks)) < sum(map(len, _played(name, 4, microbatches).ranks))
+
+
+def test_lists_that_cannot_be_run() -> None:
+    with pytest.raises(ValueError, match="2 actions wait for each other"):
+        play([[Action("B", 0, 0), Action("F", 0, 0)]], 1, lambda action: 1.0)

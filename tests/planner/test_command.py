@@ -1,0 +1,110 @@
+"""``autopar plan``: its tables, its JSON, the files that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import app
+from tests.small import llama
+
+SIZES = ("--gpus", 4, "--sequence", 64, "--global-batch", 8, "--gpu-memory", 1.6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama(num_hidden_layers=4).config.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "architectures": ["LlamaForCausalLM"]}))
+    return path.parent
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
+    config, drawing = tmp_path / "config.yaml", tmp_path / "plan.svg"
+    result = run(folder, *SIZES, "-o", config, "--svg", drawing)
+    assert result.exit_code == 0, result.output
+    first, second, *rest = result.stdout.splitlines()
+    count = sum(p.numel() for p in llama(num_hidden_layers=4).parameters())
+    assert first == f"LlamaForCausalLM: {count:,} parameters, policy llama"
+    assert second == "4 x h100 with 1.6 GB, 8 a node; sequence 64, global batch 8 (512 tokens a step); bf16, adamw"
+    assert any("schedule" in line and "bubble" in line for line in rest)
+    assert any("activations" in line and "GB in all" in line for line in rest)
+    assert any(line.startswith("the others, of ") for line in rest)
+    assert any("products at 50% of 989 TFLOP/s" in line for line in rest)
+    read = autopar.ParallelConfig.parse(config, 4)
+    assert read.precision == "bf16" and 4 % (read.tensor_parallel_size * read.pipeline_parallel_size) == 0
+    root = ElementTree.parse(drawing).getroot()
+    assert root.tag.endswith("svg") and len(root.findall(".//{*}rect")) > 10
+
+
+def test_json_has_all_of_it_and_the_best_comes_first(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    result = run(folder, *SIZES, "--json", "-o", config)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["best"]) == 5 and found["tried"] > 20
+    times = [best["step_time"] for best in found["best"]]
+    assert times == sorted(times)
+    for best in found["best"]:
+        assert best["tp"] * best["pp"] * best["dp"] == 4
+        assert best["dp"] * best["microbatch"] * best["microbatches"] == 8
+        assert best["step_time"] == pytest.approx(sum(best["step_time_parts"].values()))
+        for memory in best["memory"]:
+            total = memory.pop("total")
+            assert total == sum(memory.values()) <= 1.6e9
+        autopar.ParallelConfig.parse(best["config"], 4)
+    assert yaml.safe_load(config.read_text()) == found["best"][0]["config"]
+
+
+def test_what_is_asked_for_is_all_that_is_tried(folder: Path) -> None:
+    found = json.loads(run(folder, *SIZES, "--zero", 1, "--checkpointing", "--json").stdout)
+    assert found["best"] and all(best["zero"] == 1 and best["checkpointing"] for best in found["best"])
+    assert any("ZeRO stage 1 does not go with" in line for line in found["rejected"])
+
+
+def test_nothing_fits(folder: Path) -> None:
+    result = run(folder, *SIZES[:-1], 1.5)
+    assert result.exit_code == 1
+    assert "nothing fits" in result.stderr
+    assert any("needs 1.5 GB: reserve 1.5" in line for line in result.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "h10"), "gpu='h10' is not known. Did you mean 'h100'? Known: a100, h100, h200, b200"),
+        (("--gpu-memory", "0"), "gpu-memory must be above 0 GB, not 0"),
+        (("--gpus", "0"), "gpus must be at least 1, not 0"),
+        (("--sequence", "0"), "sequence must be at least 1, not 0"),
+        (("--global-batch", "0"), "global-batch must be at least 1, not 0"),
+        (("--precision", "fp8"), "precision must be fp32, bf16 or fp16, not fp8"),
+        (("--zero", "2"), "zero_stage must be 0, 1 or 3, not 2: 1 shards what the optimizer keeps"),
+        (("--optimizer", "lion"), "optimizer='lion': the state that it keeps is not known. Known: adamw"),
+    ],
+)
+def test_what_is_refused(folder: Path, arguments: tuple[str, str], message: str) -> None:
+    result = run(folder, *SIZES, *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr, result.stderr
+    result = run(folder, *SIZES, *arguments, "--json")
+    assert message in json.loads(result.stdout)["error"]["message"]
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+    result = run("nobody/nothing", *SIZES)
+    assert result.exit_code == 1
+    assert (
+        "'nobody/nothing' is no folder with a config.json, and its config cannot be read from the hub" in result.stderr
+    )

@@ -1,0 +1,58 @@
+"""``summary`` and ``metrics`` of a parallelized model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import autopar
+from autopar.errors import ConfigError
+from tests.pool import pooled
+from tests.small import llama, parallel
+
+IDS = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def _flops_of_a_step() -> int:
+    """Of the plain model: products as torch counts them, and the causal half of its attention, which torch does not."""
+    with FlopCounterMode(display=False) as counter:
+        llama()(input_ids=IDS, labels=IDS, use_cache=False)
+    assert [str(op) for op in counter.get_flop_counts()["Global"]] == ["aten.mm"]
+    layers, heads, width, (samples, rows) = 2, 6, 4, IDS.shape
+    attention = layers * 2 * samples * heads * rows * rows * (width + width) // 2
+    return 3 * (counter.get_total_flops() + attention)
+
+
+@pooled(world_size=2)
+def test_metrics_count_the_operations_of_the_plain_model() -> None:
+    model = parallel(llama(), 2)
+    expected = _flops_of_a_step()
+    found = autopar.metrics(model, {"input_ids": IDS}, 2.0, gpu="h100")
+    assert found["flops"] == expected
+    assert found["tokens_per_second"] == 16 and found["tokens_per_second_per_gpu"] == 8
+    assert found["mfu"] == expected / 2.0 / 2 / 67e12
+    assert autopar.metrics(model, {"input_ids": IDS}, 2.0)["mfu"] is None or torch.cuda.is_available()
+    with pytest.raises(ConfigError, match="seconds must be above 0, not 0"):
+        autopar.metrics(model, {"input_ids": IDS}, 0)
+    with pytest.raises(ConfigError, match=r"no input_ids \[batch, sequence\]; it has labels"):
+        autopar.metrics(model, {"labels": IDS}, 1)
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_summary_says_what_this_rank_holds() -> None:
+    model = parallel(llama(), 2)
+    text = autopar.summary(model)
+    rank = model.mpu.rank
+    assert "llama by policy llama; tp 2 x pp 1 x dp 1" in text
+    [row] = [line for line in text.splitlines() if line.startswith("model.layers.0-1.self_attn.q_proj.weight")]
+    held = 16 if rank == 0 else 8  # 3 KV heads: two and one, each with its two query heads of width 4
+    assert row.split()[1:] == ["24", "x", "24", "column", "heads", str(held), "x", "24", "float32"]
+    size = sum(p.nbytes for p in model.parameters())
+    assert text.splitlines()[-1].endswith(f"{size / 1e6:,.1f} MB")
+    model.mpu.destroy()
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is not parallelized"):
+        autopar.summary(llama())
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is not parallelized"):
+        autopar.metrics(llama(), {"input_ids": IDS}, 1.0)

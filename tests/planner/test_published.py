@@ -1,0 +1,102 @@
+"""The planner against what others have published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar.planner.candidate import Candidate
+from autopar.planner.estimate import Estimator
+from autopar.planner.hardware import find_gpu
+from autopar.planner.planned_model import PlannedModel
+from autopar.planner.search import Space, search
+
+
+def _llama(**sizes: Any) -> LlamaForCausalLM:
+    config = LlamaConfig(vocab_size=128256, max_position_embeddings=131072, dtype=torch.bfloat16, **sizes)
+    with autopar.lazy_init():
+        return LlamaForCausalLM._from_config(config)
+
+
+def llama_405b() -> LlamaForCausalLM:
+    return _llama(
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+    )
+
+
+def llama_8b() -> LlamaForCausalLM:
+    return _llama(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    )
+
+
+def _gpt(batch: int, sequence: int, hidden: int, heads: int, attention: str) -> PlannedModel:
+    config = GPT2Config(
+        n_embd=hidden, n_head=heads, n_layer=2, vocab_size=1024, n_positions=sequence, dtype=torch.bfloat16,
+        attn_implementation=attention,
+    )  # fmt: skip
+    with autopar.lazy_init():
+        model = GPT2LMHeadModel._from_config(config)
+    return PlannedModel(model, sequence=sequence)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
+    """Korthikanti et al., 2022, table 2: sbh (10 + 24 / t + 5as / ht) bytes, the last term without fused attention.
+
+    24 are 8 of the attention (q, k, v, output) and 16 of gelu's input and output, 4h wide. transformers' gelu is a
+    formula of its own and keeps five tensors of that size: 48.
+    """
+    batch, sequence, hidden, heads = 4, 2048, 6144, 64
+    unit = sequence * batch * hidden
+    fused, plain = (
+        sum(_gpt(batch, sequence, hidden, heads, attention).count(tp, batch).elements[1].saved.values()) / unit
+        for attention in ("sdpa", "eager")
+    )
+    assert fused == pytest.approx(10 + 48 / tp, rel=1e-3)
+    assert plain - fused == pytest.approx(5 * heads * sequence / hidden / tp, rel=0.01)
+
+
+def test_llama_405b_in_less_than_a_minute() -> None:
+    """Llama Team, 2024, table 4: tp 8, pp 16 at 8,192 tokens on 80 GB."""
+    planned = PlannedModel(llama_405b(), sequence=8192)
+    found = search(Estimator(planned, find_gpu("h100")), Space(16384, 8, 2048))
+    assert (8, 16) in [(best.candidate.tp, best.candidate.pp) for best in found.best]
+    assert all(best.peak.total <= 80e9 for best in found.best)
+    [four] = [memory for candidate, memory in found.too_large if (candidate.tp, candidate.pp) == (8, 4)]
+    assert four.weights + four.gradients > 70e9  # 405 B / 32 x 6 bytes
+
+
+def test_llama_405b_with_131072_tokens_does_not_fit() -> None:
+    """The same table: 131,072 tokens were split over 16 ranks (context parallelism)."""
+    planned = PlannedModel(llama_405b(), sequence=131072)
+    memory = Estimator(planned, find_gpu("h100")).memory(Candidate(8, 16, 8, "1f1b", 1, 16, 1, True))
+    assert max(rank.total for rank in memory) > 200e9
+
+
+def test_llama_8b_takes_about_as_long_as_torchtitans() -> None:
+    """torchtitan, benchmarks/llama3_h100_202412: 8 H100, batch 2, selective checkpointing: 5,762 tokens/s a GPU."""
+    estimator = Estimator(PlannedModel(llama_8b(), sequence=8192), find_gpu("h100", 96))
+    whole, none = (
+        estimator.estimate(Candidate(1, 1, 8, "1f1b", 2, 1, 3, checkpointing)).tokens_per_second / 8
+        for checkpointing in (True, False)
+    )
+    assert whole < none and 0.8 * 5762 < (whole + none) / 2 < 1.2 * 5762
+
+
+def test_replicas_win_over_wide_tensor_parallelism() -> None:
+    """accelerate#4193: a 14 B model on 8 H100: tp 4 x 2 replicas 4,067 tokens/s, tp 8 2,822."""
+    model = _llama(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=8
+    )
+    estimator = Estimator(PlannedModel(model, sequence=2048), find_gpu("h100"))
+    four, eight = (estimator.estimate(Candidate(tp, 1, 8 // tp, "1f1b", 1, tp // 2, 1, True)) for tp in (4, 8))
+    assert four.time < eight.time
