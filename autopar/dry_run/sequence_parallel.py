@@ -84,7 +84,7 @@ class _Rehearsal:
         self.lists = tuple(tuple(path.removeprefix(start) for path in blocks) for blocks in lists)
         self.blocks = [path for blocks in self.lists for path in blocks]
         self.batch = 3 if self.tp != 3 else 2  # no multiple of the ranks
-        longest = _longest(model)
+        longest = _longest(model, self.lists)
         inside = nn.ModuleList([model.get_submodule(path) for path in self.blocks])
         prime = prime_beside(inside, self.tp, longest)
         if prime is None:
@@ -276,10 +276,15 @@ class _Rehearsal:
         )
 
 
-def _longest(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence of tokens that a model takes, as far as its configs say."""
-    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
-    found = [getattr(config, "max_position_embeddings", None) for config in configs]
+def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | None:
+    """Return the longest sequence that the models next around the blocks take, as far as their configs say."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for blocks in lists:
+        path = blocks[0]
+        while path and not isinstance(modules[path], PreTrainedModel):
+            path = path.rpartition(".")[0]
+        found.append(getattr(modules[path].config, "max_position_embeddings", None))
     return min((value for value in found if type(value) is int and value > 0), default=None)
 
 
