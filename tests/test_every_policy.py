@@ -449,6 +449,12 @@ def test_small_and_odd_vocabularies_on_four() -> None:
         _run([GPT2, LLAMA, BERT, Case("llama", "LlamaForCausalLM", "other tie")], 4, 4, 2, vocab, thorough=False)
 
 
+def test_the_page_says_how_many_model_types_have_rows() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "sequence-parallel.md").read_text()
+    assert f"{len(WHOLE) - len(NOT_BY_ROWS)} of the {len(WHOLE)} model types run" in page
+    assert set(WHOLE) >= NOT_BY_ROWS
+
+
 # -- nothing is left out ------------------------------------------------------------------------------------------
 
 

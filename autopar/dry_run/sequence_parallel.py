@@ -23,7 +23,7 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import RowTracking, prime_beside
 from autopar.dry_run.sequence_notes import SampleRows, note_given, note_inputs, note_modules
 from autopar.dry_run.sequence_tracking import SequenceTracking
-from autopar.dry_run.tensor_parallel import below, run, shapes_of
+from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
@@ -103,7 +103,7 @@ class _Rehearsal:
         while True:
             chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
             try:
-                found = [self._run(chosen, rank, expected) for rank in ([0, self.tp - 1])]
+                found = [self._run(chosen, rank, expected) for rank in different_ranks(self.plan_inside)]
             except _Problem as problem:
                 place = self._larger(problem.path, entries, wholes)
                 if place is None and problem.inputs and not inputs:
