@@ -147,7 +147,6 @@ NOT_BY_ROWS = {
         "qwen4_exp_text",
         "reformer",
         "sam3_lite_text_text_model",
-        "seamless_m4t",
         "seamless_m4t_v2",
         "segformer",
         "sew-d",

@@ -89,8 +89,22 @@ class _Rehearsal:
         self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
 
     def plan(self) -> SequencePlan:
-        """Return what was found out."""
-        expected = self._expected_of_some_length()
+        """Return what was found out, with a sequence as long as the model takes if it fits with no other."""
+        longest = _longest(self.model, self.lists)
+        inside = nn.ModuleList([self.model.get_submodule(path) for path in self.blocks])
+        problem = _refused(self.model, f"no length of a sequence up to {longest} tells its rows from other sizes")
+        for limit in dict.fromkeys((None, longest)):
+            prime = prime_beside(inside, self.tp, limit)
+            if prime not in (None, self.prime):
+                self.prime, self.routers = prime, False
+                try:
+                    return self._plan()
+                except ConfigError as error:
+                    problem = error
+        raise problem
+
+    def _plan(self) -> SequencePlan:
+        expected = self._expected()
         entries, wholes = entries_of(self.plan_inside, self.blocks)
         wholes |= self._drawn_for_samples()
         entries = outermost(entries, wholes)
@@ -174,21 +188,6 @@ class _Rehearsal:
             return sample_inputs(self.model, self.batch, self.tp * self.prime)
         except ValueError as error:
             raise _refused(self.model, f"the dry run has {error}") from None
-
-    def _expected_of_some_length(self) -> list[tuple[int, ...]]:
-        """Choose a number of rows, for a sequence as long as the model takes if it runs with no other."""
-        longest = _longest(self.model, self.lists)
-        inside = nn.ModuleList([self.model.get_submodule(path) for path in self.blocks])
-        problem = _refused(self.model, f"no length of a sequence up to {longest} tells its rows from other sizes")
-        for limit in dict.fromkeys((None, longest)):
-            prime = prime_beside(inside, self.tp, limit)
-            if prime is not None:
-                self.prime = prime
-                try:
-                    return self._expected()
-                except ConfigError as error:
-                    problem = error
-        raise problem
 
     def _copy(self) -> PreTrainedModel:
         copied = meta_copy(self.model)
