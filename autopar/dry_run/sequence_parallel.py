@@ -23,7 +23,7 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import RowTracking, prime_beside
 from autopar.dry_run.sequence_notes import SampleRows, note_given, note_inputs, note_modules
 from autopar.dry_run.sequence_tracking import SequenceTracking
-from autopar.dry_run.tensor_parallel import below, run, shapes_of
+from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
@@ -84,23 +84,35 @@ class _Rehearsal:
         self.lists = tuple(tuple(path.removeprefix(start) for path in blocks) for blocks in lists)
         self.blocks = [path for blocks in self.lists for path in blocks]
         self.batch = 3 if self.tp != 3 else 2  # no multiple of the ranks
-        longest = _longest(model)
-        inside = nn.ModuleList([model.get_submodule(path) for path in self.blocks])
-        prime = prime_beside(inside, self.tp, longest)
-        if prime is None:
-            raise _refused(model, f"no length of a sequence up to {longest} tells its rows from other sizes")
-        self.prime = prime
+        self.prime = 0
+        self.routers = False  # whether the model returns what its routers make
         self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
 
     def plan(self) -> SequencePlan:
-        """Return what was found out."""
+        """Return what was found out, with a sequence as long as the model takes if it fits with no other."""
+        longest = _longest(self.model, self.lists)
+        inside = nn.ModuleList([self.model.get_submodule(path) for path in self.blocks])
+        problem = _refused(self.model, f"no length of a sequence up to {longest} tells its rows from other sizes")
+        for limit in dict.fromkeys((None, longest)):
+            prime = prime_beside(inside, self.tp, limit)
+            if prime not in (None, self.prime):
+                self.prime, self.routers = prime, False
+                try:
+                    return self._plan()
+                except ConfigError as error:
+                    problem = error
+        raise problem
+
+    def _plan(self) -> SequencePlan:
         expected = self._expected()
         entries, wholes = entries_of(self.plan_inside, self.blocks)
+        wholes |= self._drawn_for_samples()
+        entries = outermost(entries, wholes)
         inputs: tuple[str, ...] = ()
         while True:
             chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
             try:
-                found = [self._run(chosen, rank, expected) for rank in ([0, self.tp - 1])]
+                found = [self._run(chosen, rank, expected) for rank in different_ranks(self.plan_inside)]
             except _Problem as problem:
                 place = self._larger(problem.path, entries, wholes)
                 if place is None and problem.inputs and not inputs:
@@ -121,7 +133,31 @@ class _Rehearsal:
             entries = outermost(entries, wholes)
         if wholes.issuperset(self.blocks):
             raise _refused(self.model, "none of its blocks ran with rows of a sequence")
-        return self._full(replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given))
+        chosen = replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given)
+        return self._full(replace(chosen, routers_whole=self._routers_are_whole(chosen)))
+
+    def _drawn_for_samples(self) -> set[str]:
+        """Return modules that draw one number for a sample, not for a row: whether to drop its path around a layer."""
+        inside = (
+            (path, self.model.get_submodule(path)) for path in self.kinds if path and self._block_of(path) != path
+        )
+        named = {path for path, module in inside if self._block_of(path) and vars(module).get("drop_prob")}
+        return outermost(named)
+
+    def _routers_are_whole(self, chosen: SequencePlan) -> bool:
+        """Whether the model can return what its routers make. Raises ConfigError if it does, and they work on rows."""
+        name = "output_router_logits"
+        owners = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}.values()
+        if not any(hasattr(config, name) for config in owners):
+            return True
+        self.routers = True
+        try:
+            self._run(chosen, 0, self._expected())
+        except (_Problem, ConfigError) as problem:
+            if any(getattr(config, name, False) for config in owners):
+                raise _refused(self.model, f"{name}=True: {str(problem).splitlines()[0]}") from None
+            return False
+        return True
 
     def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
         """Return the next module to be made whole, around what failed; None if that is a block, or none."""
@@ -153,8 +189,15 @@ class _Rehearsal:
         except ValueError as error:
             raise _refused(self.model, f"the dry run has {error}") from None
 
+    def _copy(self) -> PreTrainedModel:
+        copied = meta_copy(self.model)
+        for module in copied.modules():
+            if isinstance(module, PreTrainedModel) and hasattr(module.config, "output_router_logits"):
+                module.config.output_router_logits = self.routers
+        return copied
+
     def _expected(self) -> list[tuple[int, ...]]:
-        plain = meta_copy(self.model)
+        plain = self._copy()
         try:
             with ActivationTracking():
                 return shapes_of(run(plain, (), self._inputs()))
@@ -166,7 +209,7 @@ class _Rehearsal:
 
     def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
         """Run the shard of a rank. Raises _Problem."""
-        shard = meta_copy(self.model)
+        shard = self._copy()
         region = Region(Axis("tp", None, range(self.tp), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
         sequence_parallel.apply(shard, chosen, region, functools.partial(SampleRows, self.batch, self.tp * self.prime))
@@ -237,14 +280,20 @@ class _Rehearsal:
             found.inputs,
             found.seen,
             found.given,
+            found.routers_whole,
             {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
 
 
-def _longest(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence of tokens that a model takes, as far as its configs say."""
-    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
-    found = [getattr(config, "max_position_embeddings", None) for config in configs]
+def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | None:
+    """Return the longest sequence that the models next around the blocks take, as far as their configs say."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for blocks in lists:
+        path = blocks[0]
+        while path and not isinstance(modules[path], PreTrainedModel):
+            path = path.rpartition(".")[0]
+        found.append(getattr(modules[path].config, "max_position_embeddings", None))
     return min((value for value in found if type(value) is int and value > 0), default=None)
 
 

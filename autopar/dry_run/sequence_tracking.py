@@ -74,7 +74,7 @@ class SequenceTracking(ActivationTracking):
         return super().alias(x)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self.block:
+        if self.block or self.rows.holds_rows((args, kwargs)):
             self.rows.track(func, args, kwargs, result)
         super().track(func, args, kwargs, result)
 

@@ -35,7 +35,7 @@ from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["below", "check_plan", "check_plan_with", "run", "shapes_of"]
+__all__ = ["below", "check_plan", "check_plan_with", "different_ranks", "run", "shapes_of"]
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
@@ -95,7 +95,7 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
             continue
     if expected is None:
         return False
-    for rank in _different_ranks(plan):
+    for rank in different_ranks(plan):
         try:
             call.check(rank, equal, expected)
         except PolicyError:
@@ -105,8 +105,8 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
     return True
 
 
-def _different_ranks(plan: Plan) -> list[int]:
-    """The first and the last rank, or the first alone where the last one has the same sizes throughout.
+def different_ranks(plan: Plan) -> list[int]:
+    """Return the first and the last rank, or the first alone where the last one has the same sizes throughout.
 
     Uneven shards and units that several ranks hold make a difference, and experts, whose tokens are sharded by number.
     """

@@ -24,6 +24,7 @@ class SequencePlan:
         seen: names of arguments, of the models around the blocks, that the dry run gave: with others their code may
             read hidden states between the blocks, which are whole there then.
         given: names of arguments that blocks got there; with others a block computes with whole sequences.
+        routers_whole: whether what routers return, for a loss that balances experts, is that of whole sequences.
         parameters: block -> names of replicated parameters that work on rows.
     """
 
@@ -33,6 +34,7 @@ class SequencePlan:
     inputs: tuple[str, ...] = ()
     seen: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    routers_whole: bool = True
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

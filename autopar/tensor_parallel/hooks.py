@@ -145,6 +145,11 @@ class AfterForward(Hook):
         self.region.finish()
         if output is not None and self.region.row_tensors:
             output = gather_hidden_states(output, self.region)
+        if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:
+            raise ConfigError(
+                f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
+                "blocks made are rows of the sequence.\n  Leave no last block out, or leave out sequence_parallel."
+            )
         if self.region.running or self.mpu.tp_cp.size == 1:
             return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
 from autopar.distributed.collectives import even_layout
@@ -19,6 +20,7 @@ from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
+from tests.random_models import build, cases
 from tests.small import gpt2, llama
 
 IDS = torch.arange(14).view(2, 7)
@@ -52,16 +54,15 @@ def batches_of(length: int) -> list[dict[str, Any]]:
 
 @pooled(world_size=2)
 def test_ragged_lengths_are_those_of_the_plain_model() -> None:
-    for length in (7, 16, 33):
-        for build in (lambda: gpt2(n_positions=64), llama, bert):
-            check(build, batches_of(length), 2, config=sizes(2)).mpu.destroy()
+    for length, make in ((7, gpt2), (16, bert), (33, llama)):
+        check(make, batches_of(length), 2, config=sizes(2)).mpu.destroy()
 
 
 @pooled(world_size=4)
 def test_lengths_on_four_ranks_also_fewer_tokens_than_ranks() -> None:
     for length in (7, 16, 33):
         check(llama, batches_of(length), 4, config=sizes(4)).mpu.destroy()
-    check(lambda: gpt2(n_positions=64), batches_of(2), 4, config=sizes(4)).mpu.destroy()  # 2 whole, 3 whole
+    check(gpt2, batches_of(3), 4, config=sizes(4)).mpu.destroy()  # the first is whole, of the second each has one
     check(t5, batches_of(6), 4, config=sizes(4)).mpu.destroy()
 
 
@@ -118,7 +119,20 @@ def test_checkpointed_frozen_and_evaluated() -> None:
 
     config = {**sizes(2), "activation_checkpointing": {}}
     check(frozen, batches_of(7), 2, config=config, first=evaluates).mpu.destroy()
-    check(lambda: gpt2(n_positions=64), batches_of(7), 2, config=config).mpu.destroy()
+    check(gpt2, batches_of(7), 2, config=config).mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_experts_that_tokens_travel_to() -> None:
+    case = next(case for case in cases("mixtral") if case.head.endswith("ForCausalLM"))
+
+    def with_routers() -> Any:
+        model = build(case, 6, 3)
+        model.config.output_router_logits = True  # for the loss that balances experts
+        return model
+
+    for config in (sizes(2), sizes(2, expert_parallel_size=2)):
+        check(with_routers, batches_of(7), 2, config=config).mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -132,16 +146,14 @@ def test_adapters_train_as_on_one_process() -> None:
 
 @pooled(world_size=4)
 def test_pipeline_stages() -> None:
-    for schedule in ("1f1b", "zero-bubble"):
-        pipeline = {"schedule": schedule, "num_microbatches": 2}
-        for build in (lambda: gpt2(n_layer=4, n_positions=64), t5):
-            config = {**sizes(2, pipeline_parallel_size=2), "pipeline": pipeline}
-            check_pipeline(build, [*batches_of(7), *batches_of(16)], tp=2, pp=2, **config).mpu.destroy()
+    for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
+        config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
+        check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
 
 
 @pooled(world_size=4)
 def test_generate_through_stages() -> None:
-    plain = gpt2(n_layer=4, n_positions=64).eval()
+    plain = gpt2(n_layer=4).eval()
     model = autopar.initialize(copy.deepcopy(plain), sizes(2, pipeline_parallel_size=2))
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(IDS)
@@ -248,3 +260,24 @@ def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
         model.mpu.destroy()
     for name, gradient in gradients[0].items():
         close(gradients[1][name], gradient, name, 1e-6)
+
+
+@pooled(world_size=2)
+def test_paths_are_dropped_for_whole_samples() -> None:
+    case = next(case for case in cases("dinov2") if case.head == "Dinov2Model")
+    model = build(case, 6, 3)
+    model.encoder.layer[1].drop_path = Dinov2DropPath(0.5)
+    parallel = autopar.initialize(model, sizes(2)).train()
+    assert parallel._autopar.sequence.wholes == ("encoder.layer.1.drop_path",)
+    seen: list[torch.Tensor] = []
+    parallel.encoder.layer[1].drop_path.register_forward_hook(
+        lambda _, args, out: seen.append(out.abs().sum((1, 2)) > 0)
+    )
+    for seed in range(6):
+        torch.manual_seed(seed)
+        parallel(torch.randn(4, 3, 32, 32))
+    kept = torch.stack(seen).float()  # [forwards x 2, batch]
+    both = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(both, kept)
+    assert torch.equal(*both) and 0 < kept.mean() < 1
+    parallel.mpu.destroy()

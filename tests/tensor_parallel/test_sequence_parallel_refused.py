@@ -77,6 +77,26 @@ def test_compiled_blocks_are_refused() -> None:
         ParallelConfig.parse({**SIZES, "compile": {"enable": True}})
 
 
+@pooled(world_size=2)
+def test_without_its_first_block_a_forward_is_right_and_without_its_last_one_it_raises() -> None:
+    ids = torch.arange(7)[None]
+    plain, model = gpt2(n_layer=3), autopar.initialize(gpt2(n_layer=3), SIZES)
+    for each in (plain, model):
+        _leave_out(each.transformer.h[0])
+    close(model(ids).logits, plain(ids).logits, "logits")
+    model.mpu.destroy()
+    model = autopar.initialize(llama(), SIZES)
+    _leave_out(model.model.layers[1])
+    with raises_everywhere(ConfigError, "the last block of LlamaModel did not run in this forward"):
+        model(ids)
+    model.mpu.destroy()
+
+
+def _leave_out(block: nn.Module) -> None:
+    kind = type(block)
+    block.__class__ = type(kind.__name__, (kind,), {"__call__": lambda self, x, *args, **kwargs: x})
+
+
 @pooled(world_size=1)
 def test_one_rank_has_all_rows() -> None:
     model = autopar.initialize(gpt2(), {"model_parallelism": {"sequence_parallel": True}})

@@ -43,12 +43,15 @@ _OF_MODELS = _OF_BLOCKS | {
 }
 
 
-def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a module gets a tensor, or a number that is not 0, under a name that is not known."""
+def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a module gets under names that are not known, besides its first argument."""
     names = argument_names(module)
     given = [*zip(names, args, strict=False), *kwargs.items()]
-    others = [value for name, value in given if name not in known and name != names[0]]
-    return any(isinstance(leaf, torch.Tensor) or (type(leaf) is int and leaf != 0) for leaf in tree_leaves(others))
+    return tree_leaves([value for name, value in given if name not in known and name != names[0]])
+
+
+def _has_tensor(values: list[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 class RowsOfList:
@@ -59,17 +62,20 @@ class RowsOfList:
 
     Attributes:
         between: whether hidden states are whole between the blocks.
+        stays_whole: whether sequences are not sharded at all: the model is to return what its routers make of rows.
     """
 
     def __init__(self, region: Region, plan: SequencePlan) -> None:
         self.region, self.inputs = region, plan.inputs
         self.known = _OF_BLOCKS | set(plan.given)
         self.rows: Layout | None = None
-        self.between = False
+        self.between = self.stays_whole = False
+        self.routers_whole = plan.routers_whole
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
         """Note the length of a sequence, ``[batch, seq, hidden]``; returns it."""
-        self.rows = rows_of(x.shape[1], self.region.axis.size)
+        self.rows = None if self.stays_whole else rows_of(x.shape[1], self.region.axis.size)
+        self.region.rows_are_out = self.rows is not None
         return x
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,8 +112,13 @@ class Arguments(Hook):
     def __init__(self, of: RowsOfList, seen: Iterable[str]) -> None:
         self.of, self.known = of, _OF_MODELS | set(seen)
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.of.between = _unknown(self.known, model, args, kwargs)
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        of = self.of
+        others = _unknown(self.known, model, args, kwargs)
+        of.rows = None  # until the first block
+        of.between = _has_tensor(others) or any(type(value) is int and value != 0 for value in others)
+        name = "output_router_logits"
+        of.stays_whole = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
 
 
 class RowsBlock:
@@ -117,6 +128,7 @@ class RowsBlock:
     rows_ends: tuple[bool, bool]  # whether it is the first block of its list, and the last
     rows_parameters: tuple[tuple[nn.Module, str], ...]  # that work on rows
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         of, (first, last) = self.rows_list, self.rows_ends
         comes_whole = first or (of.between and of.rows is not None)
@@ -125,10 +137,11 @@ class RowsBlock:
             change_first(self, args, kwargs, of.note_length)
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if _unknown(of.known, self, args, kwargs):  # the dry run has not seen what it does with them
+        if _has_tensor(_unknown(of.known, self, args, kwargs)):  # the dry run has not seen what it does with them
             if not comes_whole:
                 args, kwargs = change_first(self, args, kwargs, of.leave)
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            of.region.rows_are_out &= not leaves_whole
             return output if leaves_whole else change_output(output, of.enter)
         if comes_whole:
             args, kwargs = change_first(self, args, kwargs, of.enter)
@@ -136,6 +149,7 @@ class RowsBlock:
             args, kwargs = change_named(self, of.inputs, args, kwargs, of.take)
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
         output = change_output(output, of.made)
+        of.region.rows_are_out &= not leaves_whole
         return change_output(output, of.leave) if leaves_whole else output
 
     def forward(self, *args: Any, autopar_rows: Layout | None = None, **kwargs: Any) -> Any:

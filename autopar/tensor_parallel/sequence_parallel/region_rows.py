@@ -25,6 +25,7 @@ class RowsOfRegion(ABC):
     Attributes:
         rows: which rows each rank has; None: whole sequences are computed with.
         rows_of_parameters: id of a parameter -> what rows are computed with instead.
+        rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
         row_tensors: id -> hidden states that are rows, and what makes them whole.
     """
 
@@ -40,6 +41,7 @@ class RowsOfRegion(ABC):
     def forget_rows(self) -> None:
         """Compute with whole sequences again, whatever an interrupted forward left behind."""
         self.rows: Layout | None = None
+        self.rows_are_out = False
         self.rows_of_parameters: Mapping[int, torch.Tensor] = {}
         self.row_tensors.clear()
 
