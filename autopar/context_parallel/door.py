@@ -27,6 +27,10 @@ from autopar.layout import Layout
 __all__ = ["Door", "NeedsAllRows", "gather_all"]
 
 
+_LAYOUT = "_autopar_layout"
+"""Argument that a door gives its own forward: activation checkpointing keeps it with the others."""
+
+
 class Door:
     """Class before that of a block.
 
@@ -61,13 +65,23 @@ class Door:
         whole = first or state.plan.between
         values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        out = super().__call__(*args, **kwargs, **{_LAYOUT: layout})  # type: ignore[misc]
         if last or state.plan.between:
             state.region.draw_alike()
+        if (last or state.plan.between) and state.tracking is not None:
+            _note_rows(state, layout.local_size(state.axis.rank), out)  # also where this forward keeps them
         if (last and not (state.keeping and number == len(state.plan.lists) - 1)) or state.plan.between:
             state.inside.discard(number)
             out = _join(state, layout, out)
         return out
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block over the rows that it was given, also when the backward pass recomputes it later."""
+        layout, (number, _, _) = kwargs.pop(_LAYOUT, None), self._autopar_place
+        if layout is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with self._autopar_rows.running_over(number, layout):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
         """Return this rank's part of an argument."""
@@ -102,6 +116,14 @@ def _length(name: str, x: Any, state: RowState) -> int:
     return x.shape[state.plan.arguments.get(_place(name, x), 1)]
 
 
+def _note_rows(state: RowState, own: int, out: Any) -> None:
+    """Note in a rehearsal which dims of what a block returns are rows."""
+    for path, x in tree_flatten_with_path(out)[0]:
+        if isinstance(x, torch.Tensor):
+            dims = [dim for dim, size in enumerate(x.shape) if size == own] if state.tracking.holds_rows(x) else []
+            state.plan.arguments[_place(f"return{keystr(path)}", x)] = dims[0] if len(dims) == 1 else -1
+
+
 def _join(state: RowState, layout: Layout, out: Any) -> Any:
     """Gather the rows of what a block returns; of a tuple, the hidden states."""
     own = layout.local_size(state.axis.rank)
@@ -109,11 +131,7 @@ def _join(state: RowState, layout: Layout, out: Any) -> Any:
     def join(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        place = _place(f"return{keystr(path)}", x)
-        if state.tracking is not None:
-            dims = [dim for dim, size in enumerate(x.shape) if size == own] if state.tracking.holds_rows(x) else []
-            state.plan.arguments[place] = dims[0] if len(dims) == 1 else -1
-        dim = state.plan.arguments.get(place, -1)
+        dim = state.plan.arguments.get(_place(f"return{keystr(path)}", x), -1)
         return x if dim < 0 or x.shape[dim] != own else gather_all(x, state, layout, dim)
 
     return tree_map_with_path(join, out)

@@ -1,0 +1,64 @@
+"""What users do with a context-parallel model in their own loops: equal to the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from tests.compare import same_gradients
+from tests.pool import pooled
+from tests.small import llama
+
+METHODS = ("ulysses", "gather")
+
+
+def _ids(batch: int, seq: int) -> torch.Tensor:
+    return torch.randint(3, 131, (batch, seq), generator=torch.Generator().manual_seed(seq))  # [batch, seq]
+
+
+def _pair(plain: Any, method: str = "auto", **config: Any) -> tuple[Any, Any]:
+    """A plain model, and its copy over two context-parallel ranks."""
+    sizes = {"context_parallel_size": 2, "context_parallel_method": method}
+    return plain, autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes, **config})
+
+
+def _same(model: nn.Module, plain: nn.Module, loss: Any) -> None:
+    """``loss(model)`` and its gradients are those of the plain model."""
+    ours, theirs = loss(model), loss(plain)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    ours.backward()
+    theirs.backward()
+    autopar.average_gradients(model)
+    same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pooled(world_size=2)
+def test_some_logits(method: str) -> None:
+    """``logits_to_keep`` takes rows of what the blocks return: all of it."""
+    plain, model = _pair(llama(), method)
+    _same(model, plain, lambda each: each(input_ids=_ids(2, 9), logits_to_keep=3).logits.square().mean())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pooled(world_size=2)
+def test_recomputed_after_another_forward(method: str, reentrant: bool) -> None:
+    """The backward pass recomputes rows of its own forward, whatever ran since."""
+    plain, model = _pair(llama().train(), method)
+    for each in (plain, model):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+    def loss(each: Any) -> Any:
+        first = each(input_ids=_ids(2, 9), labels=_ids(2, 9)).loss
+        second = each(input_ids=_ids(3, 14), labels=_ids(3, 14)).loss
+        with torch.no_grad():
+            each(input_ids=_ids(1, 5))
+        return first + 2 * second
+
+    _same(model, plain, loss)
