@@ -27,10 +27,6 @@ from autopar.layout import Layout
 __all__ = ["Door", "NeedsAllRows", "gather_all"]
 
 
-_LAYOUT = "_autopar_layout"
-"""Argument that a door gives its own forward: activation checkpointing keeps it with the others."""
-
-
 class Door:
     """Class before that of a block.
 
@@ -65,7 +61,7 @@ class Door:
         whole = first or state.plan.between
         values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-        out = super().__call__(*args, **kwargs, **{_LAYOUT: layout})  # type: ignore[misc]
+        out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if last or state.plan.between:
             state.region.draw_alike()
         if (last or state.plan.between) and state.tracking is not None:
@@ -74,14 +70,6 @@ class Door:
             state.inside.discard(number)
             out = _join(state, layout, out)
         return out
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block over the rows that it was given, also when the backward pass recomputes it later."""
-        layout, (number, _, _) = kwargs.pop(_LAYOUT, None), self._autopar_place
-        if layout is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        with self._autopar_rows.running_over(number, layout):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _enter(self, name: str, value: Any, layout: Layout, *, whole: bool) -> Any:
         """Return this rank's part of an argument."""

@@ -163,20 +163,6 @@ class RowState:
         self.inside.add(number)
         return layout
 
-    @contextmanager
-    def running_over(self, number: int, layout: Layout) -> Iterator[None]:
-        """Have ``layout`` for a list of blocks, which the backward pass may recompute when its forward has ended."""
-        before, cutting = self._layouts.get(number), self.cutting
-        self._layouts[number], self.cutting = layout, True
-        try:
-            yield
-        finally:
-            self.cutting = cutting
-            if before is None:
-                self._layouts.pop(number, None)
-            else:
-                self._layouts[number] = before
-
     def layout(self, number: int) -> Layout | None:
         """Return the rows of a list of blocks that runs; None if it is not cut."""
         return self._layouts.get(number)

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\d.]*\d)")
-TIME = re.compile(r"in \d+\.\d+ s$")
+TIME = re.compile(r"in \d+\.\d+ s$|[\d,]+ tokens/s$")
 
 
 def documented() -> dict[str, tuple[str, str]]:
@@ -65,6 +65,8 @@ def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
         ("differ by 4.77e-07", "differ by 1.94e+00", "4.77e-07 and 1.94e+00"),
         ("model-tp0-pp0.safetensors (1,356,976 bytes)", "model-tp0-pp0.safetensors (1,356,984 bytes)", "1,356,976"),
         ("generated 20 tokens in 0.40 s", "generated 20 tokens in 3.10 s", None),
+        ("at most 6.82 MiB, 1,317 tokens/s", "at most 6.82 MiB, 940 tokens/s", None),
+        ("at most 6.82 MiB, 1,317 tokens/s", "at most 13.27 MiB, 1,317 tokens/s", "6.82 and 13.27"),
         ("[0.0, 1.0] | [2.0, 3.0]", "[0.0, 1.0] | [2.0, 3.5]", "3.0 and 3.5"),
         ("same tokens: True", "same tokens: False", "other words"),
     ],

@@ -258,6 +258,22 @@ def test_11_the_third_policy_holds_and_losses_are_those_of_one_process(printed: 
     assert number(text, "logits differ by #") < 1e-5
 
 
+def test_13_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["13_long_sequences"]
+    assert number(text, "largest difference of losses: #") < 1e-5
+    assert len(re.findall(r"tokens, plain: .* tokens/s", text)) == 3
+
+
+@distributed(world_size=4)
+def test_13_each_rank_holds_a_quarter_of_the_activations(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    text = in_a_world("13_long_sequences", tmp_path, "--length", "2048", "--steps", "1")
+    if rank == 0:
+        assert number(text, "largest difference of losses: #") < 1e-5
+        cut, whole = (float(x) for x in re.findall(r"2048 tokens, .* at most ([\d.]+) MiB", text))
+        assert cut < 0.3 * whole
+
+
 def test_14_losses_are_those_of_one_process(printed: dict[str, str]) -> None:
     text = printed["14_trainer"]
     assert number(text, "resumed after 2 steps: largest difference of losses: #") == 0

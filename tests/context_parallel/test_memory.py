@@ -1,0 +1,79 @@
+"""What a rank holds of a longer sequence, when it always has as many rows of it: docs/long-sequences.md, "Memory"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import autopar
+from tests.pool import pooled
+from tests.small import llama
+
+ROWS, BATCH, VOCAB = 64, 2, 131
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 4, 4
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor whose last dim is the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[-1] == VOCAB:
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+def saved_and_largest(n: int, method: str) -> tuple[int, int]:
+    """Bytes that the backward of a step keeps, besides weights; elements of the largest logits."""
+    model: Any = llama(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        num_hidden_layers=LAYERS,
+        intermediate_size=64,
+        max_position_embeddings=4 * ROWS,
+    )
+    if n > 1:
+        parallelism = {"context_parallel_size": n, "context_parallel_method": method}
+        model = autopar.initialize(model, {"model_parallelism": parallelism})
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    ids = torch.arange(BATCH * n * ROWS).view(BATCH, -1) % VOCAB
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no other takes its place
+        return tensor
+
+    with Largest() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    return sum(storage.nbytes() for storage in kept.values()), largest.elements
+
+
+@pooled(world_size=4)
+def test_with_as_many_rows_a_rank_keeps_as_much_for_whatever_length() -> None:
+    """Exactly so: 2 ranks keep attention's output once more than one does; 4 keep what 2 do, and more token ids."""
+    (one, logits), (two, logits_of_two), (four, logits_of_four) = (saved_and_largest(n, "ulysses") for n in (1, 2, 4))
+    assert logits == logits_of_two == logits_of_four == BATCH * ROWS * VOCAB, "of no other rank's rows"
+    outputs = LAYERS * BATCH * ROWS * HEADS * HEAD_DIM * 4
+    assert 0 <= two - one - outputs <= 0.005 * one, (one, two)
+    assert 0 <= four - two <= 0.005 * two, (two, four)
+
+
+@pooled(world_size=4)
+def test_gather_keeps_keys_values_and_masks_of_all_rows() -> None:
+    (two, logits_of_two), (four, logits_of_four) = (saved_and_largest(n, "gather") for n in (2, 4))
+    assert logits_of_two == logits_of_four == BATCH * ROWS * VOCAB
+    repeated, masks = 2 * BATCH * 2 * ROWS * HEADS * HEAD_DIM * 4, ROWS * 2 * ROWS * 4
+    assert 0 <= four - two - LAYERS * (repeated + masks) <= 0.005 * two, (two, four)
