@@ -143,13 +143,15 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
         if outermost and isinstance(value, Cache):
             changed[name] = None
         if ("router_logits" in name or (outermost and "hidden_state" in name)) and value is not None:
-            number = 0 if name.startswith("encoder") else len(state.plan.lists) - 1
+            number = len(state.plan.lists) - 1
+            if name.startswith("encoder"):
+                number -= 1  # none: the encoder ran whole
             changed[name] = _whole(value, state, number)
     return type(output)(**{**output, **changed}) if changed else output
 
 
 def _whole(value: Any, state: RowState, number: int) -> Any:
-    layout = state.layout(number)
+    layout = state.layout(number)  # None for one that was not cut
     if isinstance(value, tuple | list):
         return type(value)(_whole(x, state, number) for x in value)
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
@@ -157,7 +159,7 @@ def _whole(value: Any, state: RowState, number: int) -> Any:
     own = layout.local_size(state.axis.rank)
     if value.ndim > 2:
         return gather_all(value, state, layout, 1) if value.shape[1] == own else value
-    return gather_all(value, state, layout, 0) if own and value.shape[0] % own == 0 else value
+    return gather_all(value, state, layout, 0) if value.shape[0] == state.batches[number] * own else value
 
 
 class BeforeHead:

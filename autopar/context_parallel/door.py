@@ -51,7 +51,9 @@ class Door:
         if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
             raise state.tracking.mixed("the first block runs a second time", between=True)
         if first or state.plan.between:
-            state.enter(number, _length(hidden, dict(named).get(hidden), state))
+            x = dict(named).get(hidden)
+            state.enter(number, length := _length(hidden, x, state))
+            state.batches[number] = x.shape[:-1].numel() // length if x is not None and length else 0
         layout = state.layout(number)
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -70,6 +70,7 @@ class RowState:
         tracking: of a rehearsal: marks rows.
         region: random draws that differ over the axis.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
+        batches: number of sequences that each list of blocks was given.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -81,6 +82,7 @@ class RowState:
         self.region = Region(axis)
         self.entered: set[int] = set()
         self.inside: set[int] = set()
+        self.batches: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
         self._known: dict[tuple[int, int], Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
