@@ -146,7 +146,9 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
         if outermost and isinstance(value, Cache):
             changed[name] = None
         if (name in _ROUTERS or (outermost and name in _HIDDEN)) and isinstance(value, tuple | list):
-            number = 0 if name.startswith("encoder") else len(state.plan.lists) - 1
+            number = len(state.plan.lists) - 1
+            if name.startswith("encoder"):
+                number -= 1  # none: the encoder ran whole
             changed[name] = _whole(value, state, number)
     return type(output)(**{**output, **changed}) if changed else output
 
@@ -163,7 +165,7 @@ def _whole(value: Any, state: RowState, number: int) -> Any:
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
         return value
     own, dim = layout.local_size(state.axis.rank), 1 if value.ndim > 2 else 0  # [batch * rows, experts]
-    expected = own if dim else own * state.batch
+    expected = own if dim else own * state.batches.get(number, 0)
     return gather_all(value, state, layout, dim) if value.shape[dim] == expected else value
 
 

@@ -62,7 +62,7 @@ class Snapshot(NamedTuple):
 
     cutting: bool
     keeping: bool
-    batch: int
+    batches: dict[int, int]
     layouts: dict[int, Layout]
 
 
@@ -80,17 +80,19 @@ class RowState:
         tracking: of a rehearsal: marks rows.
         region: random draws that differ over the axis.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
+        batches: number of sequences that each list of blocks was given.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
         self.cutting = self.keeping = self.was_cut = False
-        self.running = self.forwards = self.batch = 0
+        self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
         self.region = Region(axis)
         self.entered: set[int] = set()
         self.inside: set[int] = set()
+        self.batches: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
         self._known: dict[tuple[int, int], Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -133,10 +135,10 @@ class RowState:
 
     def snapshot(self) -> Snapshot:
         """Return what tells this forward from others."""
-        return Snapshot(self.cutting, self.keeping, self.batch, dict(self._layouts))
+        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts))
 
     def _resume(self, forward: Snapshot) -> None:
-        self.cutting, self.keeping, self.batch, layouts = forward
+        self.cutting, self.keeping, self.batches, layouts = forward
         self._layouts = dict(layouts)
 
     def check_recomputed(self) -> None:
@@ -150,7 +152,7 @@ class RowState:
 
     def enter(self, number: int, length: int, batch: int = 0) -> Layout | None:
         """Begin a list of blocks with ``batch`` sequences of ``length`` rows; None if there are too few to be cut."""
-        self.batch = batch
+        self.batches[number] = batch
         if self.tracking is not None and length != self.tracking.prime * self.axis.size:
             return None  # no words: sound, or an image
         self.entered.add(number)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from tests.compare import same_gradients
@@ -60,5 +61,22 @@ def test_recomputed_after_another_forward(method: str, reentrant: bool) -> None:
         with torch.no_grad():
             each(input_ids=_ids(1, 5))
         return first + 2 * second
+
+    _same(model, plain, loss)
+
+
+@pytest.mark.parametrize("seq", [5, 8])
+@pooled(world_size=2)
+def test_router_logits(seq: int) -> None:
+    """They are joined once, though two outputs hold them: 10 rows can be divided by one rank's 2, 16 by 4."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=131, num_hidden_layers=2, num_local_experts=4, output_router_logits=True, **sizes)
+    plain, model = _pair(MixtralForCausalLM(config))
+
+    def loss(each: Any) -> Any:
+        out = each(input_ids=_ids(2, seq), labels=_ids(2, seq))
+        assert [tuple(x.shape) for x in out.router_logits] == [(2 * seq, 4)] * 2
+        return out.loss + sum(x.square().mean() for x in out.router_logits)
 
     _same(model, plain, loss)
