@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from autopar.cli import app
+from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, README, codes
 from tests.integrations.runs import launched
 from tests.small import gpt2
@@ -32,6 +33,7 @@ RUN = {
     DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
     DOCS / "launching.md": 1,
+    DOCS / "long-sequences.md": 1,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
@@ -93,6 +95,16 @@ def test_the_readme(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not torch.equal(trained.lm_head.weight, gpt2().lm_head.weight)
+
+
+@distributed(world_size=2)
+def test_long_sequences(tmp_path: Path) -> None:
+    names = run(DOCS / "long-sequences.md", tmp_path)
+    plain = gpt2().train()
+    loss = plain(input_ids=names["ids"], labels=names["ids"]).loss
+    loss.backward()
+    torch.testing.assert_close(names["loss"], loss, rtol=0, atol=1e-5)
+    same_gradients(names["model"], plain)
 
 
 @distributed(world_size=2)
