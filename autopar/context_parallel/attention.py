@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from autopar.context_parallel.causal import causal_attention
 from autopar.context_parallel.exchange import exchange
 from autopar.context_parallel.rows import heads_layout
 from autopar.context_parallel.state import RowState
@@ -204,13 +205,15 @@ def _with_whole_keys(
             f"context_parallel_method=gather takes rows out of a mask of 4 dims, and '{name}' attention made one of "
             f"{kind}: use context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
         )
-    if name.startswith(("flash", "flex")) or "|" in name:
+    if name not in ("eager", "sdpa"):
         raise ConfigError(
             f"context_parallel_method=gather does not go with '{name}' attention, which is told of masks by flags: use "
             "context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
         )
     given = {bias: _of_rows(kwargs[bias], rows, rank) for bias in _BIASES if kwargs.get(bias) is not None}
-    if mask is None and name != "eager" and not crosses and _is_causal(module, kwargs):
+    if mask is None and name == "sdpa" and not crosses and _is_causal(module, kwargs):
+        if not given:
+            return causal_attention(function, module, query, key, value, rows, rank, kwargs), None
         mask = _causal_rows(rows, rank, query.device)
     mask = _of_rows(mask, rows, rank)
     kwargs = {**kwargs, **given}

@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import autopar
-from autopar.context_parallel import row_logits
+from autopar.context_parallel import attention, causal, row_logits
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed import collectives
-from autopar.layout import Layout
 from tests.parity import check, close, language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
@@ -174,12 +173,10 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         before.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    from autopar.context_parallel import attention
-
     if planted == "mask":
         plant(attention, "_of_rows", lambda mask, rows, rank: None)
     elif planted == "rows":
-        plant(attention, "_causal_rows", _shifted)
+        plant(causal, "_pieces", _front)
     else:
         plain = collectives.gather_sum
         plant(row_logits, "gather_sum", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
@@ -192,11 +189,21 @@ def test_what_is_planted_is_seen(planted: str) -> None:
             setattr(owner, name, value)
 
 
-def _shifted(rows: Layout, rank: int, device: torch.device) -> torch.Tensor:
-    """The mask of rows that are not zigzag."""
-    positions = torch.arange(rows.size, device=device)
-    own = rows_layout(rows.size, rows.axis_size).shard(positions, rank, 0)
-    return (own[:, None] >= positions[None, :])[None, None]
+def _front(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
+    """The rows that a rank would have without zigzag, if it were the first."""
+    return [(0, 0, sum(stop - start for start, stop in runs))]
+
+
+@pooled(world_size=2)
+def test_long_runs_are_computed_some_queries_at_a_time() -> None:
+    before, causal._MOST = causal._MOST, 1
+    batch = language_batches(131, count=1, seq=80)[0]
+    del batch["attention_mask"]  # plain causal: no mask is made
+    try:
+        assert len(list(causal._pieces(rows_layout(80, 2, zigzag=True).ranges(0)))) == 4
+        check(llama, [batch], 1, config=sizes(2, "gather"), step=False).mpu.destroy()
+    finally:
+        causal._MOST = before
 
 
 @pooled(world_size=2)
