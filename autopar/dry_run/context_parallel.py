@@ -23,7 +23,7 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
 from autopar.errors import ConfigError
-from autopar.plan.blocks import Blocks
+from autopar.plan.blocks import Blocks, dropped_blocks
 from autopar.policy.schema import Policy
 
 __all__ = ["plan_rows"]
@@ -49,6 +49,9 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
     if not lists:
         raise _refusal(model, ranks, f"its policy names no list of blocks ({policy.where})")
+    dropped = dropped_blocks(model)
+    if dropped:
+        raise _refusal(model, ranks, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
         return _Search(model, _first_plan(model, lists), ranks).run()
 

@@ -25,6 +25,7 @@ from autopar.dry_run.sequence_notes import SampleRows, note_given, note_inputs, 
 from autopar.dry_run.sequence_tracking import SequenceTracking
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError
+from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
 from autopar.plan.stages import StagePlan
@@ -51,7 +52,9 @@ def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) 
         raise _refused(model, f"the policy {plan.policy} names no blocks, at whose door sequences are sharded")
     if not isinstance(model, PreTrainedModel):
         raise _refused(model, "a module without a config has no dry run before its first forward")
-    _refuse_dropped_layers(model)
+    dropped = dropped_blocks(model)
+    if dropped:
+        raise _refused(model, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
         return _Rehearsal(model, prefix, plan, lists).plan()
 
@@ -61,16 +64,6 @@ def _refused(model: nn.Module, reason: str) -> ConfigError:
         f"sequence_parallel does not fit {type(model).__name__}: {reason}.\n"
         "  Leave it out: tensor parallelism alone keeps whole sequences between the regions."
     )
-
-
-def _refuse_dropped_layers(model: PreTrainedModel) -> None:
-    owners = {type(module).__name__: vars(module) for module in model.modules()}
-    owners |= {"config": vars(model.config)}
-    for place, values in owners.items():
-        for name, value in values.items():
-            if "layerdrop" in name and isinstance(value, float) and value > 0:
-                reason = f"{place}.{name}={value:g} leaves out blocks, and the last of them makes sequences whole"
-                raise _refused(model, reason)
 
 
 class _Rehearsal:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from autopar.plan.matching import Scope, all_scopes, join, matches_of
 from autopar.policy.schema import Policy
 
-__all__ = ["Blocks"]
+__all__ = ["Blocks", "dropped_blocks"]
 
 # Tensors that the forward of every decoder takes.
 _USUAL = {
@@ -227,3 +227,13 @@ def _below(path: str, outer: str) -> bool:
 
 def _any_above(name: str, paths: Sequence[str]) -> bool:
     return any(_below(name, path) for path in paths)
+
+
+def dropped_blocks(model: PreTrainedModel) -> str | None:
+    """Return the probability, above 0, by which a forward in training leaves out blocks (LayerDrop); None without."""
+    owners = {type(module).__name__: vars(module) for module in model.modules()} | {"config": vars(model.config)}
+    for place, values in owners.items():
+        for name, value in values.items():
+            if "layerdrop" in name and isinstance(value, float) and value > 0:
+                return f"{place}.{name}={value:g}"
+    return None

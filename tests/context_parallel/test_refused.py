@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import autopar
 from autopar.config import ParallelConfig
 from autopar.context_parallel import row_logits
+from autopar.dry_run.context_parallel import plan_rows
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.policy.match import find_policy
 from tests.pool import pooled
+from tests.random_models import Case, build
 from tests.small import llama
 from tests.worlds import raises_everywhere
 
@@ -59,3 +63,44 @@ def test_logits_that_one_rank_reads_alone_raise() -> None:
             with pytest.raises(ConsistencyError, match="which takes every context-parallel rank: read them on all of"):
                 logits.argmax()
     dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "changes", "words"),
+    [
+        ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 leaves out blocks"),
+        ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over words"),
+        ("led", "LEDForConditionalGeneration", {}, "longformer_self_attn .*is invalid"),
+        ("xlnet", "XLNetLMHeadModel", {}, "mems is made of rows"),
+    ],
+)
+def test_models_that_do_not_fit(model_type: str, head: str, changes: dict[str, float], words: str) -> None:
+    model = build(Case(model_type, head), 6, 3)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match=f"context_parallel_size=2 does not fit {head}: (in )?.*{words}"):
+        plan_rows(model, find_policy(model), "", 2)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_module_of_ones_own_does_not_fit() -> None:
+    policy = find_policy(llama())
+    with pytest.raises(ConfigError, match="does not fit Linear: it is no Hugging Face model"):
+        plan_rows(nn.Linear(2, 2), policy, "", 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "whole"),
+    [
+        ("mamba", "MambaForCausalLM", {"mixer"}),
+        ("bloom", "BloomForCausalLM", {"self_attention"}),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", set()),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", {"self_attn"}),  # an indexer that looks at all rows
+    ],
+)
+def test_what_mixes_rows_gets_all_of_them(model_type: str, head: str, whole: set[str]) -> None:
+    model = build(Case(model_type, head), 6, 3)
+    plan = plan_rows(model, find_policy(model), "", 2)
+    assert {path.rpartition(".")[2] for path in plan.whole} == whole
+    assert plan.through and plan.head == "lm_head"
