@@ -51,7 +51,6 @@ class Implementation(str):
 
 _PER_HEAD = ("s_aux", "sinks")  # arguments and attributes with one number for each head
 _BIASES = ("position_bias",)  # [batch or 1, heads, queries, keys]
-_UNKNOWN_TO_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def register() -> None:
@@ -146,6 +145,7 @@ def _ulysses(
         groups = 1
     query = exchange(query, axis, of_queries, rows, to_heads=True)  # [batch, heads/cp, rows, head_dim]
     key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (key, value))
+    kwargs = {name: state.whole_of(x) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}  # positions
     taken = {name: _of_heads(x, of_queries, axis.rank) for name, x in kwargs.items() if name in (*_PER_HEAD, *_BIASES)}
     mask = _of_heads(mask, of_queries, axis.rank)
     if query.shape[1]:

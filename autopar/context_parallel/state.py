@@ -64,6 +64,7 @@ class Snapshot(NamedTuple):
     keeping: bool
     batches: dict[int, int]
     layouts: dict[int, Layout]
+    narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class RowState:
@@ -126,8 +127,8 @@ class RowState:
     @contextmanager
     def resumed(self, forward: Snapshot) -> Iterator[None]:
         """Go on inside as in another forward: a block is recomputed."""
-        now = self.snapshot()
-        self._resume(forward)
+        now = self.snapshot()._replace(narrowed=self._narrowed)
+        self._resume(forward._replace(narrowed={**self._narrowed, **forward.narrowed}))
         try:
             yield
         finally:
@@ -135,10 +136,11 @@ class RowState:
 
     def snapshot(self) -> Snapshot:
         """Return what tells this forward from others."""
-        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts))
+        positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
+        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts), positions)
 
     def _resume(self, forward: Snapshot) -> None:
-        self.cutting, self.keeping, self.batches, layouts = forward
+        self.cutting, self.keeping, self.batches, layouts, self._narrowed = forward
         self._layouts = dict(layouts)
 
     def check_recomputed(self) -> None:

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import autopar
 from tests.compare import same_gradients
@@ -80,3 +83,24 @@ def test_router_logits(seq: int) -> None:
         return out.loss + sum(x.square().mean() for x in out.router_logits)
 
     _same(model, plain, loss)
+
+
+@pooled(world_size=2)
+def test_an_attention_function_is_told_of_whole_sequences() -> None:
+    """Flash attention finds packed documents by ``position_ids``: all of them, also when a block is recomputed."""
+    seen: list[torch.Tensor] = []
+
+    def told(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["position_ids"])
+        assert query.shape[2] == kwargs["position_ids"].shape[1] == 9
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("told", told)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("told", sdpa_mask)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    plain, model = _pair(llama().train(), "ulysses")
+    for each in (plain, model):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        each.set_attn_implementation("told")
+    _same(model, plain, lambda each: each(_ids(1, 9), labels=_ids(1, 9), position_ids=positions, use_cache=False).loss)
+    assert len(seen) == 8 and all(torch.equal(each, positions) for each in seen)  # 2 blocks, recomputed, of 2 models
