@@ -127,9 +127,10 @@ def test_the_data_parallel_size_is_what_remains_of_the_world():
 
 def test_context_ranks_count_among_the_sizes():
     section = {"tensor_parallel_size": 2, "context_parallel_size": 2, "context_parallel_method": "gather"}
-    config = ParallelConfig.parse({"model_parallelism": {**section, "sequence_parallel": True}}, world_size=12)
-    assert config == ParallelConfig(
-        tensor_parallel_size=2, context_parallel_size=2, context_parallel_method="gather", sequence_parallel=True
+    config = ParallelConfig.parse({"model_parallelism": section}, world_size=12)
+    assert config == ParallelConfig(tensor_parallel_size=2, context_parallel_size=2, context_parallel_method="gather")
+    assert ParallelConfig.parse({"model_parallelism": {"sequence_parallel": True}}) == ParallelConfig(
+        sequence_parallel=True
     )
     assert config.data_parallel_size(12) == 3
     assert not ParallelConfig.parse({"model_parallelism": {"enable": False, **section}}).context_parallel_size > 1

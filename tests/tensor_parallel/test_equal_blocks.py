@@ -96,14 +96,14 @@ def test_the_last_rank_runs_where_it_is_another():
     assert Even.computed["Even"] == 3
     assert different_ranks(llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4), 4) == [0, 3]  # KV heads
     plan = make_plan(even, read_user_policy(RULES), 2)
-    assert dry_run._different_ranks(replace(plan, attributes=(AttributePlan("", "n", "", 3, (2, 1)),))) == [0, 1]
+    assert dry_run.different_ranks(replace(plan, attributes=(AttributePlan("", "n", "", 3, (2, 1)),))) == [0, 1]
     experts = replace(plan.modules["layers.0.up"], rule="experts")
-    assert dry_run._different_ranks(replace(plan, modules={**plan.modules, "layers.0.up": experts})) == [0, 1]
+    assert dry_run.different_ranks(replace(plan, modules={**plan.modules, "layers.0.up": experts})) == [0, 1]
 
 
 def different_ranks(model: Any, tp: int) -> list[int]:
     policy = RULES if isinstance(model, Deep) else find_policy(model)
-    return dry_run._different_ranks(make_plan(model, read_user_policy(policy), tp))
+    return dry_run.different_ranks(make_plan(model, read_user_policy(policy), tp))
 
 
 def test_what_a_forward_reads_makes_a_difference():
