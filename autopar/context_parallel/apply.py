@@ -22,12 +22,11 @@ from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_c
 __all__ = ["apply", "undo"]
 
 
-def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, rehearsal: bool = False) -> RowState:
+def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str) -> RowState:
     """Put doors before the blocks of ``model`` and attention over rows into them, in place; no communication.
 
     Args:
         model: the Hugging Face model inside; names of the plan begin there.
-        rehearsal: every module in the blocks is asked whether it calls the attention that its config names.
     """
     register()
     state = RowState(axis, method, plan)
@@ -37,9 +36,7 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, rehearsal
     for number, blocks in enumerate(plan.lists):
         for path in blocks:
             for below, module in modules[path].named_modules():
-                name = f"{path}.{below}" if below else path
-                if rehearsal or name in plan.crosses:
-                    _attend_over_rows(module, name, number, state)
+                _attend_over_rows(module, f"{path}.{below}" if below else path, number, state)
         for path, where in plan.whole.items():
             if any(path == block or path.startswith(f"{block}.") for block in blocks):
                 swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where))

@@ -85,7 +85,13 @@ def attention_over_rows(
         return function(module, query, key, value, attention_mask, **kwargs)
     if state.watch is not None:
         return state.watch(module, query, key, value, attention_mask), None
-    crosses = state.plan.crosses[module._autopar_path]  # type: ignore[index]
+    crosses = state.plan.crosses.get(str(module._autopar_path))
+    if crosses is None:
+        raise ConfigError(
+            f"context_parallel_size={state.axis.size}: {module._autopar_path} computes attention, which the rehearsal "
+            "of initialize did not see:\n  whether its keys are rows or another sequence is not known. These inputs "
+            "need tensor_parallel_size, or sequence_parallel."
+        )
     if crosses:
         return _with_whole_keys(
             state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses

@@ -167,7 +167,7 @@ class _Search:
 
     def _try(self) -> _Failure | None:
         model = meta_copy(self.model)
-        state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto", rehearsal=True)
+        state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto")
         tracking = RowTracking(self.prime, self.ranks)
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
