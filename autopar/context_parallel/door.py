@@ -202,25 +202,36 @@ class NeedsAllRows:
         layout = state.layout(number)
         if not state.cutting or layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = self._gather((args, kwargs), state, layout, where)
+        args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _own_part(out, state, layout, where)
 
-    def _gather(self, values: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
+    def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
         own = layout.local_size(state.axis.rank)
 
         def gather(path: Any, x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            name = keystr(path)
+            name = _place(keystr(path), x)
             if state.tracking is not None and state.tracking.holds_rows(x):
-                where.inputs[name] = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
+                found = next(d for d, size in enumerate(x.shape) if size and size % own == 0)
+                where.inputs[name], where.folded[name] = found, x.shape[found] // own
             dim = where.inputs.get(name)
-            if dim is None or dim >= x.ndim or x.shape[dim] % own:
-                return x
             before = state.whole_of(x)
-            return before if before is not x else gather_all(x, state, layout, dim)
+            if dim is None or before is not x:
+                return before
+            folded = where.folded[name]  # how often rows lie in the dim: once, or for each sequence
+            times = 1 if folded == 1 else folded // state.rehearsed * state.batches[number]
+            if x.shape[dim] == layout.size * times:
+                return x
+            if x.shape[dim] != own * times:  # the same on all ranks, whose rows differ in number
+                raise ConfigError(
+                    f"context_parallel_size={state.axis.size}: argument {name} of a module that needs all rows has "
+                    f"shape {list(x.shape)}:\n  neither {own * times} nor {layout.size * times} in dim {dim}. These inputs "
+                    "need tensor_parallel_size, or sequence_parallel."
+                )
+            return gather_all(x, state, layout, dim)
 
         return tree_map_with_path(gather, values)
 

@@ -24,11 +24,12 @@ class WholeModule:
     """A module that runs with all rows on every rank: where its arguments and outputs hold rows.
 
     Attributes:
-        inputs: path in ``(args, kwargs)`` -> dim of rows.
+        inputs: path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the rehearsal.
         outputs: path in what it returns -> dim of rows.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)
+    folded: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
 
 
@@ -174,6 +175,11 @@ class RowState:
     def layouts(self) -> list[Layout]:
         """Return the rows of all lists of blocks that were begun."""
         return list(self._layouts.values())
+
+    @property
+    def rehearsed(self) -> int:
+        """Number of sequences in the rehearsal."""
+        return self.axis.size + 1
 
     def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
         """Whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
