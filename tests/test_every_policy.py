@@ -297,6 +297,7 @@ NOT_IN_CONTEXT = {
 }
 LATE_IN_CONTEXT = {
     "evolla",
+    "funnel",
     "instructblip_qformer",
     "instructblipvideo_qformer",
     "mllama",

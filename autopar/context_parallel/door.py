@@ -228,8 +228,8 @@ class NeedsAllRows:
             if x.shape[dim] != own * times:  # the same on all ranks, whose rows differ in number
                 raise ConfigError(
                     f"context_parallel_size={state.axis.size}: argument {name} of a module that needs all rows has "
-                    f"shape {list(x.shape)}:\n  neither {own * times} nor {layout.size * times} in dim {dim}. These inputs "
-                    "need tensor_parallel_size, or sequence_parallel."
+                    f"shape {list(x.shape)}:\n  neither {own * times} nor {layout.size * times} in dim {dim}. These "
+                    "inputs need tensor_parallel_size, or sequence_parallel."
                 )
             return gather_all(x, state, layout, dim)
 
