@@ -235,7 +235,6 @@ NOT_IN_CONTEXT = {
         "mlcd",
         "mlcd_vision_model",
         "mobilevit",
-        "musicgen",
         "musicgen_melody",
         "nllb-moe",
         "nystromformer",

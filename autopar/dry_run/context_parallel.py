@@ -91,7 +91,7 @@ class _Search:
 
     def __init__(self, model: PreTrainedModel, plan: RowPlan, ranks: int) -> None:
         self.model, self.plan, self.ranks = model, plan, ranks
-        text = model.config.get_text_config()
+        text = model.config.get_text_config(decoder=True)  # an encoder may have another
         longest = next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
         prime = prime_beside(model, ranks, None if longest is None else longest - 2)
         if prime is None:
