@@ -33,6 +33,7 @@ from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
+from autopar.dry_run.garbage import uncollected
 from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
@@ -277,7 +278,8 @@ def _refuse_second(model: nn.Module) -> None:
 
 def _make_plans(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
     """Plan what this rank holds, dry-run it, draw what a deferred model lacks; with the same result on every rank."""
-    plans = same_on_every_rank(lambda: _plan(model, checked, mpu, optimizer), lambda made: made.fingerprint(model))
+    with uncollected():
+        plans = same_on_every_rank(lambda: _plan(model, checked, mpu, optimizer), lambda made: made.fingerprint(model))
     plans.weights.sync_parameters(mpu)
     plans.weights.draw(mpu, lambda name: mpu.pp.rank in plans.stages.holders(name))
     return plans
