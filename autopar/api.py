@@ -300,7 +300,9 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
         folded=config.pipeline.folded,
         layers_per_stage=config.pipeline.layers_per_stage,
     )
-    rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size) if mpu.cp.size > 1 else None
+    rows = None
+    if mpu.cp.size > 1:
+        rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size, by_heads=plan.tp == 1)
     sharded = config.sequence_parallel and plan.tp > 1
     sequence = plan_sequence(inner, checked.prefix, plan, stages) if sharded else None
     return _Plans(plan, stages, Materializer(model, inner, plan), rows, sequence)

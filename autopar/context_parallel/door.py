@@ -204,7 +204,12 @@ class NeedsAllRows:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
-            out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            if where.heads is None or not where.heads.fits(self):  # type: ignore[arg-type]
+                out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            else:
+                args, kwargs = where.heads.slice_inputs(type(self), args, kwargs, state.axis)
+                with where.heads.of_rank(self, state.axis):  # type: ignore[arg-type]
+                    out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _own_part(out, state, layout, where)
 
     def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
@@ -266,8 +271,9 @@ def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> 
                 dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
                 if len(dims) > 1:
                     state.tracking.mark_table(x)
+                    where.table = True
                 if len(dims) == 1:
-                    where.outputs[name] = dims[0]
+                    where.outputs[name], where.shapes[name] = dims[0], tuple(x.shape)
             dim = where.outputs.get(name)
             kept.append(x if dim is None else _own_along(x, state, layout, dim))
         else:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.context_parallel.heads import Heads
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -25,12 +26,17 @@ class WholeModule:
 
     Attributes:
         inputs: path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the rehearsal.
-        outputs: path in what it returns -> dim of rows.
+        outputs: path in what it returns -> dim of rows; ``shapes``: what it had in the rehearsal.
+        table: whether it returns something that has rows in several dims: a bias for each pair of rows.
+        heads: how it is shared out over the ranks by heads; None: each rank computes all of it.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)
     folded: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    table: bool = False
+    heads: Heads | None = None
 
 
 @dataclass

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +19,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
+from autopar.context_parallel.heads import Heads, heads_of
 from autopar.context_parallel.state import RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
-from autopar.errors import ConfigError
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import AutoparError, ConfigError
 from autopar.plan.blocks import Blocks, dropped_blocks
+from autopar.plan.make_plan import make_plan
 from autopar.policy.schema import Policy
 
 __all__ = ["plan_rows"]
@@ -31,12 +36,13 @@ __all__ = ["plan_rows"]
 _TRIES = 60
 
 
-def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowPlan:
+def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_heads: bool = True) -> RowPlan:
     """Return how ``model`` runs over rows on ``ranks`` ranks; names begin at ``model``. It is only read.
 
     Args:
         model: the Hugging Face model, not yet sharded.
         prefix: its path in the names of the policy.
+        by_heads: whether modules that need all rows may be shared out by heads; not if tensor parallelism does it.
 
     Raises:
         ConfigError: it does not, with what mixes rows.
@@ -53,7 +59,9 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     if dropped:
         raise _refusal(model, ranks, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
-        return _Search(model, _first_plan(model, lists), ranks).run()
+        search = _Search(model, _first_plan(model, lists), ranks)
+        search.run()
+        return search.shared_by_heads(policy) if by_heads else search.plan
 
 
 def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
@@ -106,18 +114,37 @@ class _Search:
         except ValueError as error:
             raise _refusal(model, ranks, str(error)) from error
 
-    def run(self) -> RowPlan:
-        """Return the plan that holds."""
+    def run(self) -> None:
+        """Find the plan that holds."""
         first: _Failure | None = None
         for _ in range(_TRIES):
             failure = self._try()
             if failure is None:
-                return self.plan
+                return
             first = first or failure
             if not self._change(failure):
                 raise _refusal(self.model, self.ranks, self._words(failure))
         assert first is not None
         raise _refusal(self.model, self.ranks, self._words(first))
+
+    def shared_by_heads(self, policy: Policy) -> RowPlan:
+        """Return the plan in which modules with all rows compute some heads each, where the policy's rules shard them.
+
+        If a forward then does not fit any more, it is the plan as it was.
+        """
+        plan, modules = self.plan, shared_modules(self.model, policy, self.plan, self.ranks)
+        if not modules:
+            return plan
+        before = deepcopy(plan.whole)
+        for path, heads in modules.items():
+            plan.whole[path].heads = heads
+        if self._try() is None and all(
+            replace(where, heads=None) == before[path] for path, where in plan.whole.items()
+        ):
+            return plan
+        for where in plan.whole.values():
+            where.heads = None
+        return plan if self._try() is None else replace(plan, whole=before)
 
     def _words(self, failure: _Failure) -> str:
         where = f"in {failure.path} " if failure.path else ""
@@ -196,6 +223,22 @@ class _Search:
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
         return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
+
+
+def shared_modules(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:
+    """Return how modules that need all rows are shared out by heads, as tensor-parallel ranks would; none if not."""
+    if not plan.whole:
+        return {}
+    try:
+        sharded = make_plan(model, policy, ranks)
+        if not check_plan(model, "", sharded):
+            return {}
+    except AutoparError:  # fewer heads than ranks
+        return {}
+    made = {path: heads_of(path, model.get_submodule(path), sharded) for path in plan.whole}
+    shared = {path: heads for path, heads in made.items() if heads is not None}
+    tables = any(where.table for where in plan.whole.values())
+    return {} if tables and len(shared) < len(made) else shared  # who reads a table has the heads of who made it
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
