@@ -84,6 +84,7 @@ class RowState:
     Attributes:
         cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
         keeping: whether rows stay on their ranks behind the last block, up to the logits.
+        resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
         tracking: of a rehearsal: marks rows.
         region: random draws that differ over the axis.
@@ -93,7 +94,7 @@ class RowState:
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
-        self.cutting = self.keeping = self.was_cut = False
+        self.cutting = self.keeping = self.was_cut = self.resuming = False
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
@@ -134,12 +135,14 @@ class RowState:
     @contextmanager
     def resumed(self, forward: Snapshot) -> Iterator[None]:
         """Go on inside as in another forward: a block is recomputed."""
-        now = self.snapshot()._replace(narrowed=self._narrowed)
+        now, before = self.snapshot()._replace(narrowed=self._narrowed), self.resuming
         self._resume(forward._replace(narrowed={**self._narrowed, **forward.narrowed}))
+        self.resuming = True
         try:
             yield
         finally:
             self._resume(now)
+            self.resuming = before
 
     def snapshot(self) -> Snapshot:
         """Return what tells this forward from others."""
@@ -152,7 +155,7 @@ class RowState:
 
     def check_recomputed(self) -> None:
         """Raise ConfigError if a block is recomputed by what does not know its rows."""
-        if self.was_cut and not self.running and torch._C._current_graph_task_id() != -1:
+        if self.was_cut and not self.running and not self.resuming and torch._C._current_graph_task_id() != -1:
             raise ConfigError(
                 f"context_parallel_size={self.axis.size}: a block is recomputed in the backward pass, and nobody knows "
                 "which rows it had.\n  Use activation_checkpointing: {enable: true}, or "

@@ -19,16 +19,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
-from autopar.context_parallel.heads import Heads, heads_of
 from autopar.context_parallel.state import RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
-from autopar.dry_run.tensor_parallel import check_plan
-from autopar.errors import AutoparError, ConfigError
+from autopar.dry_run.shared_heads import shared_modules
+from autopar.errors import ConfigError
 from autopar.plan.blocks import Blocks, dropped_blocks
-from autopar.plan.make_plan import make_plan
 from autopar.policy.schema import Policy
 
 __all__ = ["plan_rows"]
@@ -223,22 +221,6 @@ class _Search:
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
         return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
-
-
-def shared_modules(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:
-    """Return how modules that need all rows are shared out by heads, as tensor-parallel ranks would; none if not."""
-    if not plan.whole:
-        return {}
-    try:
-        sharded = make_plan(model, policy, ranks)
-        if not check_plan(model, "", sharded):
-            return {}
-    except AutoparError:  # fewer heads than ranks
-        return {}
-    made = {path: heads_of(path, model.get_submodule(path), sharded) for path in plan.whole}
-    shared = {path: heads for path, heads in made.items() if heads is not None}
-    tables = any(where.table for where in plan.whole.values())
-    return {} if tables and len(shared) < len(made) else shared  # who reads a table has the heads of who made it
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
