@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
-from autopar.context_parallel.state import RowPlan, RowState, WholeModule
+from autopar.context_parallel.own_rows import may_own_rows
+from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
@@ -114,10 +115,13 @@ class _Search:
 
     def run(self) -> None:
         """Find the plan that holds."""
+        if self._try_own() is None:
+            return
         first: _Failure | None = None
         for _ in range(_TRIES):
             failure = self._try()
             if failure is None:
+                self._try_own()
                 return
             first = first or failure
             if not self._change(failure):
@@ -143,6 +147,15 @@ class _Search:
         for where in plan.whole.values():
             where.heads = None
         return plan if self._try() is None else replace(plan, whole=before)
+
+    def _try_own(self) -> _Failure | None:
+        """Try the plan with modules in front of the blocks that compute own rows; without, if that fails."""
+        before = self.plan
+        self.plan = replace(_unseen(before), own=_candidates(self.model, before.lists))
+        failure = self._try() if self.plan.own else _Failure("", "no module in front of the blocks")
+        if failure is not None:
+            self.plan = before
+        return failure
 
     def _words(self, failure: _Failure) -> str:
         where = f"in {failure.path} " if failure.path else ""
@@ -208,6 +221,8 @@ class _Search:
             return self._failed(stack, error.operation, count, error.between)
         except Exception as error:
             return self._failed(stack, f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}", count)
+        own = state.opened - state.spoiled
+        self.plan.own = {path: where for path, where in self.plan.own.items() if path in own}
         rows = [name for name, value in out.items() if tracking.holds_rows(value)]
         return _Failure("", f"{rows[0]} is made of rows") if rows else self._check(state)
 
@@ -221,6 +236,19 @@ class _Search:
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
         return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
+
+
+def _unseen(plan: RowPlan) -> RowPlan:
+    """The same plan, without what a run has noted in it."""
+    whole = {path: WholeModule() for path in plan.whole}
+    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={})
+
+
+def _candidates(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> dict[str, OwnModule]:
+    """Modules in front of the blocks that may compute own rows."""
+    blocks = [block for each in lists for block in each]
+    outside = ((path, m) for path, m in model.named_modules() if not any(_below(path, block) for block in blocks))
+    return {path: OwnModule(getattr(m, "num_embeddings", 0)) for path, m in outside if may_own_rows(m)}
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
