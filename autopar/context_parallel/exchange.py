@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import run
+from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.distributed.profiling import named_collective
 from autopar.layout import Layout
 
@@ -54,6 +54,6 @@ def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads
     sent = [by_given.shard(x, rank, given).view(-1) for rank in range(axis.size)]
     sizes = [math.prod(each) for each in received]
     out = x.new_empty(sum(sizes))
-    run(dist.all_to_all_single, axis, out, torch.cat(sent), sizes, [part.numel() for part in sent])
+    run(all_to_all_single, axis, out, torch.cat(sent), sizes, [part.numel() for part in sent])
     parts = [part.view(each) for part, each in zip(out.split(sizes), received, strict=True)]
     return by_taken.unshard(parts, taken)

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.digest import checksum
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -157,7 +158,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     """The gradient; zeros where only other ranks have one. A collective of the axis."""
     present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
+    all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
 
 
@@ -181,7 +182,7 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
     first = sums.clone().to(mpu.device)
     dist.broadcast(first, src=0)
     differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+    all_reduce(differs, op=dist.ReduceOp.MAX)
     different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
     for name in different:
         tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]

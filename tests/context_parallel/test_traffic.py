@@ -58,9 +58,9 @@ def counted(n: int, kv_heads: int, method: str, batch: dict[str, torch.Tensor]) 
         model(**batch).loss.backward()
 
     step()
-    found = record(step)
-    assert all(each.name in SENT or each.dtype == torch.int64 for each in found), found
-    return sent([each for each in found if each.name in SENT], n)
+    found = [each for each in record(step) if each.dtype != torch.int64]  # without what the checks compare
+    assert all(each.name in SENT for each in found), found
+    return sent(found, n)
 
 
 @pooled(world_size=4)
