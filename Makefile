@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 MIN_PYTHON := 3.11
 NPROC ?= 4
-WORKERS ?= 2
+WORKERS ?= 3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -43,7 +43,7 @@ help: ## show this list
 	@echo
 	@echo '  PYTHON=...    interpreter for the virtual environment (default python3, at least $(MIN_PYTHON))'
 	@echo '  PIP_ARGS=...  more arguments for pip, such as --extra-index-url URL'
-	@echo '  WORKERS=...   processes that run tests side by side (default 2)'
+	@echo '  WORKERS=...   processes that run tests side by side (default 3)'
 
 venv: $(VENV) ## make the virtual environment in .venv
 
