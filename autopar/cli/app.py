@@ -12,6 +12,7 @@ import typer
 
 from autopar import __version__
 from autopar.errors import AutoparError
+from autopar.plan.listing import size
 
 __all__ = ["Json", "app", "errors", "size"]
 
@@ -49,12 +50,3 @@ def errors(as_json: bool = False) -> Iterator[None]:
         else:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
