@@ -18,7 +18,7 @@ __all__ = ["Json", "app", "errors", "size"]
 
 app = typer.Typer(
     name="autopar",
-    help="Plan a run; work with checkpoints that autopar has written, and with policies.",
+    help="Plan a run, prove it; work with checkpoints that autopar has written, and with policies.",
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""Batches for any Hugging Face model: what its forward takes, at random, with ragged padding and the labels it wants."""
+"""Batches for any Hugging Face model: what its forward takes, at random, with ragged padding, and labels for a loss."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int, 
         problems.append(problem)
     raise ConfigError(
         f"{type(model).__name__} does not run with the inputs that were made for it: {clip(problems[-1], 300)}\n"
-        f"  They were {', '.join(f'{name} {list(value.shape)}' for name, value in made[0].items())}. Give batches=[...] "
-        "of your own to autopar.verify."
+        f"  They were {', '.join(f'{name} {list(value.shape)}' for name, value in made[0].items())}.\n"
+        "  Give batches=[...] of your own to autopar.verify."
     )
 
 
@@ -68,9 +68,14 @@ def _inputs(model: PreTrainedModel, rows: int, length: int, generator: torch.Gen
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    embedding = model.get_input_embeddings()
-    rows = getattr(embedding, "num_embeddings", None)
-    config = model.config.get_text_config()
+    try:
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:  # towers without words
+        rows = None
+    try:
+        config: Any = model.config.get_text_config()
+    except ValueError:  # it has several
+        config = model.config
     return int(rows or getattr(config, "vocab_size", None) or 16)
 
 
@@ -81,8 +86,8 @@ def _labels(
     taken = inspect.signature(model.forward).parameters
     rows = len(next(iter(made[0].values())))
     classes = int(getattr(model.config, "num_labels", _CLASSES))
-    ids = [inputs.get("decoder_input_ids", inputs.get("input_ids")) for inputs in made]
-    if "labels" in taken and ids[0] is not None:
+    ids = [each for inputs in made if (each := inputs.get("decoder_input_ids", inputs.get("input_ids"))) is not None]
+    if "labels" in taken and ids:
         words = [{"labels": _where_real(each, inputs)} for each, inputs in zip(ids, made, strict=True)]
         if "decoder_input_ids" in made[0]:
             for inputs in made:
@@ -91,14 +96,14 @@ def _labels(
             for inputs, each in zip(made, ids, strict=True):
                 inputs["decoder_input_ids"] = each
         yield words
-        yield [{"labels": _where_real(_draw(generator, classes, each.shape), i)} for each, i in zip(ids, made, strict=True)]
+        yield [
+            {"labels": _where_real(_draw(generator, classes, each.shape), i)} for each, i in zip(ids, made, strict=True)
+        ]
     if "labels" in taken:
         yield [{"labels": _draw(generator, classes, (rows,))} for _ in made]
-    if "start_positions" in taken and ids[0] is not None:
+    if "start_positions" in taken and ids:
         last = ids[0].shape[-1] - _PADDED
-        yield [
-            {name: _draw(generator, last, (rows,)) for name in ("start_positions", "end_positions")} for _ in made
-        ]
+        yield [{name: _draw(generator, last, (rows,)) for name in ("start_positions", "end_positions")} for _ in made]
     if "return_loss" in taken:
         yield [{"return_loss": True} for _ in made]
     yield [{} for _ in made]

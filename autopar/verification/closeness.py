@@ -1,7 +1,7 @@
 """Closeness of a tensor to the plain model's: how far apart the two are, and how far rounding may take them.
 
 Differences are measured by the largest element of what is expected, so a gradient of 1e-6 is looked at as closely as
-logits of 20. ``floor`` keeps what is zero but for rounding (the gradient of a key's bias) from being measured by itself.
+logits of 20. ``floor`` keeps what is zero but for rounding (the gradient of a key's bias) from being so.
 """
 
 from __future__ import annotations

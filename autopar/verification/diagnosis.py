@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.verification.bisection import Event, first_difference
-from autopar.verification.culprits import culprit_of_found, culprit_of_parameter
+from autopar.verification.culprits import culprit_of_found, culprit_of_parameter, lines_of
 from autopar.verification.events import Comparison, over_ranks
 from autopar.verification.generation import generated, prompt_of
 from autopar.verification.outputs import reseed
@@ -32,16 +32,17 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
     found = first_difference(events)
     if found is not None:
         return culprit_of_found(found, session.plan, session.policy)
+    if check == "backward" and any(row.what == "loss" for row in failed):
+        return Culprit("", "the loss of the whole batch differs, and no module's output: its micro-batches count wrongly")
     named = next((row for row in failed if row.name in _parameters(session)), None)
+    if named is not None and check == "step" and 2 * named.failing > named.of:
+        return Culprit("", f"the optimizer's step differs for {named.failing} of {named.of} parameters")
     if named is not None:
         what = {"worst gradient": "the gradient of", "worst change of a weight": "the step of"}.get(named.what, "")
         return culprit_of_parameter(named.name, what, session.plan, session.policy)
-    modules = dict(session.plain.named_modules())
-    drawn = next((row for row in failed if check == "dropout" and row.name in modules), None)
+    drawn = next((row for row in failed if check == "dropout" and row.note), None)
     if drawn is not None:
-        return culprit_of_parameter(f"{drawn.name}.dropout", "", session.plan, session.policy)
-    if check == "backward":
-        return Culprit("", "no module's output or gradient differs by itself: the loss over the batch does", ())
+        return Culprit(drawn.name, drawn.note, tuple(lines_of(session.plan, (drawn.name,), session.policy)), (drawn.name,))
     return None
 
 

@@ -81,7 +81,10 @@ def wrong_draws(plain: Sequence[Draw], everyone: Sequence[Sequence[Draw]]) -> It
         states = {draw.state for draw in draws}
         sharded = any(draw.shape != expected.shape for draw in draws)
         if sharded and len(states) < len(draws):
-            yield expected.module, f"draws alike on tensor-parallel ranks that hold different parts {list(draws[0].shape)}"
+            yield (
+                expected.module,
+                f"draws alike on tensor-parallel ranks that hold different parts {list(draws[0].shape)}",
+            )
         elif not sharded and len(states) > 1:
             yield expected.module, "draws differently on tensor-parallel ranks that hold the same activation"
 

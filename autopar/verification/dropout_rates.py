@@ -74,6 +74,8 @@ def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: flo
         default: for all dropouts of the modules, where the model had none that was on.
     """
     values = {(rate.place, rate.name): rate.value for rate in known if rate.value}
+    if all(place == "config" and "att" not in name for place, name in values):
+        values = {}  # modules have copied theirs, and the others belong to no module
     found = [rate for model in models for rate in rates(model)]
     for rate in found:
         own = default if rate.place != "config" and rate.name in _USUAL else 0.0

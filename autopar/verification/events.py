@@ -15,7 +15,7 @@ from autopar.verification.closeness import Distance, measure
 from autopar.verification.recording import Entry, Recording
 from autopar.verification.slices import Slices, local_part
 
-__all__ = ["Comparison", "owners", "over_ranks"]
+__all__ = ["Comparison", "over_ranks", "owners"]
 
 _PARTIAL = ("region", "experts", "once")  # what runs inside of them has parts of sums
 _SMALL = 1e-3  # of the largest gradient: what is smaller is measured by this
@@ -57,7 +57,6 @@ class Comparison:
         """
         pairs = _paired(plain, mine)
         here = owners(plain.entries, self.stages)
-        parameters = [dict(model.named_parameters()) for model in models]
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
         for entry, owner in reversed(list(zip(plain.entries, here, strict=True))):
@@ -70,12 +69,11 @@ class Comparison:
                 readers = [entry.path] if entry.kind == "input" else _innermost(entry.readers.get(name, []))
                 events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
             if entry.kind == "input" and entry.call == 0:
-                events += self._of_parameters(entry, *parameters, _SMALL * largest)
+                events += self._of_parameters(entry, models, _SMALL * largest)
         return events
 
-    def _of_parameters(
-        self, entry: Entry, plain: dict[str, nn.Parameter], mine: dict[str, nn.Parameter], floor: float
-    ) -> Iterator[Event]:
+    def _of_parameters(self, entry: Entry, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
+        plain, mine = (dict(model.named_parameters()) for model in models)
         for name, parameter in plain.items():
             if name.rpartition(".")[0] != entry.path:
                 continue
@@ -155,7 +153,7 @@ def _innermost(paths: Sequence[str]) -> list[str]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:

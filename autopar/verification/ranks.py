@@ -1,4 +1,4 @@
-"""The checks on the ranks of a job: one after another, with one verdict on all ranks, and the culprit of the first failure."""
+"""The checks on the ranks of a job, one after another: one verdict on all ranks, and the culprit of the first failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.distributed.start import start_process_group
 from autopar.errors import AutoparError, ConfigError, clip, nearest
-from autopar.policy.schema import Policy
 from autopar.verification.culprits import culprit_of_error
 from autopar.verification.diagnosis import diagnose
 from autopar.verification.draws import dropout

@@ -82,7 +82,7 @@ class Recording:
             def keep(gradient: torch.Tensor) -> None:
                 entry.gradients[name] = gradient.detach().clone()
 
-            value.register_hook(keep)  # type: ignore[no-untyped-call]
+            value.register_hook(keep)
 
 
 @contextmanager
@@ -109,8 +109,10 @@ def running(model: nn.Module) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _hooked(model: nn.Module, before: Callable[[str, Any, Any], Any], after: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, but not in a backward pass."""
+def _hooked(
+    model: nn.Module, before: Callable[[str, Any, Any], Any], after: Callable[[str, Any], Any]
+) -> Iterator[None]:
+    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, not in a backward pass."""
     handles = []
     for path, module in model.named_modules():
 

@@ -1,4 +1,4 @@
-"""The report of ``verify``: rows of what was compared, the first module that differs, memory and traffic. Plain data."""
+"""The report of ``verify``: what was compared, the first module that differs, memory and traffic. Plain data."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Row:
         name: of the tensor with the largest difference, if there are several.
         note: what is wrong, or why it was left out.
         rank: on which it was found.
+        failing, of: how many tensors differ, of how many.
     """
 
     check: str
@@ -43,13 +44,19 @@ class Row:
     name: str = ""
     note: str = ""
     rank: int | None = None
+    failing: int = 0
+    of: int = 0
 
     def __str__(self) -> str:
         found = "" if self.difference is None or math.isinf(self.difference) else f" differs by {self.difference:.1e}"
         bound = f", allowed is {self.allowed:.0e}" if found and self.allowed is not None else ""
         place = f" on rank {self.rank}" if self.rank is not None and self.holds is False else ""
-        name = f" ({self.name})" if self.name else ""
+        name = f" ({self.name}{self._others})" if self.name else ""
         return f"{self.check}: {self.what}{name}{found}{bound}{place}" + (f": {self.note}" if self.note else "")
+
+    @property
+    def _others(self) -> str:
+        return f", {self.failing} of {self.of} differ" if self.holds is False and self.of > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,9 @@ class Report:
         """Return plain data, as ``autopar verify --json`` prints it. A difference that is no number is null."""
         data = dataclasses.asdict(self)
         for row in data["rows"]:
-            row["difference"] = None if row["difference"] is None or math.isinf(row["difference"]) else row["difference"]
+            row["difference"] = (
+                None if row["difference"] is None or math.isinf(row["difference"]) else row["difference"]
+            )
         return {"ok": self.ok, **data, "mesh": dict(self.mesh)}
 
     def _explanation(self) -> Iterator[str]:
@@ -187,7 +196,7 @@ class Report:
             allowed = f"{row.allowed:.0e}" if row.allowed else "none" if row.allowed == 0 else "-"
             verdict = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}[row.holds]
             place = f" (rank {row.rank})" if row.holds is False and row.rank is not None else ""
-            what = ": ".join(filter(None, (row.what, row.name))) + place + (f": {row.note}" if row.note else "")
+            what = ": ".join(filter(None, (row.what, row.name))) + row._others + place + (f": {row.note}" if row.note else "")
             table.add_row(row.check, escape(what), difference, allowed, verdict)
         return table
 

@@ -145,7 +145,7 @@ class Session:
             return out.outputs, out.loss
         output = named(self.parallel(**batch))
         loss = total_loss(output)
-        scale(loss).backward()  # type: ignore[no-untyped-call]
+        scale(loss).backward()
         return output, loss.detach()
 
     def finish_gradients(self) -> None:
@@ -200,8 +200,9 @@ def _fit(model: nn.Module, config: ParallelConfig, batch: Batch) -> tuple[int, P
         default_reduction(inner, batch, 2)
         return 1, config
     except ConfigError:
-        rows = max((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), default=1)
+        rows = max(
+            (len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), default=1
+        )
         pipeline = replace(config.pipeline, microbatch_size=rows, num_microbatches=None)
         replicas = config.data_parallel_size(dist.get_world_size())
         return replicas, replace(config, pipeline=pipeline)
-

@@ -1,7 +1,7 @@
 """Slices: which part of a tensor of the plain model a rank may hold. From the layouts of the plan; no communication.
 
-A parameter's part is known. An activation's is found: a dim that is shorter than the plain model's is cut by units of the
-plan (heads, features, rows of the vocabulary), by rows of the sequence, or evenly. Any cut that fits is tried.
+A parameter's part is known. An activation's is found: a dim that is shorter than the plain model's is cut by units of
+the plan (heads, features, rows of the vocabulary), by rows of the sequence, or evenly. Any cut that fits is tried.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def recording_of(axis: Axis) -> Iterator[list[Collective]]:
     transport = axis.transport
     with _Recorder() as recorder:
         if transport is not None:
-            axis.transport = _Transport(transport, recorder)  # type: ignore[assignment]
+            axis.transport = _Transport(transport, recorder)
         try:
             yield recorder.found
         finally:

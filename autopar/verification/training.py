@@ -35,11 +35,14 @@ def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, 
     Args:
         show: its name even if it holds.
     """
-    worst = max(found, key=lambda each: each.distance.relative, default=None)
+    listed = list(found)
+    worst = max(listed, key=lambda each: each.distance.relative, default=None)
     if worst is None:
         return Row(check, what, None, note="this rank has none")
     (relative, problem), holds = worst.distance, worst.distance.relative <= allowed
-    return Row(check, what, holds, relative, allowed, worst.name if show or not holds else "", problem)
+    failing = sum(each.distance.relative > allowed for each in listed)
+    name = worst.name if show or not holds else ""
+    return Row(check, what, holds, relative, allowed, name, problem, failing=failing, of=len(listed))
 
 
 def weights(session: Session) -> list[Row]:
@@ -65,7 +68,7 @@ def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
 def local(tensor: Any) -> torch.Tensor:
     """Return the tensor, put together where FSDP has sharded it over replicas."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # -- forward ----------------------------------------------------------------------------------------------------------

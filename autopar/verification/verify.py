@@ -41,14 +41,14 @@ def verify(
 ) -> Report:
     """Compare ``model`` with what ``initialize`` would make of it: outputs, gradients, a step, tokens, checkpoints.
 
-    It starts processes of its own. In a job of several ranks (torchrun) it takes those instead: every rank calls it with
-    the same arguments, and gets the same report. The model is only read.
+    It starts processes of its own. In a job of several ranks (torchrun) it takes those instead: every rank calls it
+    with the same arguments, and gets the same report. The model is only read.
 
     Args:
         model: in memory, with weights. Dropout is off while it is compared, but for the check of dropout.
         config, policy: as for :func:`autopar.initialize`.
-        batches: arguments of the model's forward, a dict each, of all replicas together, with labels if there shall be a
-            loss. By default two are made at random; a module that is no Hugging Face model needs some.
+        batches: arguments of the model's forward, a dict each, of all replicas together, with labels if there shall be
+            a loss. By default two are made at random; a module that is no Hugging Face model needs some.
         checks: some of ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``, ``step`` and
             ``dropout``; by default all.
         data_parallel_size: replicas that processes are started for.
@@ -71,7 +71,7 @@ def verify(
     world = _world(config, data_parallel_size, in_job)
     parsed = ParallelConfig.parse(config, world)
     _refuse(model, parsed)
-    listed = list(batches) if batches is not None else _make(model, parsed, world, sequence)
+    listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
     if not listed:
         raise ConfigError("batches is empty: give at least one dict of the model's arguments")
     work = _Work(model, parsed, policy, listed, chosen)
