@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from autopar.errors import PolicyError, clip
+from autopar.errors import ConsistencyError, PolicyError, clip
 from autopar.plan.plan import Plan
 from autopar.verification.bisection import Found
 from autopar.verification.report import Culprit
@@ -26,6 +27,8 @@ def culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     size = "" if math.isinf(event.difference) else f" by {event.difference:.1e}"
     again = f", call {event.call + 1}" if event.call else ""
     shown = event.path or "the model"
+    if not event.path and event.name == "loss":
+        return Culprit("", f"the loss differs{size}, of logits that are right", ())
     text = {
         "input": f"what {shown} is given ({_argument(event.name)}) differs{size}{again}: {_code(module)} makes it",
         "output": f"the output of {shown} differs{size}{again}",
@@ -43,7 +46,7 @@ def culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
 def culprit_of_parameter(name: str, what: str, plan: Plan, policy: str) -> Culprit:
     """Describe a parameter that differs, whatever its module computes."""
     module = name.rpartition(".")[0]
-    return Culprit(module, f"{what} {name} differs", tuple(lines_of(plan, (module,), policy)), (module,))
+    return Culprit(module, f"{what} {name} differs".strip(), tuple(lines_of(plan, (module,), policy)), (module,))
 
 
 def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, policy: str) -> Culprit | None:
@@ -55,6 +58,9 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
         return Culprit("", clip(str(error).splitlines()[0], 300), (error.where,))
     if plan is None:
         return None
+    drifted = [name for name in re.findall(r"weight (\S+): rank", str(error)) if name in plan.tensors]
+    if isinstance(error, ConsistencyError) and drifted:
+        return culprit_of_parameter(drifted[0], "", plan, policy)
     paths = {id(module): path for path, module in model.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):

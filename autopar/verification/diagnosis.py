@@ -33,16 +33,21 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
     if found is not None:
         return culprit_of_found(found, session.plan, session.policy)
     if check == "backward" and any(row.what == "loss" for row in failed):
-        return Culprit("", "the loss of the whole batch differs, and no module's output: its micro-batches count wrongly")
+        return Culprit(
+            "", "the loss of the batch differs, and no module's output: its parts are weighed in another way"
+        )
     named = next((row for row in failed if row.name in _parameters(session)), None)
-    if named is not None and check == "step" and 2 * named.failing > named.of:
-        return Culprit("", f"the optimizer's step differs for {named.failing} of {named.of} parameters")
+    if named is not None and 2 * named.failing > named.of:
+        what = "the optimizer's steps" if check == "step" else "no module's output, but the gradients"
+        why = "" if check == "step" else ": they are weighed, or averaged over ranks, in another way"
+        return Culprit("", f"{what} of {named.failing} of {named.of} parameters differ{why}")
     if named is not None:
         what = {"worst gradient": "the gradient of", "worst change of a weight": "the step of"}.get(named.what, "")
         return culprit_of_parameter(named.name, what, session.plan, session.policy)
     drawn = next((row for row in failed if check == "dropout" and row.note), None)
     if drawn is not None:
-        return Culprit(drawn.name, drawn.note, tuple(lines_of(session.plan, (drawn.name,), session.policy)), (drawn.name,))
+        lines = tuple(lines_of(session.plan, (drawn.name,), session.policy))
+        return Culprit(drawn.name, drawn.note, lines, (drawn.name,))
     return None
 
 

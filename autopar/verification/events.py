@@ -64,6 +64,8 @@ class Comparison:
             for name, expected in entry.gradients.items():
                 actual = None if other is None else other.gradients.get(name)
                 partial = self._is_partial_gradient(entry.path)
+                if actual is not None and self.slices.mpu.cp.size > 1:  # of own rows, as many times as there are ranks
+                    actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
                 distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
                 unknown = partial and distance is not None and distance.relative > self.tolerance
                 readers = [entry.path] if entry.kind == "input" else _innermost(entry.readers.get(name, []))
@@ -158,8 +160,12 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
     """Return the events with the verdict of all ranks: wrong if it is on one, right if it is on one that knows it."""
+    found: dict[tuple[str, str, str, int], list[Event]] = {}
+    for events in sorted(everyone, key=len, reverse=True):  # replicas may be given other arguments (a mask)
+        for event in events:
+            found.setdefault((event.path, event.kind, event.name, event.call), []).append(event)
     result = []
-    for same in zip(*everyone, strict=True):
+    for same in found.values():
         verdicts = {event.verdict for event in same}
         verdict = False if False in verdicts else True if True in verdicts else None
         worst = max(same, key=lambda event: (event.verdict is False, event.difference))

@@ -1,4 +1,4 @@
-"""The checks on the ranks of a job, one after another: one verdict on all ranks, and the culprit of the first failure."""
+"""The checks on the ranks of a job, one after another: one verdict on all ranks, the culprit of the first failure."""
 
 from __future__ import annotations
 

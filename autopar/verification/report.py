@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Culprit", "RankMemory", "Report", "Row", "Traffic", "merged"]
 
 _LINES = 10  # of an error
+_VERDICTS = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,14 @@ class Report:
             number = row.difference is not None and math.isfinite(row.difference)
             difference = f"{row.difference:.1e}" if row.difference and number else "equal" if number else "-"
             allowed = f"{row.allowed:.0e}" if row.allowed else "none" if row.allowed == 0 else "-"
-            verdict = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}[row.holds]
+            verdict = _VERDICTS[row.holds]
             place = f" (rank {row.rank})" if row.holds is False and row.rank is not None else ""
-            what = ": ".join(filter(None, (row.what, row.name))) + row._others + place + (f": {row.note}" if row.note else "")
+            what = (
+                ": ".join(filter(None, (row.what, row.name)))
+                + row._others
+                + place
+                + (f": {row.note}" if row.note else "")
+            )
             table.add_row(row.check, escape(what), difference, allowed, verdict)
         return table
 

@@ -7,8 +7,10 @@ kind of layer one stays. Norms, biases and matrices of zeros get random values, 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +46,9 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _shrink(config: PretrainedConfig) -> None:
+    if any(isinstance(value, list) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
+        _set_stages(config)  # widths and heads of its stages follow from each other
+        return
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     for each in inner:
         _shrink(each)
@@ -53,6 +58,7 @@ def _shrink(config: PretrainedConfig) -> None:
     for name, value in changes.items():
         setattr(config, name, value)
     _set_rotary(config)
+    _set_states(config)
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
     if "vocab_size" in changes and getattr(config, "pad_token_id", 0) is None:
@@ -84,8 +90,12 @@ def _changes(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
             yield name, min(value, _FEATURES)
         elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
             yield name, min(value, _HEADS * _WIDTH)
-        elif name in ("vocab_size", "n_vocab"):
+        elif re.fullmatch(r"(.*_)?vocab_size|n_vocab|vocab_size_.*", name):
             yield name, min(value, _VOCABULARY)
+        elif name == "rotary_dim":
+            yield name, min(value, _WIDTH // 2)
+        elif name in ("n_group", "topk_group"):
+            yield name, 1
         elif _POSITIONS.fullmatch(name):
             yield name, min(value, _LENGTH)
         elif _EXPERT_COUNTS.fullmatch(name):
@@ -105,14 +115,42 @@ def _set_layers(config: PretrainedConfig) -> None:
         listed = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
         kinds: list[Any] = list(zip(*listed.values(), strict=True)) if listed else []
         kept = sorted({kinds.index(kind) for kind in kinds}) if _are_hashable(kinds) else []
-        kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, _LAYERS - len(kept))]
+        wanted = max(_LAYERS, *(len(pattern) for pattern in _patterns(config)), 0)
+        kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, wanted - len(kept))]
         kept = sorted(kept)
         for key, of_layers in listed.items():
             vars(config)[key] = [of_layers[place] for place in kept]
         setattr(config, name, len(kept))
+    last = max((getattr(config, name) for name in counts), default=_LAYERS) - 1
     for name, number in _numbers(config):  # a place among layers that are not there any more
-        if re.fullmatch(r"(first_k_dense_replace|.*layer_(offset|period|freq|interval)|.*_every_n?_?layers?)", name):
+        if re.fullmatch(r"first_k_dense_replace|.*layer_(offset|freq)|.*_every_n?_?layers?", name):
             setattr(config, name, min(number, 1))
+        elif re.fullmatch(r".*layer_(period|interval)", name):
+            setattr(config, name, min(number, _LAYERS))
+    for name, value in list(vars(config).items()):
+        if re.fullmatch(r".*layer_(indices|idx|ids)", name) and isinstance(value, list) and value:
+            setattr(config, name, [place for place in value if type(place) is int and place < last] or [last])
+
+
+def _patterns(config: PretrainedConfig) -> Iterator[Sequence[Any]]:
+    """Lists of kinds of blocks that come again and again."""
+    yield ()
+    yield from (value for name, value in vars(config).items() if name in ("block_types",) and isinstance(value, list))
+
+
+def _set_stages(config: PretrainedConfig) -> None:
+    """Keep one block in each stage of a model whose stages have other widths."""
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
+            setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
+
+
+def _set_states(config: PretrainedConfig) -> None:
+    """Let the heads of a state space fill its width."""
+    width, heads = getattr(config, "head_dim", None), getattr(config, "num_heads", None)
+    inner = int(getattr(config, "expand", 0) or 0) * int(getattr(config, "hidden_size", 0) or 0)
+    if type(width) is int and type(heads) is int and inner and inner % width == 0:
+        config.num_heads = inner // width
 
 
 def _set_rotary(config: PretrainedConfig) -> None:
@@ -121,10 +159,20 @@ def _set_rotary(config: PretrainedConfig) -> None:
     width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", _HEADS * _WIDTH) // heads
     for name in ("rope_parameters", "rope_scaling"):
         rotary = getattr(config, name, None)
-        if isinstance(rotary, dict) and "mrope_section" in rotary:
+        if isinstance(rotary, dict) and ("mrope_section" in rotary or (rotary and _reads(config, "mrope_section"))):
             half = int(width * (rotary.get("partial_rotary_factor") or 1.0)) // 2
-            count = len(rotary["mrope_section"])
-            setattr(config, name, {**rotary, "mrope_section": [half - (count - 1) * (half // count), *[half // count] * (count - 1)]})
+            count = len(rotary.get("mrope_section", (0, 0, 0)))
+            sections = [half - (count - 1) * (half // count), *[half // count] * (count - 1)]
+            setattr(config, name, {**rotary, "mrope_section": sections})
+
+
+def _reads(config: PretrainedConfig, word: str) -> bool:
+    """Whether the code of the config's models has this word: some read what their config only may have."""
+    try:
+        module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        return word in inspect.getsource(module)
+    except (ImportError, OSError):
+        return False
 
 
 def _are_hashable(kinds: list[Any]) -> bool:
@@ -156,6 +204,8 @@ def build_small(
     """
     torch.manual_seed(seed)
     try:
+        wanted: Any = kind.config_class or PretrainedConfig
+        config = config if isinstance(config, wanted) else config.get_text_config()  # of a model with several towers
         model: PreTrainedModel = kind._from_config(small_config(config))
     except Exception as error:  # whatever a constructor stumbles over
         raise ConfigError(
