@@ -39,13 +39,13 @@ def _once(dry_run: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
     known: dict[Any, Any] = {}
 
     @functools.wraps(dry_run)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **settings: Any) -> Any:
         try:
-            form = key(*args)
+            form = key(*args), tuple(sorted(settings.items()))
         except _Unknown:
-            return dry_run(*args)
+            return dry_run(*args, **settings)
         if form not in known:
-            known[form] = dry_run(*args)
+            known[form] = dry_run(*args, **settings)
         return copy.deepcopy(known[form])
 
     return run
