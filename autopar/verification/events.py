@@ -18,7 +18,7 @@ from autopar.verification.slices import Slices, local_part
 __all__ = ["Comparison", "over_ranks", "owners"]
 
 _PARTIAL = ("region", "experts", "once")  # what runs inside of them has parts of sums
-_SMALL = 1e-3  # of the largest gradient: what is smaller is measured by this
+_SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
 
 
 class Comparison:

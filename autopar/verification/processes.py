@@ -1,7 +1,7 @@
 """Processes of verify's own: one for each rank, which meet at a file. They share the model that this process has.
 
 On the CPU they are forks, so a model, a policy or a class that exists in this process only is there, and its memory is
-held once. CUDA does not survive a fork: there they are new processes, to which everything is pickled.
+held once. CUDA and process groups do not survive a fork: there they are new processes, to which everything is pickled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
             f"{world} ranks need {world} GPUs, this machine has {torch.cuda.device_count()}: --device cpu compares the "
             "same on the CPU"
         )
-    forks = device == "cpu" and not torch.cuda.is_initialized()
+    forks = device == "cpu" and not torch.cuda.is_initialized() and not dist.is_initialized()
     context: Any = multiprocessing.get_context("fork" if forks else "spawn")
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         pipes, processes = {}, []

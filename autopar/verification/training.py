@@ -19,7 +19,7 @@ from autopar.verification.traffic import counted, recording_of
 
 __all__ = ["backward", "forward", "memory_of", "step", "weights", "worst_row"]
 
-_SMALL = 1e-3  # of the largest element: what is smaller is measured by this
+_SMALL = 0.05  # of the largest gradient or step: what is smaller is measured by this
 
 
 class Named(NamedTuple):

@@ -67,15 +67,15 @@ def verify(
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be cpu or cuda, not {device!r}")
     chosen = checks_of(checks)
-    in_job = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    world = _world(config, data_parallel_size, in_job)
+    job = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = job if job > 1 else _world(config, data_parallel_size)
     parsed = ParallelConfig.parse(config, world)
     _refuse(model, parsed)
     listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
     if not listed:
         raise ConfigError("batches is empty: give at least one dict of the model's arguments")
     work = _Work(model, parsed, policy, listed, chosen)
-    return work() if in_job else run_on_ranks(work, world, device=device, timeout=timeout)
+    return work() if job > 1 else run_on_ranks(work, world, device=device, timeout=timeout)
 
 
 @dataclass
@@ -92,9 +92,8 @@ class _Work:
         return verify_on_ranks(self.model, self.config, self.policy, self.batches, self.checks, alarm=alarm)
 
 
-def _world(config: Any, dp: int, in_job: bool) -> int:
-    if in_job:
-        return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+def _world(config: Any, dp: int) -> int:
+    """How many processes are started."""
     if dp < 1:
         raise ConfigError(f"data_parallel_size must be at least 1, not {dp}")
     parsed = ParallelConfig.parse(config)
