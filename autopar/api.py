@@ -171,7 +171,7 @@ class Parallelized:
         stages: what it holds over pp.
         sequence: what its blocks compute with rows of the sequence; None without sequence parallelism.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
-        own_policy: the policy that the user gave.
+        policy: the one that fitted; ``own_policy``: that one if the user gave it.
         pp, dp: the parts that can be undone.
     """
 
@@ -179,6 +179,7 @@ class Parallelized:
         self, checked: _Call, plan: Plan, stages: StagePlan, mpu: MPU, pp: Pipeline, dp: data_parallel.DataParallel
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
+        self.policy = checked.policy
         self.own_policy = checked.policy if checked.own_policy else None
         self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
         self.sequence: SequencePlan | None = None
@@ -302,7 +303,9 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
         folded=config.pipeline.folded,
         layers_per_stage=config.pipeline.layers_per_stage,
     )
-    rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size) if mpu.cp.size > 1 else None
+    rows = None
+    if mpu.cp.size > 1:
+        rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size, by_heads=plan.tp == 1)
     sharded = config.sequence_parallel and plan.tp > 1
     sequence = plan_sequence(inner, checked.prefix, plan, stages) if sharded else None
     return _Plans(plan, stages, Materializer(model, inner, plan), rows, sequence)
@@ -342,6 +345,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         first_forward.attach(inner)
     pp.attach(model)
     if rows is not None:
+        rows = rows if mpu.pp.size == 1 else dataclasses.replace(rows, own={})  # what stages send is whole tensors
         context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu  # type: ignore[assignment]

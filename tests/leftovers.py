@@ -66,6 +66,7 @@ class Settings:
             torch._dynamo.reset()  # graphs keep their models
             counters.clear()
         gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
+        gc.freeze()  # what is left is kept by a module or a cache: the next collection need not go through it
         gloo_collectives._IN_GRAPHS.clear()  # the world's own group is one
         process_hooks._listeners.clear()  # also of a model that a cache of another library still holds
         torch.set_rng_state(self.torch_state)
@@ -91,11 +92,13 @@ class Settings:
                 setattr(holder, name, value)
         for name, (level, handlers, disabled) in self.loggers.items():
             logger = logging.getLogger(name)
-            logger.setLevel(level)
+            if logger.level != level:  # each setLevel empties the caches of all loggers, which are some hundreds
+                logger.setLevel(level)
             logger.handlers[:], logger.disabled = handlers, disabled
         for name in _loggers().keys() - self.loggers.keys():
             logging.getLogger(name).handlers.clear()
-            logging.getLogger(name).setLevel(logging.NOTSET)
+            if logging.getLogger(name).level != logging.NOTSET:
+                logging.getLogger(name).setLevel(logging.NOTSET)
         _trim()
         _destroy_groups()
 

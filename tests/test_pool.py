@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 import autopar.api
 from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from tests.once import by_rank_0
 from tests.pool import pooled
+from tests.worlds import raises_everywhere
 
 
 @pooled(world_size=2)
@@ -108,3 +111,13 @@ def test_a_world_that_a_body_has_broken_is_replaced(body: object, message: str) 
     with pytest.raises(AssertionError, match=message):
         body()  # type: ignore[operator]
     _find_nothing()
+
+
+@pooled(world_size=2)
+def test_a_step_of_one_rank_is_that_of_all() -> None:
+    def refuse() -> None:
+        raise ConfigError(f"refused on rank {dist.get_rank()}")
+
+    assert by_rank_0(dist.get_rank)() == 0
+    with raises_everywhere(ConfigError, "refused on rank 0"):
+        by_rank_0(refuse)()

@@ -23,7 +23,7 @@ from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "full_state_dict", "load_full_state_dict", "sync_parameters", "undo"]
+__all__ = ["apply", "full_state_dict", "load_full_state_dict", "resize", "sync_parameters", "undo"]
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
@@ -51,7 +51,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = layout.shard(buffer, axis.rank)
-        _resize(module, module_plan, axis.rank)
+        resize(module, module_plan, axis.rank)
         show_sizes(module)
     for path, module_plan in plan.modules.items():
         if module_plan.rule == "region":
@@ -72,7 +72,7 @@ def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> No
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
 
-def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
+def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one)."""
     if plan.rule == "sharded":
         _resize_plain(module, plan, rank)
@@ -142,7 +142,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                 parameter.grad = None if gradient is None else all_gather(gradient, axis, layout)
             if buffer is not None:
                 module._buffers[name] = all_gather(buffer, axis, layout)
-        _resize(module, module_plan, None)
+        resize(module, module_plan, None)
         module.__class__ = plain_class(module)
         for name in ("tp", "region", "autopar", "autopar_layouts", "chunk", WARNED):
             module.__dict__.pop(name, None)
