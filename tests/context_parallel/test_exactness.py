@@ -124,6 +124,26 @@ def test_with_tensor_parallelism() -> None:
         check(CAUSAL[name], batches(), 2, config=sizes(2, tensor_parallel_size=2), step=False).mpu.destroy()
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pooled(world_size=4)
+def test_with_sequence_parallelism(method: str) -> None:
+    """Rows of rows between the regions, also recomputed; of 3 tokens one rank has one, which is not shared out."""
+    listed = [*batches(), *language_batches(131, count=1, seq=3)]
+    config = sizes(2, method, tensor_parallel_size=2, sequence_parallel=True)
+    for name in ("grouped keys", "experts with a loss") if method == "ulysses" else ("learned positions",):
+        check(CAUSAL[name], listed, 2, config=config, step=False).mpu.destroy()
+    config["activation_checkpointing"] = {"enable": True}
+    listed = [{**batch, "output_hidden_states": True} for batch in listed[:2]]
+    check(CAUSAL["some windows"], listed, 2, config=config, first=_same_hidden_states).mpu.destroy()
+
+
+def _same_hidden_states(plain: nn.Module, parallel: nn.Module) -> None:
+    batch = {**language_batches(131, count=1, seq=9)[0], "output_hidden_states": True}
+    with torch.no_grad():
+        for ours, theirs in zip(parallel(**batch).hidden_states, plain(**batch).hidden_states, strict=True):
+            close(ours, theirs, "hidden states")
+
+
 @pooled(world_size=4)
 def test_with_pipeline_stages() -> None:
     config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"num_microbatches": 2, "schedule": "1f1b"}}
