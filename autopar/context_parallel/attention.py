@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from autopar.context_parallel.causal import causal_attention
+from autopar.context_parallel.causal import causal_attention, masked_attention
 from autopar.context_parallel.exchange import exchange
 from autopar.context_parallel.rows import heads_layout
 from autopar.context_parallel.state import RowState
@@ -221,10 +221,15 @@ def _with_whole_keys(
         if not given:
             return causal_attention(function, module, query, key, value, rows, rank, kwargs), None
         mask = _causal_rows(rows, rank, query.device)
-    mask = _of_rows(mask, rows, rank)
     kwargs = {**kwargs, **given}
     if "is_causal" in kwargs or name != "eager":
         kwargs["is_causal"] = False
+    square = mask is not None and mask.shape[2:] == (rows.size, key.shape[2])
+    if square and not given and not crosses and query.device.type == "cpu":  # elsewhere looking at a mask makes it wait
+        return masked_attention(
+            function, module, query, key, value, mask, rows.ranges(rank), kwargs, state.seen_keys
+        ), None
+    mask = _of_rows(mask, rows, rank)
     return function(module, query, key, value, mask, **kwargs)[0], None
 
 

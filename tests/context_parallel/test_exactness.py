@@ -183,7 +183,7 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
         close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after three steps")
 
 
-@pytest.mark.parametrize("planted", ["mask", "rows", "gradient"])
+@pytest.mark.parametrize("planted", ["mask", "keys", "rows", "gradient"])
 @pooled(world_size=2)
 def test_what_is_planted_is_seen(planted: str) -> None:
     """A dropped mask, rows in another order, a gradient that counts twice: each makes the comparison fail."""
@@ -194,13 +194,17 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         setattr(owner, name, value)
 
     if planted == "mask":
-        plant(attention, "_of_rows", lambda mask, rows, rank: None)
+        plain_attention = attention.masked_attention
+        dropped = lambda *args: plain_attention(*args[:5], torch.ones_like(args[5]), *args[6:])  # noqa: E731
+        plant(attention, "masked_attention", dropped)
+    elif planted == "keys":
+        plant(causal, "seen_keys", lambda mask: (0, mask.shape[-1] - 1))
     elif planted == "rows":
         plant(causal, "_pieces", _front)
     else:
         plain = collectives.gather_sum
         plant(row_logits, "gather_sum", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
-    listed = [padded_left(16)] if planted == "mask" else [packed(16)]
+    listed = [padded_left(16)] if planted in ("mask", "keys") else [packed(16)]
     try:
         with pytest.raises(AssertionError, match="off by"):
             check(llama, listed, 1, config=sizes(2, "gather"), step=False)

@@ -32,7 +32,8 @@ def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
     plan = plan_rows(model, find_policy(model), "", 2)
     words = (
         "context_parallel_size=2 does not fit BloomForCausalLM: beside sequence_parallel: "
-        "transformer.h.0.self_attention mixes rows, so it runs with all of them: of 2 modules the first.\n  Leave sequence_parallel out"
+        "transformer.h.0.self_attention mixes rows, so it runs with all of them: of 2 modules the first.\n"
+        "  Leave sequence_parallel out"
     )
     with pytest.raises(ConfigError, match=words):
         check_beside_sequence(model, plan, 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autopar.context_parallel.attention import _causal_rows, _of_rows
+from autopar.context_parallel.causal import seen_keys
 from autopar.context_parallel.row_logits import _clipped
 from autopar.context_parallel.rows import heads_layout, rows_layout
 
@@ -53,3 +54,17 @@ def test_shifted_rows_stay_on_their_ranks(start: int, stop: int, zigzag: bool) -
 def test_heads_go_with_their_key() -> None:
     layout = heads_layout(3, 4, 2)  # 3 keys of 4 query heads each
     assert [layout.ranges(rank) for rank in range(2)] == [((0, 8),), ((8, 12),)]
+
+
+def test_keys_that_no_row_sees_are_left_out() -> None:
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    window = (causal & ~causal.tril(-4))[None, None]  # 4 keys each
+    additive = torch.zeros(1, 1, 12, 12).masked_fill(~window, torch.finfo(torch.float32).min)
+    for mask in (window, additive):
+        assert seen_keys(mask[:, :, 6:9]) == (3, 9)
+    assert seen_keys(additive[:, :, 6:9] / 2) == (0, 12), "large, but not what stands for nothing"
+    nothing = window.clone()
+    nothing[:, :, 7] = False  # a row of padding: its softmax depends on all keys
+    assert seen_keys(nothing[:, :, 6:9]) == (0, 12)
+    two = torch.cat([window, causal[None, None]])  # sequences of one batch
+    assert seen_keys(two[:, :, 6:9]) == (0, 9)
