@@ -31,7 +31,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
 from autopar.dry_run.garbage import uncollected
 from autopar.dry_run.sequence_parallel import plan_sequence
@@ -307,6 +307,8 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
     if mpu.cp.size > 1:
         rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size, by_heads=plan.tp == 1)
     sharded = config.sequence_parallel and plan.tp > 1
+    if rows is not None and sharded:
+        check_beside_sequence(inner, rows, mpu.cp.size)
     sequence = plan_sequence(inner, checked.prefix, plan, stages) if sharded else None
     return _Plans(plan, stages, Materializer(model, inner, plan), rows, sequence)
 
