@@ -31,6 +31,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_single",
     "broadcast",
+    "exchanged_for",
     "finish",
     "reduce_scatter_tensor",
 ]
@@ -45,6 +46,7 @@ _BETWEEN_TWO: dict[Any, Callable[..., torch.Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.MIN: torch.minimum,
 }
+_for: list[tuple[str, torch.Tensor]] = []
 _IN_GRAPHS: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
 
 _group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -74,7 +76,7 @@ def all_gather_into_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.Proce
         finish(_torch_all_gather(out, x, group=group, async_op=True))
     elif x.numel():
         rows = x.detach().expand(group.size(), -1).contiguous()
-        finish(group.alltoall_base(out.detach().view(rows.shape), rows, [], []))
+        _exchange("allgather_base", x, out.detach().view(rows.shape), rows, group)
 
 
 def reduce_scatter_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -86,7 +88,7 @@ def reduce_scatter_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.Proces
     elif out.numel():
         rows = x.detach().view(group.size(), -1)
         parts = torch.empty_like(rows)
-        finish(group.alltoall_base(parts, rows, [], []))
+        _exchange("reduce_scatter_base", out, parts, rows, group)
         add_in_order(parts.unbind(0), out.detach())
 
 
@@ -137,11 +139,27 @@ def add_in_order(
         operation(out, part, out=out)
 
 
+def exchanged_for() -> tuple[str, torch.Tensor] | None:
+    """Return what the exchange that is called now stands for: torch's name of it, and what a rank gives."""
+    return _for[-1] if _for else None
+
+
+def _exchange(
+    name: str, own: torch.Tensor, received: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    _for.append((name, own))
+    try:
+        work = group.alltoall_base(received, rows, [], [])
+    finally:
+        _for.pop()
+    finish(work)
+
+
 def _from_all(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     """Exchange ``x``: that of every rank."""
     rows = x.expand(group.size(), *x.shape).contiguous()  # [ranks, *shape]
     received = torch.empty_like(rows)
-    finish(group.alltoall_base(received, rows, [], []))
+    _exchange("allreduce", x, received, rows, group)
     return received.unbind(0)
 
 

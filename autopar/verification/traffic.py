@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.gloo_collectives import exchanged_for
 from autopar.verification.report import Traffic
 
 __all__ = ["Collective", "counted", "record", "recording_of"]
@@ -36,7 +37,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
-            self.note(function.__name__.partition(".")[0].strip("_"), args)
+            name, given = exchanged_for() or (function.__name__.partition(".")[0].strip("_"), args)
+            self.note(name, (given,))
         return function(*args, **(kwargs or {}))
 
     def note(self, name: str, args: Any) -> None:

@@ -37,9 +37,22 @@ def same_on_all(x: torch.Tensor) -> None:
     assert all(torch.equal(bits, other) for other in everyone)
 
 
+class _Asked(TensorTracking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def track(self, func, args, kwargs, result):  # type: ignore[no-untyped-def]
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.partition(".")[0].strip("_"))
+
+
 def names(*calls: object) -> list[str]:
     """The collectives that torch's process groups are asked for."""
-    return [each.name for each in record(lambda: [call() for call in calls])]  # type: ignore[operator]
+    with _Asked() as asked:
+        for call in calls:
+            call()  # type: ignore[operator]
+    return asked.names
 
 
 def _sums_of_torch() -> None:
@@ -103,6 +116,8 @@ def test_what_is_sent_decides() -> None:
         )
         torchs = ["allreduce", "allgather_base", "reduce_scatter_base"]
         assert names(*calls) == (["alltoall_base"] * 3 if exchanged else torchs)
+        found = record(lambda calls=calls: [call() for call in calls])  # whoever counts sees what was asked for
+        assert [(each.name, each.elements) for each in found] == [(name, elements) for name in torchs]
     assert names(lambda: all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT)) == ["allreduce"]
     assert names(lambda: all_reduce(torch.ones(0))) == []
 
