@@ -61,6 +61,8 @@ def _shrink(config: PretrainedConfig) -> None:
     _set_states(config)
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
+        config.decoder_start_token_id = 0
     if "vocab_size" in changes and getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = 0  # classifiers want one
 
