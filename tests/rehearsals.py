@@ -31,7 +31,7 @@ class _Unknown(Exception):
 
 def remember() -> None:
     """Have ``autopar.initialize`` of this process make each dry run once."""
-    for name, key in {"check_plan": _of_plan, "plan_sequence": _of_sequence, "plan_rows": _of_rows}.items():
+    for name, key in {"rehearse": _of_plan, "plan_sequence": _of_sequence, "plan_rows": _of_rows}.items():
         setattr(autopar.api, name, _once(getattr(autopar.api, name), key))
 
 

@@ -9,8 +9,6 @@ rows gather them, and keep their own of what they return.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,12 +17,12 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers.cache_utils import Cache
 
-from autopar.class_swap import plain_class
 from autopar.context_parallel.rows_ahead import RowsAhead, whole_tensors
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather, gather_sum
 from autopar.errors import ConfigError
 from autopar.layout import Layout
+from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 
 __all__ = ["Door", "NeedsAllRows", "gather_all"]
 
@@ -46,7 +44,7 @@ class Door:
         if not state.cutting:
             state.check_recomputed()
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        named = _named(plain_class(self, Door), args, kwargs)
+        named = _named(self, args, kwargs)
         hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
         if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
             raise state.tracking.mixed("the first block runs a second time", between=True)
@@ -175,14 +173,9 @@ def _check_number(name: str, number: int, state: RowState) -> None:
         )
 
 
-@functools.cache
-def _parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(kind.forward).parameters if name != "self")
-
-
-def _named(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def _named(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments by name, in the order in which they were given."""
-    names = _parameters(kind)
+    names = argument_names(block)
     given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
     return [*given, *kwargs.items()]
 

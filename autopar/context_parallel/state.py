@@ -109,6 +109,7 @@ class RowState:
         region: random draws that differ over the axis.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
         batches: number of sequences that each list of blocks was given.
+        seen_keys: mask and first row of a run -> the mask, the first key that the run sees and the one behind the last.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -123,6 +124,7 @@ class RowState:
         self.entered: set[int] = set()
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
+        self.seen_keys: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}
         self._layouts: dict[int, Layout] = {}
         self._known: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -150,6 +152,7 @@ class RowState:
     def release(self) -> None:
         """Release the references to activations."""
         self._layouts.clear()
+        self.seen_keys.clear()
         self.inside.clear()
         self._narrowed.clear()
 
@@ -202,7 +205,7 @@ class RowState:
         if length < self.axis.size:
             return None
         if length not in self._known:
-            self._known[length] = rows_layout(length, self.axis.size, zigzag=self.method == "gather")
+            self._known[length] = rows_layout(length, self.axis.size, zigzag=self.method != "ulysses")
         return self._known[length]
 
     def layout(self, number: int) -> Layout | None:

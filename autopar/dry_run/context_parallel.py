@@ -30,7 +30,7 @@ from autopar.errors import ConfigError
 from autopar.plan.blocks import Blocks, dropped_blocks
 from autopar.policy.schema import Policy
 
-__all__ = ["plan_rows"]
+__all__ = ["check_beside_sequence", "plan_rows"]
 
 _TRIES = 60
 
@@ -61,6 +61,22 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
         search = _Search(model, _first_plan(model, lists), ranks)
         search.run()
         return search.shared_by_heads(policy) if by_heads else search.plan
+
+
+def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
+    """Check that a block's rows can be shared out once more over the tensor-parallel ranks, between its regions.
+
+    Raises:
+        ConfigError: a module needs all rows, of which each rank would gather those of its tensor-parallel rank only.
+    """
+    reason = ""
+    if plan.whole:
+        path = min(plan.whole)
+        reason = f"{path} mixes rows, so it runs with all of them: of {len(plan.whole)} modules the first"
+    elif plan.between:
+        reason = "what runs its blocks may mix rows between them, so each block's are joined"
+    if reason:
+        raise _refusal(model, ranks, f"beside sequence_parallel: {reason}.\n  Leave sequence_parallel out")
 
 
 def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:

@@ -33,7 +33,7 @@ def of_a_block(method: str, n: int, kv_heads: int) -> int:
     """The formula, forward and backward: they send as much."""
     rows = BATCH * LENGTH // n
     if method == "ulysses":
-        exchanged = kv_heads if kv_heads >= n else HEADS
+        exchanged = max(kv_heads, n)
         return 2 * 2 * rows * (HEADS + exchanged) * HEAD_DIM * (n - 1) * BYTES // n
     return 2 * 2 * rows * kv_heads * HEAD_DIM * (n - 1) * BYTES
 
