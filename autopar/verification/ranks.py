@@ -167,7 +167,7 @@ def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], 
     except Exception as raised:
         error = raised
         text = clip(" ".join(str(raised).split()), 400)
-        mine = [Row(check, f"raises {type(raised).__name__}", False, note=text)]
+        mine = [Row(check, f"raises {type(raised).__name__}", False, note=text, rank=dist.get_rank())]
         tell(mine, culprit_of_error(raised, session.parallel, session.plan, session.policy))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, error is not None))
