@@ -1,0 +1,417 @@
+"""Families and what surrounds them -> a policy, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.derivation.block_lists import BlockList
+from autopar.derivation.counts import count_of
+from autopar.derivation.families import Family, Member
+from autopar.derivation.trace import Decisions, Trace, is_linear, pattern
+from autopar.plan.matching import join
+from autopar.policy.described_model import base_of, config_of
+
+__all__ = ["Named", "policy_tree"]
+
+
+@dataclass
+class Named:
+    """A family of a list of blocks, with names for its units.
+
+    Attributes:
+        unit: of its components; ``heads``: of query heads where several follow one component.
+        ratio: how many of those.
+        counts: unit -> its entry under ``units``.
+    """
+
+    of_blocks: dict[str, Family]
+    unit: str
+    heads: str = ""
+    ratio: int = 1
+    counts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Family:
+        """The family in the first of the blocks that have it."""
+        return next(iter(self.of_blocks.values()))
+
+    def parts(self, widths: tuple[int, ...]) -> list[str]:
+        """Write runs of units as a rule does."""
+        smallest = min(w for m in self.first.members for w in m.widths)
+        wide = [bool(self.heads) and w % self.ratio == 0 and w >= self.ratio * smallest for w in widths]
+        each = [w // self.ratio if big else w for w, big in zip(widths, wide, strict=True)]
+        names = [self.heads if big else self.unit for big in wide]
+        if len(set(each)) == 1:
+            return names
+        return [f"{name} * {w}" if w > 1 or True else name for name, w in zip(names, each, strict=True)]
+
+
+def policy_tree(
+    root: PreTrainedModel, lists: list[BlockList], found: list[Family], seen: Trace, decisions: Decisions
+) -> dict[str, Any]:
+    """Return the policy of a model as ``policies/README.md`` describes it, without attributes."""
+    base_path, base = base_of(root)
+    start = f"{base_path}." if base_path else ""
+    by_list = [(each, _named(root, each, found)) for each in lists]
+    by_list = [(each, named) for each, named in by_list]
+    rules: dict[str, Any] = {}
+    towers: list[dict[str, Any]] = []
+    vocab = _vocabulary(root, rules)
+    for each, named in by_list:
+        towers.append(_tower(root, each, named, seen, decisions, start))
+    names_taken = {unit for tower in towers for unit in tower["units"]}
+    inside_blocks = tuple(block + "." for each in lists for block in each.blocks)
+    _outside(root, found, by_list, seen, inside_blocks, rules)
+    covered = _covered(root, rules, inside_blocks)
+    before, after, head = _sections(seen, covered, lists, start)
+    units = {"vocab": vocab} if vocab else {}
+    assert not names_taken & set(units)
+    tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
+    if not towers:
+        return {**tree, "units": units, "prefix": before, "head": head} if head else {**tree, "units": units, "prefix": {**before, **after}}
+    if len(towers) == 1:
+        only = towers[0]
+        tree["units"] = {**only.pop("units"), **units}
+        tree["prefix"] = before
+        tree |= only
+        tree["suffix"] = after
+    else:
+        tree["units"] = units
+        tree["prefix"] = before
+        tree["towers"] = {name: tower for name, tower in zip(_tower_names(lists), towers, strict=True)}
+        last = list(tree["towers"].values())[-1]
+        last["suffix"] = after
+    tree["head"] = head
+    return {name: value for name, value in tree.items() if value}
+
+
+def _tower_names(lists: list[BlockList]) -> list[str]:
+    result: list[str] = []
+    for each in lists:
+        words = [part for part in each.path.split(".") if part not in ("*", "layers", "layer", "blocks", "block", "model", "h")]
+        name = next((word for word in reversed(words) if word not in result), f"tower{len(result)}")
+        result.append(name)
+    return result
+
+
+def _named(root: nn.Module, each: BlockList, found: list[Family]) -> list[Named]:
+    """The families of a list of blocks, alike ones of all blocks together."""
+    owner = root.get_submodule(each.owner)
+    config = config_of(owner)
+    result: list[Named] = []
+    known: dict[tuple[str, ...], Named] = {}
+    for block in each.blocks:
+        for family in (f for f in found if f.block == block):
+            key = tuple(sorted(pattern(m.path[len(block) + 1 :]) for m in family.members if m.kind in ("row", "column", "parameter")))
+            rows = tuple(k for k in key if any(pattern(m.path[len(block) + 1 :]) == k and m.kind == "row" for m in family.members)) or key[:1]
+            for other in known.values():
+                if rows and any(pattern(m.path[len(o) + 1 :]) in rows for o, f in other.of_blocks.items() for m in f.members if m.kind in ("row", "parameter")):
+                    other.of_blocks[block] = _merged(other.of_blocks.get(block), family)
+                    break
+            else:
+                known[key] = Named({block: family}, "")
+    for named in known.values():
+        _name(root, config, named, result)
+        result.append(named)
+    return result
+
+
+def _merged(one: Family | None, other: Family) -> Family:
+    return other if one is None else Family(one.block, [*one.members, *other.members], one.units)
+
+
+def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> None:
+    blocks = [root.get_submodule(block) for block in named.of_blocks]
+    counts = [len(family.units) for family in named.of_blocks.values()]
+    first = named.first
+    near = next((m.path[len(first.block) + 1 :] for m in first.members if m.kind == "column"), "")
+    single = all(w == 1 for f in named.of_blocks.values() for m in f.members for w in m.widths)
+    taken = {unit for other in others for unit in other.counts}
+    if single:
+        name = "expert_ffn" if any("expert" in m.path for m in first.members) else "ffn"
+        named.unit = name if name not in taken else _free(name, taken)
+        named.counts[named.unit] = "inferred"
+        return
+    keys_count = count_of(counts, config, blocks, "heads", near)
+    row = next((m.widths[0] for m in first.members if m.kind == "row"), 0)
+    smallest = min(w for m in first.members for w in m.widths)
+    if row > smallest and row % smallest == 0:
+        heads = [count * (row // smallest) for count in counts]
+        written = count_of(heads, config, blocks, "heads", near)
+        if not written.isdigit():
+            named.ratio = row // smallest
+            named.unit, named.heads = _free("kv_heads", taken), _free("heads", taken)
+            named.counts[named.unit] = {"count": count_of(counts, config, blocks, "keys", near), "replicate": True}
+            named.counts[named.heads] = {"count": written, "follows": named.unit}
+            return
+    named.unit = _free("heads", taken)
+    named.counts[named.unit] = keys_count
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, decisions: Decisions) -> dict[str, Any]:
+    """Path from the root -> rule, for what is not simply replicated in a block."""
+    rules: dict[str, Any] = {}
+    own = [n for n in named if block in n.of_blocks]
+    for each in own:
+        for member in each.of_blocks[block].members:
+            rules.update(_rule(root, member, each, seen))
+    for name in sorted(seen.tracking.inside):
+        holder, _, last = name.rpartition(".")
+        if not name.startswith(block + ".") or name in rules or holder in rules or not own:
+            continue
+        unit = _nearest(own, block, name).unit
+        module = root.get_submodule(holder)
+        listed = [f"{holder}.{n}" for n, p in module._parameters.items() if p is not None]
+        if name in seen.tracking.once:
+            rules[name] = {"once": unit}
+        elif not module._modules and set(listed) <= seen.tracking.inside and not set(listed) & set(rules) and not set(listed) & seen.tracking.once:
+            rules[holder] = {"enter_output": unit} if holder in seen.entered else {"replicated": unit}
+        else:
+            rules[name] = {"replicated": unit}
+    for path in seen.entered:
+        if path.startswith(block + ".") and path not in rules and own:
+            rules[path] = {"enter_output": _nearest(own, block, path).unit}
+    for path, _ in root.named_modules():
+        if path.startswith(block + ".") and pattern(path) in decisions.regions:
+            near = [n for n in own if any(m.path.startswith(path + ".") for m in n.of_blocks[block].members)]
+            if near:
+                rules[path] = {"region": near[0].unit}
+    return rules
+
+
+def _nearest(named: list[Named], block: str, path: str) -> Named:
+    def common(each: Named) -> int:
+        own = path.split(".")
+        return max(
+            sum(1 for a, b in zip(own, m.path.split("."), strict=False) if a == b) for m in each.of_blocks[block].members
+        )
+
+    return max(named, key=common)
+
+
+def _rule(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict[str, Any]:
+    parts = named.parts(member.widths)
+    listed: Any = parts[0] if len(parts) == 1 else parts
+    if member.kind == "column":
+        extra = {"inside": True} if seen.sources[member.path] else {}
+        return {member.path: {"column": listed, **extra}}
+    if member.kind == "row":
+        extra = {"enter_output": True} if member.path in seen.entered else {}
+        return {member.path: {"row": listed, **extra}}
+    if member.kind == "norm":
+        return {member.path: {"norm_over": listed}}
+    holder, _, _ = member.path.rpartition(".")
+    module = root.get_submodule(holder)
+    if _is_leaf(module):
+        return {holder: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
+    return {member.path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not module._modules and (is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d))
+
+
+def _tower(
+    root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
+) -> dict[str, Any]:
+    modules: dict[str, Any] = {}
+    missing: dict[str, set[str]] = {}
+    for block in each.blocks:
+        rules = _rules_of(root, block, named, seen, decisions)
+        covered = _covered(root.get_submodule(block), {p[len(block) + 1 :]: r for p, r in rules.items()}, ())
+        for path, rule in covered.items():
+            key = pattern(path)
+            known = modules.get(key)
+            if known is None or (known == "replicated" and rule != "replicated"):
+                modules[key] = rule
+    modules = _without_covered(modules)
+    for key in modules:
+        missing[key] = {_first_missing(root.get_submodule(block), key) for block in each.blocks} - {""}
+    units: dict[str, Any] = {}
+    for n in named:
+        units |= n.counts
+    tower: dict[str, Any] = {"units": units}
+    config = _config_path(root, each)
+    if config:
+        tower["config"] = config
+    path = each.path[len(start) :] if each.path.startswith(start) else each.path
+    tower["blocks"] = {"path": path, "modules": {_marked(key, missing[key]): rule for key, rule in modules.items()}}
+    return tower
+
+
+def _without_covered(modules: dict[str, Any]) -> dict[str, Any]:
+    """Drop a rule for a module where, in other blocks, single modules in it have rules."""
+    own = {key: rule for key, rule in modules.items()}
+    for key in list(own):
+        if own[key] == "replicated" and any(other.startswith(key + ".") for other in own if other != key):
+            below = [o for o in own if o.startswith(key + ".")]
+            if below:
+                del own[key]
+    return own
+
+
+def _first_missing(block: nn.Module, key: str) -> str:
+    """The shortest beginning of a path at which a block has nothing; empty if it has all of it."""
+    found: list[Any] = [block]
+    parts = key.split(".")
+    for end, part in enumerate(parts):
+        below: list[Any] = []
+        for module in found:
+            if not isinstance(module, nn.Module):
+                continue
+            if part == "*":
+                below += list(module.children())
+                continue
+            child = module._modules.get(part)
+            child = module._parameters.get(part) if child is None else child
+            if child is None:
+                return ".".join(parts[: end + 1])
+            below.append(child)
+        found = below
+    return ""
+
+
+def _marked(key: str, missing: set[str]) -> str:
+    parts = key.split(".")
+    return ".".join(part + ("?" if ".".join(parts[: n + 1]) in missing else "") for n, part in enumerate(parts))
+
+
+def _config_path(root: nn.Module, each: BlockList) -> str:
+    """The part of the model's config that the blocks' model has."""
+    wanted, own = config_of(root.get_submodule(each.owner)), config_of(root)
+    if wanted is own:
+        return ""
+    for name, value in vars(own).items():
+        if value is wanted:
+            return name
+        for inner, below in vars(value).items() if hasattr(value, "model_type") else ():
+            if below is wanted:
+                return f"{name}.{inner}"
+    return ""
+
+
+def _covered(root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...]) -> dict[str, Any]:
+    """Rules for all parameters below ``root``: those given, and ``replicated`` for the largest modules without one."""
+    busy = {""}
+    for path in (*rules, *(block[:-1] for block in blocks)):
+        parts = path.split(".")
+        busy |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    result: dict[str, Any] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        if path in rules:
+            result[path] = rules[path]
+            opens = isinstance(rules[path], dict) and "region" in rules[path]
+            if not opens:
+                return
+        for name, parameter in module._parameters.items():
+            own = join(path, name)
+            if parameter is not None and not (path in rules and own not in rules):
+                result[own] = rules.get(own, "replicated")
+            elif parameter is not None and own in rules:
+                result[own] = rules[own]
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            own = join(path, name)
+            if own + "." in blocks:
+                continue
+            if own in busy:
+                visit(own, child)
+            elif any(True for _ in child.parameters()):
+                result[own] = "replicated"
+
+    visit("", root)
+    return result
+
+
+def _vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
+    """Note the rules of embeddings of words and of what makes logits of words; returns the count of words."""
+    count = ""
+    tables = set()
+    for path, module in root.named_modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        size = getattr(module.config, "vocab_size", None)
+        try:
+            words: Any = module.get_input_embeddings()
+        except (NotImplementedError, AttributeError):
+            words = None
+        if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
+            tables.add(id(words.weight))
+            count = count or "inferred"
+            if module.config is root.config:
+                count = "vocab_size"
+    for path, module in root.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
+            rules[path] = {"embedding": "vocab"}
+    for path, module in root.named_modules():
+        if isinstance(module, PreTrainedModel):
+            made: Any = module.get_output_embeddings()
+            own = next((p for p, m in root.named_modules() if m is made), "") if made is not None else ""
+            sizes = {t.num_embeddings for t in root.modules() if isinstance(t, nn.Embedding) and id(t.weight) in tables}
+            if own and isinstance(made, nn.Linear) and made.out_features in sizes:
+                rules[own] = {"column": "vocab", "gather_output": True}
+    tied = {id(p) for path, rule in rules.items() for p in root.get_submodule(path).parameters()}
+    for path, module in root.named_modules():
+        if isinstance(module, nn.Linear) and path not in rules and id(module.weight) in tied:
+            rules[path] = {"column": "vocab", "gather_output": True}
+    return count
+
+
+def _outside(
+    root: nn.Module,
+    found: list[Family],
+    by_list: list[tuple[BlockList, list[Named]]],
+    seen: Trace,
+    blocks: tuple[str, ...],
+    rules: dict[str, Any],
+) -> None:
+    """Note the rules of parameters outside of all blocks that their units shard."""
+    for family in (f for f in found if not f.block):
+        named = next((n for _, many in by_list for n in many if set(n.first.units) & set(family.units)), None)
+        for member in family.members if named is not None else ():
+            assert named is not None
+            rules.update(_rule(root, member, named, seen))
+    units = [n.unit for _, many in by_list for n in many]
+    for name in sorted(seen.tracking.inside):
+        holder = name.rpartition(".")[0]
+        if not name.startswith(blocks) and name not in rules and holder not in rules and units:
+            rules[name] = {"replicated": units[0]}
+
+
+def _sections(
+    seen: Trace, covered: Mapping[str, Any], lists: list[BlockList], start: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Modules outside of the blocks: before them, behind them, and outside of the base model."""
+    starts = [seen.order.index(block) for each in lists for block in each.blocks if block in seen.order]
+    first = min(starts, default=0)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    head: dict[str, Any] = {}
+    for path, rule in covered.items():
+        if not path.startswith(start):
+            name, _, rest = path.partition(".")
+            head[f"{name}?" + (f".{rest}" if rest else "")] = rule
+            continue
+        own = path[len(start) :]
+        called = [n for n, p in enumerate(seen.order) if p == path or p.startswith(path + ".")]
+        called = called or [n for n, p in enumerate(seen.order) if p == path.rpartition(".")[0]]
+        if not start and isinstance(rule, dict) and "column" in rule:
+            head[f"{own}?"] = rule  # the base model is the task model
+            continue
+        (before if called and called[0] < first else after)[own] = rule
+    return before, after, head
