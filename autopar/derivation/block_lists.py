@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.derivation.trace import is_linear, pattern
+from autopar.derivation.trace import is_linear
 
 __all__ = ["BlockList", "block_lists"]
 
@@ -42,9 +42,10 @@ def block_lists(root: nn.Module) -> list[BlockList]:
         if inner and all(_only_around(root.get_submodule(one), [i[len(one) + 1 :] for i in inner if i.startswith(one + ".")]) for one in members):
             for one in inner:
                 blocks = [f"{one}.{name}" for name, _ in root.get_submodule(one).named_children()]
-                found.setdefault(pattern(one), []).extend(blocks)
+                below = one[len(path) + 1 :].partition(".")[2]
+                found.setdefault(f"{path}.*.{below}", []).extend(blocks)
         else:
-            found.setdefault(pattern(path) if path.count(".") else path, []).extend(members)
+            found.setdefault(path, []).extend(members)
     for path, blocks in found.items():
         parents = [p for p, m in root.named_modules() if isinstance(m, PreTrainedModel) and blocks[0].startswith(p + "." if p else "")]
         owner[path] = max(parents, key=len, default="")

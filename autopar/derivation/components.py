@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Components"]
+__all__ = ["Components", "unique_pairs"]
+
+
+def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the different pairs of numbers at the same places of two tensors (that broadcast): ``[pairs, 2]``."""
+    one, other = torch.broadcast_tensors(one, other)
+    for dim in range(one.ndim):
+        if one.shape[dim] > 1 and one.stride(dim) == 0 == other.stride(dim):
+            one, other = one.narrow(dim, 0, 1), other.narrow(dim, 0, 1)
+    a, b = one.reshape(-1).long(), other.reshape(-1).long()
+    size = int(b.max()) + 1 if len(b) else 1
+    keys = (a * size + b).unique()
+    return torch.stack([keys // size, keys % size], 1)
 
 
 class Components:
@@ -32,7 +44,7 @@ class Components:
         differ = (one != other) & (one != 0) & (other != 0)
         if not differ.any():
             return
-        pairs = torch.stack([one[differ], other[differ]], 1).unique(dim=0)
+        pairs = unique_pairs(one[differ], other[differ])
         for a, b in pairs.tolist():
             a, b = self._find(a), self._find(b)
             if a != b:

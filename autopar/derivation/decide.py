@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from autopar.derivation.feature_tracking import Meeting
-from autopar.derivation.trace import Decisions, Trace, Traced, pattern, trace
+from autopar.derivation.trace import Decisions, Trace, Traced, trace
 
 __all__ = ["decide", "sources_of"]
 
@@ -30,37 +30,33 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     """What has to change; None if nothing."""
     tracking = seen.tracking
     holders = {name.rpartition(".")[0] for name in tracking.bare_sinks}
-    regions = {pattern(holder) for holder in holders} - decisions.regions
+    regions = {seen.names(holder) for holder in holders} - decisions.regions
     if regions:
         root = models[0].model
         single = {name for name in tracking.bare_sinks if not _may_be_region(root.get_submodule(name.rpartition(".")[0]))}
         if single:
             features = torch.cat([pairs[:, 1] for name in single for dim in tracking.touched[name] for pairs in dim])
-            return _without(decisions, seen, sources_of(seen, features))
+            return decisions.without(map(seen.names, sources_of(seen, features)))
         return replace(decisions, regions=decisions.regions | regions)
     enters: set[str] = set()
     for event in tracking.events:
-        block = _block_of(event.where, blocks) if isinstance(event, Meeting) else None
+        block = seen.names.block_of(event.where) if isinstance(event, Meeting) else None
         if isinstance(event, Meeting) and _may_enter(event, block):
-            enters |= {pattern(path) for path in event.producers}
+            enters |= {seen.names(path) for path in event.producers}
         elif enters - decisions.enters:
             break
         elif found := sources_of(seen, event.features):
-            return _without(decisions, seen, found)
+            return decisions.without(map(seen.names, found))
         elif decisions.enters and block is not None:  # behind something that entered, and no row sums it
             near = [path for path in tracking.first_of if path.startswith(block + ".")]
-            return _without(decisions, seen, near or list(tracking.first_of))
+            return decisions.without(map(seen.names, near or list(tracking.first_of)))
     if enters - decisions.enters:
         return replace(decisions, enters=decisions.enters | enters)
-    if contradictory := {pattern(path) for path in seen.contradictory} - decisions.whole:
+    if contradictory := {seen.names(path) for path in seen.contradictory} - decisions.whole:
         return replace(decisions, whole=decisions.whole | contradictory, enters=frozenset())
     if few := _too_few(models, blocks, decisions, seen):
-        return _without(decisions, seen, few)
+        return decisions.without(map(seen.names, few))
     return None
-
-
-def _block_of(path: str, blocks: tuple[str, ...]) -> str | None:
-    return next((block for block in blocks if path == block or path.startswith(block + ".")), None)
 
 
 def _may_enter(event: Meeting, block: str | None) -> bool:
@@ -89,10 +85,6 @@ def components(seen: Trace, source: str) -> torch.Tensor:
     return tracking.components.of(torch.arange(first, first + tracking.count_of[source]))
 
 
-def _without(decisions: Decisions, seen: Trace, sources: list[str]) -> Decisions:
-    return replace(decisions, whole=decisions.whole | {pattern(path) for path in sources}, enters=frozenset())
-
-
 def _too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> list[str]:
     """Columns whose features are all computed with one another, or that no row follows."""
     tracking = seen.tracking
@@ -107,13 +99,15 @@ def _too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions
             together = sources_of(seen, found)
             if len(together) == 1:
                 return together
-            return _alone_too_few(models, blocks, decisions, together)
+            return _alone_too_few(models, blocks, decisions, seen, together)
     return []
 
 
-def _alone_too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, together: list[str]) -> list[str]:
+def _alone_too_few(
+    models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, together: list[str]
+) -> list[str]:
     """Of columns that end in one component those that would without the others."""
-    kinds = {pattern(path): path for path in together}
+    kinds = {seen.names(path): path for path in together}
     result = []
     for kind, path in kinds.items():
         alone, _ = trace(models, blocks, replace(decisions, only=frozenset([kind])))

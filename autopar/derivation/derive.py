@@ -27,4 +27,4 @@ def derive_tree(model: PreTrainedModel) -> dict[str, Any]:
         found, bad = families(seen, blocks)
         if not bad:
             return policy_tree(root, lists, found, seen, decisions)
-        decisions = decisions.without(bad)
+        decisions = decisions.without(map(seen.names, bad))

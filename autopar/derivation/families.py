@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autopar.derivation.components import unique_pairs
 from autopar.derivation.decide import components
 from autopar.derivation.trace import Trace
 
@@ -75,7 +76,7 @@ def _tie(seen: Trace) -> None:
         for events in dims:
             maps = []
             for pairs in events:
-                own = torch.stack([pairs[:, 0], tracking.components.of(pairs[:, 1]).long()], 1).unique(dim=0)
+                own = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1]))
                 if len(own[:, 0].unique()) == len(own) and len(own[:, 1].unique()) > 1:
                     maps.append(own)
             if len(maps) == len(events) > 1 and all(torch.equal(m[:, 0], maps[0][:, 0]) for m in maps):
@@ -108,7 +109,7 @@ def _line(seen: Trace, name: str, dim: int) -> torch.Tensor | None:
     """The component at each place of a parameter along ``dim``; None if places have several, or all the same."""
     tracking = seen.tracking
     pairs = torch.cat(tracking.touched[name][dim]) if tracking.touched[name][dim] else torch.zeros(0, 2, dtype=torch.long)
-    pairs = torch.stack([pairs[:, 0], tracking.components.of(pairs[:, 1]).long()], 1).unique(dim=0)
+    pairs = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1]))
     size = tracking.shapes[name][dim]
     if len(pairs) != size or not torch.equal(pairs[:, 0], torch.arange(size)) or len(pairs[:, 1].unique()) == 1:
         return None

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.derivation.components import Components
+from autopar.derivation.components import Components, unique_pairs
 from autopar.derivation.operators import MOVES, SHAPE_ONLY, matrices_of, reduced_dims
 from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.tensor_tracking import tensors_in
@@ -122,12 +122,12 @@ class FeatureTracking(ValuelessTracking):
 
     def touch(self, name: str, dim: int, index: torch.Tensor, features: torch.Tensor) -> None:
         """Note that a parameter was computed with features: its places along ``dim``."""
-        pairs = torch.stack([x.reshape(-1).long() for x in torch.broadcast_tensors(index, features)], 1)
+        pairs = unique_pairs(index, features)
         pairs = pairs[pairs[:, 1] != 0]
         listed = self.touched.setdefault(name, [])
         while len(listed) <= dim:
             listed.append([])
-        listed[dim].append(pairs.unique(dim=0))
+        listed[dim].append(pairs)
         self.inside.add(name)
 
     def meet(self, producers: frozenset[str], others: list[Mark]) -> None:
@@ -168,6 +168,8 @@ class FeatureTracking(ValuelessTracking):
             return
         for output, made in zip(outputs, self._marks_of(func, args, kwargs, outputs, base), strict=True):
             self._set(output, made)
+            if func._schema.is_mutable and output._base is not None and made.features is not None:
+                self._write_into(output._base, output, made)
 
     def _marks_of(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
@@ -192,9 +194,6 @@ class FeatureTracking(ValuelessTracking):
             mark = Mark(INPUT if mark.kind != CONSTANT else CONSTANT)
         elif mark.kind != INSIDE and mark.features is not None:
             mark = replace(mark, features=None)
-        whole = tensor._base
-        if whole is not None and mark.features is not None and tensor in self._marks:
-            self._write_into(whole, tensor, mark)
         self._marks[tensor] = mark
 
     def _write_into(self, whole: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:

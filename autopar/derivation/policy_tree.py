@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from autopar.derivation.block_lists import BlockList
 from autopar.derivation.counts import count_of
 from autopar.derivation.families import Family, Member
-from autopar.derivation.trace import Decisions, Trace, is_linear, pattern
+from autopar.derivation.trace import Decisions, Trace, is_linear
 from autopar.plan.matching import join
 from autopar.policy.described_model import base_of, config_of
 
@@ -57,7 +57,7 @@ def policy_tree(
     """Return the policy of a model as ``policies/README.md`` describes it, without attributes."""
     base_path, base = base_of(root)
     start = f"{base_path}." if base_path else ""
-    by_list = [(each, _named(root, each, found)) for each in lists]
+    by_list = [(each, _named(root, each, found, seen)) for each in lists]
     by_list = [(each, named) for each, named in by_list]
     rules: dict[str, Any] = {}
     towers: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def policy_tree(
     tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
     if not towers:
         return {**tree, "units": units, "prefix": before, "head": head} if head else {**tree, "units": units, "prefix": {**before, **after}}
-    if len(towers) == 1:
+    if len(towers) == 1 and "config" not in towers[0]:
         only = towers[0]
         tree["units"] = {**only.pop("units"), **units}
         tree["prefix"] = before
@@ -99,23 +99,23 @@ def _tower_names(lists: list[BlockList]) -> list[str]:
     return result
 
 
-def _named(root: nn.Module, each: BlockList, found: list[Family]) -> list[Named]:
+def _named(root: nn.Module, each: BlockList, found: list[Family], seen: Trace) -> list[Named]:
     """The families of a list of blocks, alike ones of all blocks together."""
     owner = root.get_submodule(each.owner)
     config = config_of(owner)
     result: list[Named] = []
-    known: dict[tuple[str, ...], Named] = {}
+    known: dict[str, Named] = {}
     for block in each.blocks:
         for family in (f for f in found if f.block == block):
-            key = tuple(sorted(pattern(m.path[len(block) + 1 :]) for m in family.members if m.kind in ("row", "column", "parameter")))
-            rows = tuple(k for k in key if any(pattern(m.path[len(block) + 1 :]) == k and m.kind == "row" for m in family.members)) or key[:1]
-            for other in known.values():
-                if rows and any(pattern(m.path[len(o) + 1 :]) in rows for o, f in other.of_blocks.items() for m in f.members if m.kind in ("row", "parameter")):
-                    other.of_blocks[block] = _merged(other.of_blocks.get(block), family)
-                    break
+            rows = [seen.names(m.path) for m in family.members if m.kind == "row"]
+            rows = rows or [seen.names(m.path) for m in family.members if m.kind == "parameter"]
+            other = next((known[row] for row in rows if row in known), None)
+            if other is None:
+                other = Named({block: family}, "")
             else:
-                known[key] = Named({block: family}, "")
-    for named in known.values():
+                other.of_blocks[block] = _merged(other.of_blocks.get(block), family)
+            known |= dict.fromkeys(rows, other)
+    for named in {id(named): named for named in known.values()}.values():
         _name(root, config, named, result)
         result.append(named)
     return result
@@ -185,7 +185,7 @@ def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, deci
         if path.startswith(block + ".") and path not in rules and own:
             rules[path] = {"enter_output": _nearest(own, block, path).unit}
     for path, _ in root.named_modules():
-        if path.startswith(block + ".") and pattern(path) in decisions.regions:
+        if path.startswith(block + ".") and seen.names(path) in decisions.regions:
             near = [n for n in own if any(m.path.startswith(path + ".") for m in n.of_blocks[block].members)]
             if near:
                 rules[path] = {"region": near[0].unit}
@@ -229,17 +229,21 @@ def _tower(
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
     missing: dict[str, set[str]] = {}
+    shared = {block: _shared(seen, block) for block in each.blocks}
+    rules = {block: _rules_of(root, block, named, seen, decisions) for block in each.blocks}
+    split = {shared[block](path) for block, own in rules.items() for path in own}
     for block in each.blocks:
-        rules = _rules_of(root, block, named, seen, decisions)
-        covered = _covered(root.get_submodule(block), {p[len(block) + 1 :]: r for p, r in rules.items()}, ())
-        for path, rule in covered.items():
-            key = pattern(path)
-            known = modules.get(key)
-            if known is None or (known == "replicated" and rule != "replicated"):
+        start_of_block = len(block) + 1
+        below = [p for p, _ in root.get_submodule(block).named_modules() if p]
+        below += [p for p, _ in root.get_submodule(block).named_parameters()]
+        busy = {path for path in below if any(one.startswith(shared[block](f"{block}.{path}") + ".") for one in split)}
+        own_rules = {path[start_of_block:]: rule for path, rule in rules[block].items()}
+        for path, rule in _covered(root.get_submodule(block), own_rules, (), busy).items():
+            key = shared[block](f"{block}.{path}")
+            if modules.get(key, "replicated") == "replicated":
                 modules[key] = rule
-    modules = _without_covered(modules)
     for key in modules:
-        missing[key] = {_first_missing(root.get_submodule(block), key) for block in each.blocks} - {""}
+        missing[key] = {path for block in each.blocks for path in _missing(root.get_submodule(block), key)}
     units: dict[str, Any] = {}
     for n in named:
         units |= n.counts
@@ -252,36 +256,30 @@ def _tower(
     return tower
 
 
-def _without_covered(modules: dict[str, Any]) -> dict[str, Any]:
-    """Drop a rule for a module where, in other blocks, single modules in it have rules."""
-    own = {key: rule for key, rule in modules.items()}
-    for key in list(own):
-        if own[key] == "replicated" and any(other.startswith(key + ".") for other in own if other != key):
-            below = [o for o in own if o.startswith(key + ".")]
-            if below:
-                del own[key]
-    return own
+def _shared(seen: Trace, block: str) -> Callable[[str], str]:
+    """What gives a path below a block the name below all blocks."""
+    length = len(block.split("."))
+    return lambda path: ".".join(seen.names(path).split(".")[length:])
 
 
-def _first_missing(block: nn.Module, key: str) -> str:
-    """The shortest beginning of a path at which a block has nothing; empty if it has all of it."""
+def _missing(block: nn.Module, key: str) -> set[str]:
+    """The beginnings of a path at which some module of a block has nothing."""
     found: list[Any] = [block]
-    parts = key.split(".")
+    parts, missing = key.split("."), set[str]()
     for end, part in enumerate(parts):
         below: list[Any] = []
         for module in found:
-            if not isinstance(module, nn.Module):
-                continue
             if part == "*":
                 below += list(module.children())
                 continue
             child = module._modules.get(part)
             child = module._parameters.get(part) if child is None else child
             if child is None:
-                return ".".join(parts[: end + 1])
-            below.append(child)
+                missing.add(".".join(parts[: end + 1]))
+            elif isinstance(child, nn.Module):
+                below.append(child)
         found = below
-    return ""
+    return missing
 
 
 def _marked(key: str, missing: set[str]) -> str:
@@ -303,9 +301,11 @@ def _config_path(root: nn.Module, each: BlockList) -> str:
     return ""
 
 
-def _covered(root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...]) -> dict[str, Any]:
+def _covered(
+    root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...], more: Iterable[str] = ()
+) -> dict[str, Any]:
     """Rules for all parameters below ``root``: those given, and ``replicated`` for the largest modules without one."""
-    busy = {""}
+    busy = {"", *more}
     for path in (*rules, *(block[:-1] for block in blocks)):
         parts = path.split(".")
         busy |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
@@ -352,9 +352,7 @@ def _vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
             words = None
         if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
             tables.add(id(words.weight))
-            count = count or "inferred"
-            if module.config is root.config:
-                count = "vocab_size"
+            count = "vocab_size" if module.config is root.config and count in ("", "vocab_size") else "inferred"
     for path, module in root.named_modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in tables:
             rules[path] = {"embedding": "vocab"}

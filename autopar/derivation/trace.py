@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,34 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["Decisions", "Trace", "Traced", "is_linear", "pattern", "traced"]
+__all__ = ["Decisions", "Names", "Trace", "Traced", "is_linear", "traced"]
+
+
+class Names:
+    """Names that blocks share: paths with ``*`` for the number of a block, or of one of several equal modules in it."""
+
+    def __init__(self, root: nn.Module, blocks: Iterable[str]) -> None:
+        self._blocks = tuple(blocks)
+        stars = set(self._blocks)
+        for path, module in root.named_modules():
+            if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1:
+                stars |= {f"{path}.{name}" for name, _ in module.named_children()}
+        self._stars = stars
+        self._known: dict[str, str] = {}
+
+    def __call__(self, path: str) -> str:
+        """Return the name of a module or parameter."""
+        known = self._known.get(path)
+        if known is None:
+            parts = path.split(".")
+            beginnings = [".".join(parts[: end + 1]) for end in range(len(parts))]
+            shown = ["*" if part.isdigit() and own in self._stars else part for part, own in zip(parts, beginnings, strict=True)]
+            known = self._known[path] = ".".join(shown)
+        return known
+
+    def block_of(self, path: str) -> str | None:
+        """Return the path of the block that a module or parameter lies in."""
+        return next((block for block in self._blocks if path == block or path.startswith(block + ".")), None)
 
 
 @dataclass(frozen=True)
@@ -38,14 +64,13 @@ class Decisions:
     regions: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
 
-    def may_be_column(self, path: str) -> bool:
+    def may_be_column(self, name: str) -> bool:
         """Return whether a layer may be one."""
-        name = pattern(path)
         return name not in self.whole and (self.only is None or name in self.only)
 
-    def without(self, paths: Iterable[str]) -> Decisions:
+    def without(self, names: Iterable[str]) -> Decisions:
         """Return the same with more that stays whole; what enters is seen anew."""
-        return replace(self, whole=self.whole | {pattern(path) for path in paths}, enters=frozenset())
+        return replace(self, whole=self.whole | set(names), enters=frozenset())
 
 
 @dataclass
@@ -60,6 +85,7 @@ class Trace:
     """
 
     tracking: FeatureTracking
+    names: Names
     sinks: dict[str, torch.Tensor] = field(default_factory=dict)
     sources: dict[str, bool] = field(default_factory=dict)
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -75,11 +101,6 @@ class Traced:
     path: str
     model: nn.Module
     inputs: dict[str, Any]
-
-
-def pattern(path: str) -> str:
-    """Return a path with ``*`` for numbers."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -113,14 +134,15 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
         what was seen, and the paths of the models that ran.
     """
     root = models[0].model
+    shared = Names(root, blocks)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     inside = tuple(path + "." for path in blocks)
 
     def bare_source(name: str) -> bool:
-        return name.startswith(inside) and decisions.may_be_column(name)
+        return name.startswith(inside) and decisions.may_be_column(shared(name))
 
     tracking = FeatureTracking(names, bare_source)
-    seen = Trace(tracking)
+    seen = Trace(tracking, shared)
     hooks = [hook for hook in _hooks(root, blocks, inside, decisions, seen)]
     ran: list[str] = []
     try:
@@ -171,7 +193,7 @@ def _hooks(
     for path, module in root.named_modules():
         layer = is_linear(module) or _depthwise(module)
         norm = not layer and _like_a_norm(module)
-        region = pattern(path) in decisions.regions
+        region = seen.names(path) in decisions.regions
         state: list[bool] = []
 
         def before(
@@ -221,7 +243,7 @@ def _hooks(
                 for x in results:
                     mark = tracking.mark_of(x)
                     if mark is not None and mark.kind == ACTIVATION:
-                        if pattern(path) in decisions.enters:
+                        if seen.names(path) in decisions.enters:
                             seen.entered.add(path)
                             tracking.set_mark(x, Mark(INSIDE))
                         else:
@@ -290,7 +312,7 @@ class _Layer:
                 return self._row(mark, line)
             tracking.inside.update(names)
             return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
-        if path.startswith(self.inside) and self.decisions.may_be_column(path) and mark.kind >= INPUT:
+        if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)) and mark.kind >= INPUT:
             width = out.shape[1 if out.ndim == self._dims() + 2 else 0] if channels else out.shape[-1]
             first = tracking.number(path, width)
             within = mark.kind == INSIDE
@@ -301,7 +323,7 @@ class _Layer:
         if mark.kind == INSIDE:
             tracking.inside.update(names)
             return replace(mark, features=None, places={})
-        if pattern(path) in self.decisions.enters:
+        if self.seen.names(path) in self.decisions.enters:
             seen.entered.add(path)
             return Mark(INSIDE, None, frozenset([path]))
         return Mark(ACTIVATION, None, frozenset([path]))
@@ -316,7 +338,7 @@ class _Layer:
         tracking.components.join(known, line)
         if path in seen.sources:
             seen.contradictory.add(path)
-        if pattern(path) in self.decisions.enters:
+        if self.seen.names(path) in self.decisions.enters:
             seen.entered.add(path)
             return Mark(INSIDE, None, frozenset([path]))
         return Mark(ACTIVATION, None, frozenset([path]))
@@ -358,7 +380,9 @@ def _over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: Fea
     for x in tensors:
         features = tracking.features_of(x)
         if features is not None and x.shape[-1] == weight.shape[0]:
-            return bool((features != features[..., :1]).any()) and bool((features != 0).all())
+            rows = features.reshape(-1, features.shape[-1])  # not those of each head
+            differ = bool((features != features[..., :1]).any())
+            return differ and bool((features != 0).all()) and bool((rows == rows[0]).all())
     return False
 
 
