@@ -18,7 +18,7 @@ _MOST_ENTERED = 3
 def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> tuple[Trace, Decisions]:
     """Return a trace in which every column leads to a row, and the decisions that made it so."""
     for _ in range(_ROUNDS):
-        seen, _ran = trace(models, blocks, decisions)
+        seen = trace(models, blocks, decisions)
         other = _next(models, blocks, decisions, seen)
         if other is None:
             return seen, decisions
@@ -110,14 +110,14 @@ def _alone_too_few(
     kinds = {seen.names(path): path for path in together}
     result = []
     for kind, path in kinds.items():
-        alone, _ = trace(models, blocks, replace(decisions, only=frozenset([kind])))
+        alone = trace(models, blocks, replace(decisions, only=frozenset([kind])))
         if path not in alone.tracking.first_of or len(components(alone, path).unique()) == 1:
             result.append(path)
     if result and len(result) < len(kinds):
         return result
     best: tuple[int, str] | None = None
     for kind, path in kinds.items():  # the one without which most is left
-        others, _ = trace(models, blocks, replace(decisions, whole=decisions.whole | {kind}))
+        others = trace(models, blocks, replace(decisions, whole=decisions.whole | {kind}))
         left = [p for p in together if p != path and p in others.tracking.first_of]
         gained = sum(len(components(others, p)) for p in left if len(components(others, p).unique()) > 1)
         if gained and (best is None or gained > best[0]):

@@ -16,7 +16,7 @@ from autopar.derivation.trace import Decisions, Trace, is_linear
 from autopar.plan.matching import join
 from autopar.policy.described_model import base_of, config_of
 
-__all__ = ["Named", "policy_tree"]
+__all__ = ["Named", "marked", "missing", "policy_tree"]
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Named:
 
 def policy_tree(
     root: PreTrainedModel, lists: list[BlockList], found: list[Family], seen: Trace, decisions: Decisions
-) -> dict[str, Any]:
-    """Return the policy of a model as ``policies/README.md`` describes it, without attributes."""
+) -> tuple[dict[str, Any], list[list[Named]]]:
+    """Return the policy of a model as ``policies/README.md`` describes it, without attributes; and the families of each list."""
     base_path, base = base_of(root)
     start = f"{base_path}." if base_path else ""
     by_list = [(each, _named(root, each, found, seen)) for each in lists]
@@ -73,7 +73,8 @@ def policy_tree(
     assert not names_taken & set(units)
     tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
     if not towers:
-        return {**tree, "units": units, "prefix": before, "head": head} if head else {**tree, "units": units, "prefix": {**before, **after}}
+        tree |= {"units": units or {"ffn": "inferred"}, "prefix": {**before, **after}, "head": head}
+        return {name: value for name, value in tree.items() if value}, []
     if len(towers) == 1 and "config" not in towers[0]:
         only = towers[0]
         tree["units"] = {**only.pop("units"), **units}
@@ -87,7 +88,9 @@ def policy_tree(
         last = list(tree["towers"].values())[-1]
         last["suffix"] = after
     tree["head"] = head
-    return {name: value for name, value in tree.items() if value}
+    tree.setdefault("units", {})
+    tree["units"] = tree["units"] or {"ffn": "inferred"}
+    return {name: value for name, value in tree.items() if value}, [named for _, named in by_list]
 
 
 def _tower_names(lists: list[BlockList]) -> list[str]:
@@ -228,7 +231,7 @@ def _tower(
     root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
-    missing: dict[str, set[str]] = {}
+    lacking: dict[str, set[str]] = {}
     shared = {block: _shared(seen, block) for block in each.blocks}
     rules = {block: _rules_of(root, block, named, seen, decisions) for block in each.blocks}
     split = {shared[block](path) for block, own in rules.items() for path in own}
@@ -243,7 +246,7 @@ def _tower(
             if modules.get(key, "replicated") == "replicated":
                 modules[key] = rule
     for key in modules:
-        missing[key] = {path for block in each.blocks for path in _missing(root.get_submodule(block), key)}
+        lacking[key] = {path for block in each.blocks for path in missing(root.get_submodule(block), key)}
     units: dict[str, Any] = {}
     for n in named:
         units |= n.counts
@@ -252,7 +255,7 @@ def _tower(
     if config:
         tower["config"] = config
     path = each.path[len(start) :] if each.path.startswith(start) else each.path
-    tower["blocks"] = {"path": path, "modules": {_marked(key, missing[key]): rule for key, rule in modules.items()}}
+    tower["blocks"] = {"path": path, "modules": {marked(key, lacking[key]): rule for key, rule in modules.items()}}
     return tower
 
 
@@ -262,10 +265,10 @@ def _shared(seen: Trace, block: str) -> Callable[[str], str]:
     return lambda path: ".".join(seen.names(path).split(".")[length:])
 
 
-def _missing(block: nn.Module, key: str) -> set[str]:
+def missing(block: nn.Module, key: str) -> set[str]:
     """The beginnings of a path at which some module of a block has nothing."""
     found: list[Any] = [block]
-    parts, missing = key.split("."), set[str]()
+    parts, lacking = key.split("."), set[str]()
     for end, part in enumerate(parts):
         below: list[Any] = []
         for module in found:
@@ -275,16 +278,16 @@ def _missing(block: nn.Module, key: str) -> set[str]:
             child = module._modules.get(part)
             child = module._parameters.get(part) if child is None else child
             if child is None:
-                missing.add(".".join(parts[: end + 1]))
+                lacking.add(".".join(parts[: end + 1]))
             elif isinstance(child, nn.Module):
                 below.append(child)
         found = below
-    return missing
+    return lacking
 
 
-def _marked(key: str, missing: set[str]) -> str:
+def marked(key: str, lacking: set[str]) -> str:
     parts = key.split(".")
-    return ".".join(part + ("?" if ".".join(parts[: n + 1]) in missing else "") for n, part in enumerate(parts))
+    return ".".join(part + ("?" if ".".join(parts[: n + 1]) in lacking else "") for n, part in enumerate(parts))
 
 
 def _config_path(root: nn.Module, each: BlockList) -> str:

@@ -92,6 +92,8 @@ class Trace:
     entered: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)
     contradictory: set[str] = field(default_factory=set)
+    ran: list[str] = field(default_factory=list)
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,14 @@ def traced(model: PreTrainedModel) -> list[Traced]:
     return found
 
 
-def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> tuple[Trace, list[str]]:
+def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> Trace:
     """Run the models.
 
     Args:
         blocks: paths of the blocks; layers outside of them stay replicated.
 
     Returns:
-        what was seen, and the paths of the models that ran.
+        what was seen.
     """
     root = models[0].model
     shared = Names(root, blocks)
@@ -144,7 +146,7 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
     tracking = FeatureTracking(names, bare_source)
     seen = Trace(tracking, shared)
     hooks = [hook for hook in _hooks(root, blocks, inside, decisions, seen)]
-    ran: list[str] = []
+    ran = seen.ran
     try:
         for each in models:
             if each.path and each.path in seen.order and any(path.startswith(inside) for path in seen.order):
@@ -156,7 +158,8 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
             try:
                 with tracking:
                     out = run(each.model, (), each.inputs)
-            except Exception:
+            except Exception as error:  # whatever it stumbles over without data
+                seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 tracking.stack.clear()
                 tracking.suspended = 0
                 base = each.model.base_model
@@ -177,7 +180,7 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
     finally:
         for hook in hooks:
             hook.remove()
-    return seen, ran
+    return seen
 
 
 def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
