@@ -15,6 +15,7 @@ from autopar.errors import (
     PolicyError,
     ShardWarning,
     UnsupportedModelError,
+    VerificationError,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.planner.metrics import metrics
     from autopar.planner.summary import summary
     from autopar.pretrained import from_pretrained
+    from autopar.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ __all__ = [
     "ShardWarning",
     "StopSignal",
     "UnsupportedModelError",
+    "VerificationError",
     "__version__",
     "average_gradients",
     "clip_grad_norm_",
@@ -62,6 +65,7 @@ __all__ = [
     "plan_memory",
     "prepare_dataloader",
     "summary",
+    "verify",
 ]
 
 _HOMES = {
@@ -83,6 +87,7 @@ _HOMES = {
     "prepare_dataloader": "autopar.data_parallel.dataloader",
     "summary": "autopar.planner.summary",
     "tensor_parallel": "autopar.tensor_parallel",
+    "verify": "autopar.verification.verify",
     "checkpoint": "autopar.checkpoint",
 }
 

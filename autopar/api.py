@@ -170,7 +170,7 @@ class Parallelized:
         stages: what it holds over pp.
         sequence: what its blocks compute with rows of the sequence; None without sequence parallelism.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
-        own_policy: the policy that the user gave.
+        policy: the one that fitted; ``own_policy``: that one if the user gave it.
         pp, dp: the parts that can be undone.
     """
 
@@ -178,6 +178,7 @@ class Parallelized:
         self, checked: _Call, plan: Plan, stages: StagePlan, mpu: MPU, pp: Pipeline, dp: data_parallel.DataParallel
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
+        self.policy = checked.policy
         self.own_policy = checked.policy if checked.own_policy else None
         self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
         self.sequence: SequencePlan | None = None

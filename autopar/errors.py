@@ -6,6 +6,7 @@
     ├── PolicyError                      a policy is wrong; carries file and line
     ├── CheckpointError                  a checkpoint is incomplete, damaged, or does not fit
     ├── ConsistencyError                 ranks that must agree do not
+    ├── VerificationError                the parallelized model is not the plain one
     └── PipelineError                    a stage of a pipeline did not deliver
 
 Every message says in its first line what is wrong, with the name and both numbers; then where
@@ -26,6 +27,7 @@ __all__ = [
     "PolicyError",
     "ShardWarning",
     "UnsupportedModelError",
+    "VerificationError",
     "clip",
     "nearest",
 ]
@@ -66,6 +68,10 @@ class CheckpointError(AutoparError):
 
 class ConsistencyError(AutoparError):
     """Ranks hold different values where they must hold the same."""
+
+
+class VerificationError(AutoparError):
+    """A parallelized model computes something else than the plain one."""
 
 
 class PipelineError(AutoparError):

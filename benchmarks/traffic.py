@@ -4,46 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.verification.traffic import Collective, record
 
-class Collective(NamedTuple):
-    """Name, elements that a rank gives, and dtype."""
-
-    name: str
-    elements: int
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """What a rank gives."""
-        return self.elements * self.dtype.itemsize
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Collective] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            name = function.__name__.partition(".")[0].strip("_")
-            tensors = [entry for entry in _flat(args) if isinstance(entry, torch.Tensor)]
-            if tensors:
-                own = min(tensors, key=lambda tensor: tensor.numel())
-                self.found.append(Collective(name, own.numel(), own.dtype))
-        return function(*args, **(kwargs or {}))
-
-
-def record(work: Callable[[], Any]) -> list[Collective]:
-    """Return the collectives that ``work`` calls on torch's process groups, in order."""
-    with _Recorder() as recorder:
-        work()
-    return recorder.found
+__all__ = ["Collective", "described", "record", "replay", "replay_on_axis"]
 
 
 def replay(collectives: Sequence[Collective]) -> Callable[[], None]:
@@ -85,7 +53,3 @@ def described(collectives: Sequence[Collective]) -> str:
     numbers = Counter(each.name for each in collectives)
     size = {name: sum(each.bytes for each in collectives if each.name == name) / 2**20 for name in numbers}
     return ", ".join(f"{number} {name}, {size[name]:.2f} MiB" for name, number in numbers.items()) or "none"
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for entry in value for leaf in _flat(entry)] if isinstance(value, list | tuple) else [value]

@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import autopar
 from autopar.layout import Layout
+from autopar.verification.outputs import named, reseed, total_loss
+from autopar.verification.small_models import randomise
 from tests.exchange import everyones
 
+__all__ = ["TOLERANCE", "all_close", "check", "close", "language_batches", "randomise", "reseed", "total_loss", "whole"]
+
 TOLERANCE = 1e-5
-
-
-def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give biases and norms random values: constants hide mistakes."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
@@ -56,13 +48,6 @@ def all_close(
             return
     for name, value in expected.items():
         close(actual[name], value, what.format(name), tolerance)
-
-
-def reseed(seed: int) -> None:
-    """Seed every generator that a model may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -112,24 +97,6 @@ def _everyones(local: dict[str, torch.Tensor], plan: Any, axis: Any) -> list[dic
         )
         result.append({n: piece.view(shape) for (n, shape), piece in zip(listed.items(), pieces, strict=True)})
     return result
-
-
-def total_loss(output: Any) -> torch.Tensor:
-    """All losses of an output; for a model without one, a sum that weighs every element of its outputs differently."""
-    losses = [value for key, value in output.items() if key.endswith("loss") and value is not None]
-    if losses:
-        return torch.stack(losses).sum()
-    tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
-    most = max(max((t.numel() for t in tensors), default=0) / 700, 1)  # a sum over many has gradients as large
-    return sum((t * torch.linspace(-1, 1, t.numel()).view_as(t)).sum() for t in tensors) / (10 * most)  # type: ignore[return-value]
-
-
-def _named(output: Any) -> Any:
-    """What a module of one's own returns, by names: of several tensors the one that is a number is the loss."""
-    if hasattr(output, "items"):
-        return output
-    listed = output if isinstance(output, tuple) else (output,)
-    return {"loss" if value is not None and value.ndim == 0 else str(n): value for n, value in enumerate(listed)}
 
 
 class _Agreed:
@@ -191,11 +158,11 @@ def check(
     models = [parallel, *others]
     for number, batch in enumerate(batches):  # gradients accumulate over micro-batches
         reseed(number)
-        expected = _named(plain(**copy.deepcopy(batch)))  # some clamp labels in place
+        expected = named(plain(**copy.deepcopy(batch)))  # some clamp labels in place
         total_loss(expected).backward()
         for model in models:
             reseed(number)
-            actual = _named(model(**copy.deepcopy(batch)))
+            actual = named(model(**copy.deepcopy(batch)))
             for key, value in expected.items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     agreed.close(actual[key], value, f"{key} of micro-batch {number}{_which(model)}", tolerance)

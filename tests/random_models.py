@@ -15,7 +15,8 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from tests.parity import randomise
+from autopar.verification.dropout_rates import switch_off
+from autopar.verification.small_models import randomise
 from tests.zoo import (
     audio,
     audio_language,
@@ -221,7 +222,6 @@ def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConf
         config = described.make(heads, kv_heads, vocab, described.variants.get(case.variant, {}))
         if case.head.endswith("EncoderModel") and getattr(config, "is_encoder_decoder", False):
             config.is_encoder_decoder = False
-        _without_dropout(config)
         return config
     fields = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
     for base in config_class.__mro__:
@@ -243,17 +243,7 @@ def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConf
         changes |= of_type(case.model_type).variants[case.variant]
     if "embedding_size" in changes and changes["embedding_size"] is None:
         changes["embedding_size"] = changes["hidden_size"]
-    config = config_class(**changes, num_labels=2 if kind(case.head) == "question" else LABELS)
-    _without_dropout(config)
-    return config
-
-
-def _without_dropout(config: PretrainedConfig) -> None:
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PretrainedConfig):
-            _without_dropout(value)
-        elif ("drop" in name or name.endswith("_dropout")) and type(value) in (int, float):
-            setattr(config, name, type(value)(0))  # some are declared int
+    return config_class(**changes, num_labels=2 if kind(case.head) == "question" else LABELS)
 
 
 def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: int = 0) -> PreTrainedModel:
@@ -263,16 +253,7 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
     implementation = getattr(config, "attn_implementation", None)
     model_class = heads_of(case.model_type)[case.head]
     model = model_class._from_config(config, **({"attn_implementation": implementation} if implementation else {}))
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # some have a default that no config field names
-        for name in ("layerdrop", "dropout", "drop_prob"):
-            if type(vars(module).get(name)) is float:
-                setattr(module, name, 0.0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # a matrix of zeros hides what it multiplies
-            if parameter.ndim > 1 and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
-                parameter.normal_(0, 0.1)
+    switch_off(model)
     randomise(model)
     return model.double() if of_type(case.model_type).double else model
 

@@ -207,3 +207,15 @@ def test_gradients_that_are_no_numbers_and_heads_that_are_copies_raise_no_false_
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pooled(world_size=2)
+def test_all_replicated_weights_are_compared_on_the_first_forward_after_every_few_steps():
+    model = parallel(gpt2(n_layer=5), 2, consistency_check={"inputs": "first", "parameters": "every 4"}).train()
+    _train(model, 3)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.transformer.h[3].ln_2.bias[2] += 1e-4
+    _train(model, 1)
+    with raises_everywhere(ConsistencyError, "have drifted apart", "weight transformer.h.3.ln_2.bias: rank 0: "):
+        _train(model, 1)

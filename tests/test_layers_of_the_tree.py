@@ -16,6 +16,7 @@ ROWS = [
     ["deferred_init", "dry_run"],
     ["planner"],
     ["api", "split"],
+    ["verification"],
     ["pretrained", "cli"],
     ["integrations"],
     ["__init__", "__main__"],

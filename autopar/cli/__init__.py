@@ -1,8 +1,9 @@
-"""The command line: ``autopar merge | split | reshard | inspect | check | policy | plan``. One process, no GPU."""
+"""The command line: ``autopar merge | split | reshard | inspect | check | policy | plan | verify``."""
 
 from autopar.cli import policy  # its commands
 from autopar.cli.app import app
 from autopar.cli.checkpoints import in_words
 from autopar.cli.plan import plan
+from autopar.cli.verify import verify
 
-__all__ = ["app", "in_words", "plan", "policy"]
+__all__ = ["app", "in_words", "plan", "policy", "verify"]

@@ -12,12 +12,13 @@ import typer
 
 from autopar import __version__
 from autopar.errors import AutoparError
+from autopar.plan.listing import size
 
 __all__ = ["Json", "app", "errors", "size"]
 
 app = typer.Typer(
     name="autopar",
-    help="Plan a run; work with checkpoints that autopar has written, and with policies.",
+    help="Plan a run, prove it; work with checkpoints that autopar has written, and with policies.",
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
@@ -49,12 +50,3 @@ def errors(as_json: bool = False) -> Iterator[None]:
         else:
             print("error: " + " ".join(str(error).split()), file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

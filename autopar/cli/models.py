@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,17 +22,29 @@ from transformers.models.auto import modeling_auto
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, nearest
 
-__all__ = ["Head", "heads"]
+__all__ = ["TASKS", "Head", "heads", "named_object", "of_task"]
 
 # The head that a model type is checked with by default: the first of these endings that one of its classes has.
 _USUAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining", "Model")
 
 
 class Head(NamedTuple):
-    """One class to build: the name of the class, and a function that builds a model of it on the meta device."""
+    """One class to build.
+
+    Attributes:
+        name: of the class.
+        build: builds a model of it on the meta device.
+        kind, config: the class of transformers and its config; None for code of the user.
+        folder: where its weights lie, if that is a folder or a model of the hub.
+        make: builds a model with memory; None for a class of transformers.
+    """
 
     name: str
     build: Callable[[], nn.Module]
+    kind: type[PreTrainedModel] | None = None
+    config: PretrainedConfig | None = None
+    folder: str = ""
+    make: Callable[[], nn.Module] | None = None
 
 
 def heads(source: str, *, every: bool = False) -> list[Head]:
@@ -63,6 +76,50 @@ def heads(source: str, *, every: bool = False) -> list[Head]:
     return _of_config(CONFIG_MAPPING[source](), (), every)
 
 
+TASKS = {
+    "causal": ("ForCausalLM", "LMHeadModel"),
+    "masked": ("ForMaskedLM",),
+    "seq2seq": ("ForConditionalGeneration", "MTModel"),
+    "sequence-classification": ("ForSequenceClassification",),
+    "token-classification": ("ForTokenClassification",),
+    "question-answering": ("ForQuestionAnswering",),
+    "image-classification": ("ForImageClassification",),
+    "base": ("Model",),
+}
+"""Task -> endings of the classes for it."""
+
+
+def of_task(source: str, task: str | None) -> Head:
+    """Find the class of ``source`` for a task of :data:`TASKS`, or with that name; None: the usual one.
+
+    Raises:
+        ConfigError: there is none; lists those that there are.
+    """
+    if task is None:
+        return heads(source)[0]
+    found = {head.name: head for head in heads(source, every=True)}
+    if task in found:
+        return found[task]
+    named = sorted((name for ending in TASKS.get(task, ()) for name in found if name.endswith(ending)), key=len)
+    if named:
+        return found[named[0]]
+    if task not in TASKS:
+        raise ConfigError(
+            f"'{task}' is no task and no class of {source}.{nearest(task, [*TASKS, *found])}\n  Tasks: "
+            f"{', '.join(TASKS)}. Classes: {', '.join(sorted(found))}"
+        )
+    raise ConfigError(f"{source} has no class for the task '{task}'; it has {', '.join(sorted(found))}")
+
+
+def named_object(source: str) -> Any:
+    """Return what ``FILE.py:NAME`` or ``MODULE:NAME`` names. Raises ConfigError if there is no such thing."""
+    place, _, name = source.rpartition(":")
+    module = _module(place)
+    if not hasattr(module, name):
+        raise ConfigError(f"{place} has no '{name}'.{nearest(name, vars(module))}")
+    return getattr(module, name)
+
+
 def _of_folder(folder: Path, every: bool) -> list[Head]:
     path = folder / "config.json"
     try:
@@ -80,7 +137,7 @@ def _of_folder(folder: Path, every: bool) -> list[Head]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever transformers stumbles over
         raise ConfigError(f"{path} is no config of transformers: {clip(str(error))}") from error
-    return _of_config(config, names, every)
+    return _of_config(config, names, every, str(folder))
 
 
 def _of_hub(name: str, every: bool) -> list[Head]:
@@ -91,16 +148,16 @@ def _of_hub(name: str, every: bool) -> list[Head]:
         raise ConfigError(
             f"'{name}' is no folder with a config.json, and its config cannot be read from the hub: {clip(str(error))}"
         ) from error
-    return _of_config(config, getattr(config, "architectures", None) or [], every)
+    return _of_config(config, getattr(config, "architectures", None) or [], every, name)
 
 
-def _of_config(config: PretrainedConfig, names: Any, every: bool) -> list[Head]:
+def _of_config(config: PretrainedConfig, names: Any, every: bool, folder: str = "") -> list[Head]:
     """The classes of transformers that take ``config``: those in ``names``, else the usual one."""
     found = _classes(config)
     chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
     if not chosen:
         raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
-    return [Head(name, partial(_build, found[name], config)) for name in chosen]
+    return [Head(name, partial(_build, found[name], config), found[name], config, folder) for name in chosen]
 
 
 def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
@@ -146,10 +203,10 @@ def _of_code(source: str, every: bool) -> list[Head]:
     if not callable(made):
         raise ConfigError(f"{place} has no class or function '{name}'.{nearest(name, vars(module))}")
     if not (isinstance(made, type) and issubclass(made, PreTrainedModel)):
-        return [Head(name, partial(_call, made, name))]
+        return [Head(name, partial(_call, made, name), make=partial(_call, made, name, nullcontext))]
     kinds = _siblings(module, made.config_class) if every and made.config_class else {}
     found = {name: made, **kinds}
-    return [Head(head, partial(_build, kind, None)) for head, kind in sorted(found.items())]
+    return [Head(head, partial(_build, kind, None), kind) for head, kind in sorted(found.items())]
 
 
 def _module(place: str) -> ModuleType:
@@ -184,7 +241,7 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.M
     return model
 
 
-def _call(made: Callable[[], Any], name: str) -> nn.Module:
+def _call(made: Callable[[], Any], name: str, inside: Callable[[], Any] = lazy_init) -> nn.Module:
     required = [
         parameter.name
         for parameter in inspect.signature(made).parameters.values()
@@ -193,7 +250,7 @@ def _call(made: Callable[[], Any], name: str) -> nn.Module:
     ]
     if required:
         raise ConfigError(f"{name} needs {', '.join(required)}; name a function without arguments that returns a model")
-    with lazy_init():
+    with inside():
         model = made()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{name}() returns {type(model).__name__}, not a model")

@@ -53,6 +53,8 @@ class ParallelConfig:
         consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
             ``every N`` forwards, ``always``, or ``auto``: always on the CPU, every 10 on GPUs. Shapes are compared
             on every forward, but for ``first``.
+        consistency_parameters: ``every N``: at every N-th step all weights that ranks must have alike are compared, not
+            a sample; ``auto``: in the first steps only.
         loss_chunk: tokens whose logits exist at a time in the loss of a language model; 0: all of them.
         loss_gather_logits: when ranks gather the logits of a forward with gradients or labels: ``on_read``, or
             ``always``.
@@ -90,6 +92,7 @@ class ParallelConfig:
     compile_fullgraph: bool = False
     consistency_check: bool = True
     consistency_inputs: str = "auto"
+    consistency_parameters: str = "auto"
     loss_chunk: int = 0
     loss_gather_logits: str = "on_read"
     cpu_checkpointing: bool = False
@@ -168,6 +171,11 @@ class ParallelConfig:
     def transport(self) -> str:
         """What ``cpu_transport`` asks for. Graphs use gloo, and so must a rank that gives up compiling by itself."""
         return "gloo" if self.compile and self.cpu_transport == "auto" else self.cpu_transport
+
+    @property
+    def parameters_every(self) -> int:
+        """Steps between two comparisons of all weights that ranks must have alike; 0: of samples only."""
+        return int(self.consistency_parameters.partition(" ")[2] or 0)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return ``world_size / (tensor_parallel_size * context_parallel_size * pipeline_parallel_size)``.

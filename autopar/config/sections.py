@@ -46,7 +46,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "backoff_factor": float,
         "hysteresis": int,
     },
-    "consistency_check": {"enable": bool, "inputs": str},
+    "consistency_check": {"enable": bool, "inputs": str, "parameters": str},
     "loss": {"chunk": int, "gather_logits": str},
     "pipeline": {
         "schedule": str,
@@ -77,6 +77,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _FROM_ZERO = ("loss.chunk", "loss_chunk")
 
 _INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
+_PARAMETERS = re.compile(r"auto|every [1-9]\d*")
 _STAGE_2 = ": 1 shards what the optimizer keeps, 3 weights and gradients too"
 # The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
 _CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
@@ -86,6 +87,7 @@ FIELDS = {
     ("zero", "cpu_offload"): "zero_cpu_offload",
     ("precision", "dtype"): "precision",
     ("consistency_check", "inputs"): "consistency_inputs",
+    ("consistency_check", "parameters"): "consistency_parameters",
     ("activation_checkpointing", "enable"): "activation_checkpointing",
     ("compile", "enable"): "compile",
     ("compile", "backend"): "compile_backend",
@@ -129,6 +131,8 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
         return None if value in _CHOICES[name] else f"{name} must be {choices}, not {clip(str(value))}{hint}"
     if name in ("consistency_check.inputs", "consistency_inputs") and not _INPUTS.fullmatch(str(value)):
         return f"{name} must be auto, first, always or 'every N' (every 10), not {clip(str(value))}"
+    if name in ("consistency_check.parameters", "consistency_parameters") and not _PARAMETERS.fullmatch(str(value)):
+        return f"{name} must be auto or 'every N' (every 100), not {clip(str(value))}"
     number: Any = value
     if kind is float and not (0 < number < math.inf or (name in NUMBERS and number == 0)):
         return f"{name} must be above 0, not {value}"

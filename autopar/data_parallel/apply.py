@@ -45,7 +45,8 @@ class DataParallel:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.wrappers = WrapperCheck(model, mpu)  # reports first what it finds in a step
         compare = config.consistency_check and config.zero_stage != 3
-        self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare)
+        self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
+                               whole_every=config.parameters_every)  # fmt: skip
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
         if mpu.model.size > 1:

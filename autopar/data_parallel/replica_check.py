@@ -52,6 +52,7 @@ class _Progress:
         sharded: those of which each tensor-parallel rank has another part.
         published: comparison -> digests that this rank has published, as JSON, while some of the others' are missing.
         read: comparisons that all others' digests were read for.
+        whole: comparisons of all gradients and weights.
         late: steps in a row in which another rank's digests did not come in time.
     """
 
@@ -63,6 +64,7 @@ class _Progress:
     compared: int = 0
     read: int = 0
     published: dict[int, str] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
     late: int = 0
 
 
@@ -73,6 +75,7 @@ class StepCheck:
         inner: the Hugging Face model in ``model``.
         alike: ``id(parameter)`` -> the tensor-parallel ranks that hold the same shard.
         compare: compare over the data-parallel replicas; False only counts steps.
+        whole_every: steps between two comparisons of all gradients and weights; 0: in the first steps only.
 
     Attributes:
         made: optimizer steps so far with parameters of the model.
@@ -90,8 +93,9 @@ class StepCheck:
         alike: Mapping[int, tuple[int, ...]],
         *,
         compare: bool,
+        whole_every: int = 0,
     ) -> None:
-        self.mpu, self.failures, self.made = mpu, failures, 0
+        self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
         self.last_shard: tuple[str, int, int] | None = None
         self._input: int | None = None  # digest of what the last training forward was given, in the first steps
@@ -176,18 +180,22 @@ class StepCheck:
 
     def _compare_step(self, optimizer: Optimizer, progress: _Progress, closure: bool) -> None:
         step = progress.steps
-        if step >= _WHOLE and step % self._interval:
+        whole = step < _WHOLE or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
+        if not whole and step % self._interval:
             return
         held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
         turn, progress.compared = progress.compared, progress.compared + 1
         scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
-        digests = digest_step(held, None if step < _WHOLE else turn, closure, scaled)
+        digests = digest_step(held, None if whole else turn, closure, scaled)
+        if whole:
+            progress.whole.add(turn)
         mine = json.dumps([[of_text(repr([name for name, _ in held])), step, digests], self._input])
         self._store.set(self._key(progress, turn, self.mpu.rank), mine)
         progress.published[turn] = mine
         self._compare_with_others(type(optimizer).__name__, progress, turn)
         old = turn - _KEPT
         progress.published.pop(old, None)
+        progress.whole.discard(old)
         if old >= 0:
             self._store.delete_key(self._key(progress, old, self.mpu.rank))
 
@@ -195,9 +203,9 @@ class StepCheck:
         return f"{progress.number}/{turn}/{rank}"
 
     def _compare_with_others(self, optimizer: str, progress: _Progress, turn: int) -> None:
-        """Compare with all replicas in the first steps, so that all raise alike; later with the one before."""
+        """Compare with all replicas where all weights are, so that all raise alike; samples with the one before."""
         for earlier in range(max(progress.read, turn - _KEPT + 1), turn + 1):
-            others = self._others if earlier < _WHOLE else [self._before]
+            others = self._others if earlier in progress.whole else [self._before]
             keys = {rank: self._key(progress, earlier, rank) for rank in others}
             seconds = self.failures.timeout if earlier == 0 else _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
             for rank, key in keys.items():
@@ -264,6 +272,9 @@ class StepCheck:
         listed = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         text = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}: {listed}.\n"
         if weights:
+            first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
+            for name in weights[:3]:
+                text += f"    {name}: rank {pair[0]}: {_hex(first[name][1])}, rank {pair[1]}: {_hex(second[name][1])}\n"
             text = (
                 f"the weights of the {size} {self._replicas} differ: they have drifted apart.\n{text}"
                 "  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
@@ -280,6 +291,10 @@ class StepCheck:
         text += "  consistency_check: {enable: false} turns this check off."
         self.failures.publish(text)
         raise ConsistencyError(text)
+
+
+def _hex(digest: int) -> str:
+    return f"{digest & (1 << 64) - 1:016x}"[:12]
 
 
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__

@@ -53,9 +53,12 @@ class ForwardCheck:
         steps: counts and digests of optimizer steps.
         every: compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
             0 compares on the first of each mode and nothing, not even shapes, on the others.
+
+    After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
     """
 
     def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck, every: int) -> None:
+        self._whole_after = 0  # steps after which all replicated weights were compared last
         self.mpu, self.failures, self.region, self.steps, self.every = mpu, failures, region, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
         self._samples = WeightSamples(fsdp=mpu.cp.size == 1)
@@ -85,7 +88,8 @@ class ForwardCheck:
         self._left = max(self._left - 1, -1)
         number = self._forwards[model.training]
         self._forwards[model.training] += 1
-        full = number == 0 or (self.every > 0 and number % self.every == 0)
+        whole = self._is_whole(model)
+        full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
@@ -94,7 +98,7 @@ class ForwardCheck:
         seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
         watched = not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
         self._before = Generators.now().digests() if full and watched else None
-        numbers = self._digests(model, arguments) if full else []
+        numbers = self._digests(model, arguments, whole=whole) if full else []
         verdict = self._compare([of_text(repr(seen)), *numbers])
         if self.steps.last_shard is not None and verdict.same_step:
             raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard[0], group_call(self.mpu)))
@@ -140,9 +144,16 @@ class ForwardCheck:
 
     # -- comparing -------------------------------------------------------------------------------------------------
 
-    def _digests(self, model: nn.Module, arguments: Mapping[str, Any]) -> list[int]:
+    def _is_whole(self, model: nn.Module) -> bool:
+        """Whether this is the first training forward after a step whose weights are all compared."""
+        made, every = self.steps.made, self.steps.whole_every
+        due = every > 0 and model.training and made // every > self._whole_after // every
+        self._whole_after = made if due else self._whole_after
+        return due
+
+    def _digests(self, model: nn.Module, arguments: Mapping[str, Any], *, whole: bool = False) -> list[int]:
         states = self._states(model)
-        weights = [int(sum_of_bits(part)) for part in self._samples.replicated(model)]
+        weights = [int(sum_of_bits(part)) for part in self._samples.replicated(model, whole=whole)]
         shard = self._samples.sharded(model)
         apart = -1 - self.mpu.tp_cp.rank
         gradient, state = (apart, apart) if self.steps.last_shard is None else self.steps.last_shard[1:]

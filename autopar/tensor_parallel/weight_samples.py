@@ -63,9 +63,11 @@ class WeightSamples:
         self._collect(model)
         return bytes(weight.requires_grad for weight in self._all)
 
-    def replicated(self, model: nn.Module) -> list[torch.Tensor]:
-        """Sample some replicated weights."""
+    def replicated(self, model: nn.Module, *, whole: bool = False) -> list[torch.Tensor]:
+        """Sample some replicated weights; with ``whole`` return all of them."""
         self._collect(model)
+        if whole:
+            return [local(weight) for _, weight in self.named]
         left, sample = _ELEMENTS, list[torch.Tensor]()
         for _ in range(min(_TENSORS, len(self.named))):
             turn, place = divmod(self._next, len(self.named))

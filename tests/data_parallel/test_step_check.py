@@ -209,3 +209,27 @@ def test_weights_that_only_one_replica_trains_are_named_when_they_are_averaged()
         ConsistencyError, "transformer.wpe.weight is frozen (requires_grad=False) on some of the ranks [0, 1]"
     ):
         autopar.average_gradients(model)
+
+
+@pooled(world_size=2)
+def test_all_weights_are_compared_every_few_steps_and_the_one_that_drifted_is_named_with_both_digests():
+    model = _model(consistency_check={"parameters": "every 5"})
+    engine = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    name, weight = next((n, p) for n, p in model.named_parameters() if n.endswith("h.1.mlp.c_fc.bias"))
+    number = [n for n, _ in model.named_parameters()].index(name)
+    for step, batch in enumerate(_batches(model, 5)):
+        engine(**batch).loss.backward()
+        if step < 4:
+            assert step < 3 or number not in range(4 * step, 4 * step + 4)  # not one of the sample
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2 and dist.get_rank() == 1:
+            weight.data[3] += 1e-3
+    with raises_everywhere(
+        ConsistencyError, "they have drifted apart", f"step 5 of SGD: {name}.", f"{name}: rank 0: ", ", rank 1: "
+    ) as raised:
+        optimizer.step()
+    (line,) = [line for line in str(raised.value).splitlines() if f"{name}: rank 0" in line]
+    first, second = line.split("rank 0: ")[1].split(", rank 1: ")
+    assert len(first) == len(second) == 12 and first != second

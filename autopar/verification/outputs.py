@@ -1,0 +1,72 @@
+"""Outputs of any model by name, and a loss of any model: what is compared, and what is differentiated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from autopar.errors import UnsupportedModelError
+from autopar.tensor_parallel.consistency import leaves
+
+__all__ = ["floats_of", "named", "reseed", "same_floats", "total_loss"]
+
+
+def named(output: Any) -> Any:
+    """Return what a model returns, by names: of several bare tensors the one that is a number is the loss."""
+    if hasattr(output, "items"):
+        return output
+    listed = output if isinstance(output, tuple) else (output,)
+    return {
+        "loss" if isinstance(value, torch.Tensor) and value.ndim == 0 else str(number): value
+        for number, value in enumerate(listed)
+    }
+
+
+def floats_of(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point tensors of an output, by name."""
+    for name, value in leaves(dict(named(output).items())):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield name, value
+
+
+def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Yield name, tensor and the other output's of that name; what only another pipeline stage has is left out."""
+    actual = named(actual)
+    for key, value in dict(named(expected).items()).items():
+        try:
+            found = dict(leaves(actual[key], key)) if key in dict.keys(actual) else {}
+        except UnsupportedModelError:
+            continue
+        for name, tensor in leaves(value, key):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                yield name, tensor, found.get(name)
+
+
+def total_loss(output: Any) -> torch.Tensor:
+    """Add up all losses of an output; for a model without one, weigh every element of a sample differently.
+
+    The second is a mean over samples, so that replicas and micro-batches average to the whole.
+    """
+    output = named(output)
+    losses = [value for key, value in output.items() if str(key).endswith("loss") and value is not None]
+    if losses:
+        return torch.stack(losses).sum()
+    tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    rows = [tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(-1, 1) for tensor in tensors]
+    most = max(max((row.shape[1] for row in rows), default=0) / 350, 1)  # a sum over many has gradients as large
+    sums = [
+        (row * torch.linspace(-1, 1, row.shape[1] + 1, device=row.device, dtype=row.dtype)[1:]).sum(1).mean()
+        for row in rows
+    ]
+    return torch.stack(sums).sum() / (5 * most)
+
+
+def reseed(seed: int) -> None:
+    """Seed every generator that a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

@@ -1,0 +1,137 @@
+"""Recording: what every module of a model is given and returns in a forward, and the gradients of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.tensor_parallel.consistency import leaves
+
+__all__ = ["Entry", "Recording", "recorded", "running"]
+
+
+@dataclass
+class Entry:
+    """One call of a module: what it was given, or what it returned.
+
+    Attributes:
+        kind: ``input`` or ``output``.
+        call: how often the module was called before.
+        tensors: by their names among arguments or results.
+        gradients: of those that had one.
+        sources: name -> the entry of the module that made the tensor, for an input that is some module's output.
+        readers: name -> paths of modules that were given the tensor, for an output.
+    """
+
+    path: str
+    kind: str
+    call: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, Entry] = field(default_factory=dict)
+    readers: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What pairs it with the entry of another model."""
+        return self.path, self.kind, self.call
+
+
+class Recording:
+    """What was recorded of one model.
+
+    Attributes:
+        entries: in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._made: dict[int, tuple[Entry, str]] = {}  # id of a tensor -> what returned it
+        self._alive: list[Any] = []  # so that no id comes twice
+
+    def note(self, path: str, kind: str, values: Any) -> None:
+        """Note arguments or results of a module."""
+        call, self._calls[path, kind] = self._calls[path, kind], self._calls[path, kind] + 1
+        entry = Entry(path, kind, call)
+        self.entries.append(entry)
+        for name, value in leaves(values):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                self._note_tensor(entry, name, value)
+
+    def _note_tensor(self, entry: Entry, name: str, value: torch.Tensor) -> None:
+        self._alive.append(value)
+        made = self._made.get(id(value))
+        if entry.kind == "input" and made is not None:
+            source, output = made
+            entry.sources[name] = source
+            source.readers.setdefault(output, []).append(entry.path)
+            return  # compared where it was made
+        if entry.kind == "output" and made is None:
+            self._made[id(value)] = (entry, name)
+        with torch.no_grad():
+            entry.tensors[name] = value.detach().clone()
+        if value.requires_grad and type(value) in (torch.Tensor, nn.Parameter) and made is None:
+
+            def keep(gradient: torch.Tensor) -> None:
+                entry.gradients[name] = gradient.detach().clone()
+
+            value.register_hook(keep)
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Recording]:
+    """Record all calls of modules of ``model`` inside; what checkpointing computes again is left out."""
+    recording = Recording()
+
+    def before(path: str, args: Any, kwargs: Any) -> None:
+        recording.note(path, "input", {**{str(place): value for place, value in enumerate(args)}, **kwargs})
+
+    def after(path: str, output: Any) -> None:
+        recording.note(path, "output", {"": output} if isinstance(output, torch.Tensor) else output)
+
+    with _hooked(model, before, after):
+        yield recording
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[list[str]]:
+    """Give a list that holds, inside, the paths of the modules that run, the outermost first."""
+    stack: list[str] = []
+    with _hooked(model, lambda path, *_: stack.append(path), lambda *_: stack.pop()):
+        yield stack
+
+
+@contextmanager
+def _hooked(
+    model: nn.Module, before: Callable[[str, Any, Any], Any], after: Callable[[str, Any], Any]
+) -> Iterator[None]:
+    """Call ``before(path, args, kwargs)`` and ``after(path, output)`` around each module, not in a backward pass."""
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            if not _in_backward():
+                before(path, args, kwargs)
+
+        def leave(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
+            if not _in_backward():
+                after(path, output)
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,250 @@
+"""The report of ``verify``: what was compared, the first module that differs, memory and traffic. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import VerificationError, clip
+from autopar.plan.listing import size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Culprit", "RankMemory", "Report", "Row", "Traffic", "merged"]
+
+_LINES = 10  # of an error
+_VERDICTS = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison with the plain model.
+
+    Attributes:
+        check: ``plan``, ``weights``, ``forward``, ``backward``, ``step``, ``generate``, ``save``, ``reshard`` or
+            ``dropout``.
+        what: was compared: ``logits``, ``loss``, ``worst gradient`` ...
+        holds: None where it was left out, for the reason in ``note``.
+        difference: the largest one, as a part of the largest expected element; None where there is no number.
+        allowed: how large it may be.
+        name: of the tensor with the largest difference, if there are several.
+        note: what is wrong, or why it was left out.
+        rank: on which it was found.
+        failing, of: how many tensors differ, of how many.
+    """
+
+    check: str
+    what: str
+    holds: bool | None
+    difference: float | None = None
+    allowed: float | None = None
+    name: str = ""
+    note: str = ""
+    rank: int | None = None
+    failing: int = 0
+    of: int = 0
+
+    def __str__(self) -> str:
+        found = "" if self.difference is None or math.isinf(self.difference) else f" differs by {self.difference:.1e}"
+        bound = f", allowed is {self.allowed:.0e}" if found and self.allowed is not None else ""
+        place = f" on rank {self.rank}" if self.rank is not None and self.holds is False else ""
+        name = f" ({self.name}{self._others})" if self.name else ""
+        return f"{self.check}: {self.what}{name}{found}{bound}{place}" + (f": {self.note}" if self.note else "")
+
+    @property
+    def _others(self) -> str:
+        return f", {self.failing} of {self.of} differ" if self.holds is False and self.of > 1 else ""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where the parallelized model first differs from the plain one.
+
+    Attributes:
+        module: path of the module; ``""``: the model as a whole, or the loss.
+        found: what differs there, in words.
+        lines: ``file:line: rule`` of the policy, of this module and those that it computes with.
+        modules: every module that may be meant, the likeliest first: readers of one tensor have one gradient.
+    """
+
+    module: str
+    found: str
+    lines: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"first difference: {self.found}" + "".join(f"\n  {line}" for line in self.lines[:4])
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives and messages of one kind in a step on rank 0: how many, and the bytes that the rank gives."""
+
+    kind: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that one rank holds after a step."""
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`autopar.verify` found; the same on every rank.
+
+    Attributes:
+        model: class of the model; ``parameters``: how many it has.
+        policy: name and place of the policy.
+        mesh: axis -> size.
+        dtype: that the plain model computes in.
+        device: ``cpu`` or ``cuda``.
+        rows: the comparisons, in order.
+        culprit: where the first difference is; None if there is none, or it is no module's.
+        memory: of each rank; ``plain_memory``: of one process with the plain model.
+        traffic: of a step, by kind.
+        seconds: that it took.
+    """
+
+    model: str
+    parameters: int
+    policy: str
+    mesh: Mapping[str, int]
+    dtype: str
+    device: str
+    rows: tuple[Row, ...]
+    culprit: Culprit | None = None
+    memory: tuple[RankMemory, ...] = ()
+    plain_memory: RankMemory | None = None
+    traffic: tuple[Traffic, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs, and something was compared."""
+        return all(row.holds is not False for row in self.rows) and any(row.holds for row in self.rows)
+
+    def raise_if_failed(self) -> Report:
+        """Return the report itself.
+
+        Raises:
+            VerificationError: something differs; names what, by how much, and where first.
+        """
+        if not self.ok:
+            raise VerificationError("\n".join(self._explanation()))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, as ``autopar verify --json`` prints it. A difference that is no number is null."""
+        data = dataclasses.asdict(self)
+        for row in data["rows"]:
+            row["difference"] = (
+                None if row["difference"] is None or math.isinf(row["difference"]) else row["difference"]
+            )
+        return {"ok": self.ok, **data, "mesh": dict(self.mesh)}
+
+    def _explanation(self) -> Iterator[str]:
+        failed = [row for row in self.rows if row.holds is False]
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one rank"
+        yield f"{self.model} on {mesh} is not the plain model: {len(failed)} of {len(self.rows)} comparisons fail."
+        blamed = str(self.culprit).splitlines() if self.culprit else []
+        room = _LINES - 2 - len(blamed)
+        for row in failed[:room]:
+            yield f"  {clip(str(row), 240)}"
+        if len(failed) > room:
+            yield f"  ... and {len(failed) - room} more"
+        yield from (f"  {line}" for line in blamed)
+
+    # -- shown -----------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=160, highlight=False, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.markup import escape
+
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        yield f"[bold]{escape(self.model)}[/]: {self.parameters:,} parameters, {escape(self.policy)}"
+        yield f"{mesh}, {self.dtype} on {self.device}, {self.seconds:.0f} s"
+        yield from filter(None, (self._comparisons(), self._held(), self._sent()))
+        if self.culprit is not None:
+            yield f"[red]{escape(str(self.culprit))}[/]"
+        yield "[green]all holds[/]" if self.ok else "[red]does not hold[/]"
+
+    def _comparisons(self) -> Table:
+        from rich.markup import escape
+        from rich.table import Column
+
+        table = _table("check", Column("compared with the plain model", overflow="fold"), "difference", "allowed", "")
+        for row in self.rows:
+            number = row.difference is not None and math.isfinite(row.difference)
+            difference = f"{row.difference:.1e}" if row.difference and number else "equal" if number else "-"
+            allowed = f"{row.allowed:.0e}" if row.allowed else "none" if row.allowed == 0 else "-"
+            verdict = _VERDICTS[row.holds]
+            place = f" (rank {row.rank})" if row.holds is False and row.rank is not None else ""
+            what = (
+                ": ".join(filter(None, (row.what, row.name)))
+                + row._others
+                + place
+                + (f": {row.note}" if row.note else "")
+            )
+            table.add_row(row.check, escape(what), difference, allowed, verdict)
+        return table
+
+    def _held(self) -> Table | None:
+        if not self.memory or self.plain_memory is None:
+            return None
+        table = _table("memory", "weights", "gradients", "optimizer")
+        named = [(f"rank {one.rank}", one) for one in self.memory] + [("plain model", self.plain_memory)]
+        for name, one in named:
+            table.add_row(name, *(size(each) for each in (one.weights, one.gradients, one.optimizer)))
+        return table
+
+    def _sent(self) -> Table | None:
+        if not self.traffic:
+            return None
+        table = _table("sent in a step by rank 0", "calls", "of together")
+        for one in self.traffic:
+            table.add_row(one.kind, str(one.calls), size(one.bytes))
+        return table
+
+
+def _table(*columns: Any) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """Return for each comparison the row of the rank where it is worst; a rank may lack some comparisons.
+
+    A rank that has nothing to compare leaves a row out (``holds`` None), which counts only if all do.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    longest = max(everyone, key=len)
+    for rank, rows in sorted(enumerate(everyone), key=lambda pair: pair[1] is not longest):
+        for row in rows:
+            key, mine = (row.check, row.what), dataclasses.replace(row, rank=rank)
+            found[key] = max(found.get(key, mine), mine, key=_badness)
+    return tuple(row if row.holds is False else dataclasses.replace(row, rank=None) for row in found.values())
+
+
+def _badness(row: Row) -> tuple[int, float]:
+    order = {None: 0, True: 1, False: 2}
+    return order[row.holds], -1.0 if row.difference is None else row.difference

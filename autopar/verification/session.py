@@ -1,0 +1,208 @@
+"""A session: the plain model and this rank's parallel one, fed with the same inputs. What the checks work on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+import autopar.api
+from autopar.config import ParallelConfig
+from autopar.data_parallel.gradients import average_gradients
+from autopar.data_parallel.master_weights import DTYPES
+from autopar.errors import ConfigError
+from autopar.pipeline_parallel.microbatch import default_reduction, label_count, own_loss
+from autopar.policy.schema import Policy
+from autopar.tensor_parallel.parallelize import sync_parameters
+from autopar.verification.closeness import tolerance_of
+from autopar.verification.dropout_rates import Rate, switch_off
+from autopar.verification.outputs import named, reseed, total_loss
+from autopar.verification.report import RankMemory
+from autopar.verification.slices import Slices
+from autopar.verification.traffic import Collective
+
+__all__ = ["Batch", "Session", "make_optimizer"]
+
+Batch = Mapping[str, Any]
+
+_RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their rounding
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of both models."""
+    return torch.optim.AdamW(parameters, lr=_RATE)
+
+
+class Session:
+    """Both models on this rank.
+
+    Args:
+        model: whole; it is only read.
+        config, policy: as for ``initialize``.
+        batches: arguments of the model, for all replicas together.
+
+    Attributes:
+        plain, parallel: both without dropout; ``rates``: what they had, and of which owners in each.
+        tolerance: what rounding explains.
+        exact: whether weights are kept in the plain model's dtype.
+        piped: whether batches go through ``execute_pipeline``, over stages or replicas.
+        sent: collectives of the last batch and the step; ``memory``, ``plain_memory``: after the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ParallelConfig,
+        policy: str | Mapping[str, Any] | Policy | None,
+        batches: Sequence[Batch],
+    ) -> None:
+        self.plain = copy.deepcopy(model)
+        self.parts, self.config = _fit(model, config, batches[0])
+        self.batches = list(batches)
+        self.rates: list[Rate] = switch_off(self.plain)
+        self.parallel: Any = copy.deepcopy(self.plain)
+        self.optimizers = (make_optimizer(self.plain.parameters()), make_optimizer(self.parallel.parameters()))
+        self.parallel, _ = autopar.api.initialize(
+            self.parallel, self.config, policy=policy, optimizer=self.optimizers[1]
+        )
+        self.state, self.mpu = self.parallel._autopar, self.parallel.mpu
+        self.plain.to(self.mpu.device)
+        sync_parameters(self.plain, self.mpu)  # rank 0's, as the parallel one has them
+        self.plan, self.stages = self.state.plan, self.state.stages
+        self.policy = str(self.state.policy.where)
+        self.slices = Slices(self.plan, self.mpu)
+        half = DTYPES.get(config.precision)
+        dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
+        self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
+        self.exact = half is None
+        self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
+        self.batches = [self._placed(batch) for batch in self.batches]
+        self.sent: list[Collective] = []
+        self.memory: RankMemory | None = None
+        self.plain_memory: RankMemory | None = None
+        self.has_loss = own_loss(self.evaluate(self.plain, self.batches[0])) is not None
+
+    def _placed(self, batch: Batch) -> Batch:
+        device = self.mpu.device
+        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def close(self) -> None:
+        """Destroy the process groups that were made."""
+        self.mpu.destroy()
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batch: Batch) -> Any:
+        """Run a forward without gradients, in evaluation mode."""
+        model.eval()
+        reseed(0)
+        return named(model(**copy.deepcopy(dict(batch))))  # some models write into their labels
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def train_plain(self, number: int) -> tuple[Any, torch.Tensor]:
+        """Run forward and backward of the plain model on one batch; returns outputs and loss."""
+        self.plain.train()
+        reseed(number)
+        losses = []
+        for part in range(self.parts):
+            output = named(self.plain(**_part(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
+            losses.append(self.loss_of(output) / self.parts)
+            losses[-1].backward()
+        return output, torch.stack(losses).sum().detach()
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        """Return the loss: the model's own over replicas and micro-batches, else whatever can be differentiated."""
+        own = own_loss(output) if self.piped else None
+        return total_loss(output) if own is None else own
+
+    def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
+        """Return the loss of a micro-batch of a model that has none of its own."""
+        return total_loss(outputs)
+
+    def train_parallel(self, number: int) -> tuple[Any, torch.Tensor | None]:
+        """Run forward and backward of the parallel model on one batch, of which each replica takes its part.
+
+        Returns:
+            Outputs of this replica, and the loss; None where another stage has them.
+        """
+        self.parallel.train()
+        reseed(number)
+        batch = copy.deepcopy(self.own_part(self.batches[number]))
+        scale: Callable[[torch.Tensor], torch.Tensor] = getattr(self.optimizers[1], "scale_loss", lambda loss: loss)
+        if self.piped:
+            criterion = None if self.has_loss else self.criterion
+            out = self.parallel.execute_pipeline(
+                batch, criterion, self.optimizers[1], return_outputs=True, broadcast_loss=True
+            )
+            return out.outputs, out.loss
+        output = named(self.parallel(**batch))
+        loss = total_loss(output)
+        scale(loss).backward()
+        return output, loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Average what ``execute_pipeline`` would have: gradients over the ranks of cp."""
+        if not self.piped and self.mpu.cp.size > 1:
+            average_gradients(self.parallel)
+
+    def mean_loss(self, number: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the replicas' losses of a batch, each counting by its labels, as its gradients do."""
+        dp = self.mpu.dp
+        if dp.size == 1:
+            return loss
+        pipeline = self.parallel._autopar_pipeline
+        count, sums = 1, torch.stack([loss.double(), torch.ones_like(loss).double()])
+        if self.parts == 1:
+            count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.shifted)
+        sums *= count
+        dist.all_reduce(sums, group=dp.group)
+        return (sums[0] / sums[1]).to(loss.dtype)
+
+    def own_part(self, batch: Batch) -> dict[str, Any]:
+        """Return the samples of this replica."""
+        return _part(batch, self.mpu.dp.rank, self.mpu.dp.size)
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients of both models."""
+        for model in (self.plain, self.parallel):
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def gradient_scale(self) -> float:
+        """Return by how much gradients of the parallel model are too large: fp16's loss scale."""
+        return float(getattr(self.optimizers[1], "loss_scale", 1.0) or 1.0) if self.config.precision == "fp16" else 1.0
+
+
+def _part(batch: Batch, number: int, parts: int) -> dict[str, Any]:
+    """The samples of one of ``parts`` replicas."""
+    return {
+        name: value.tensor_split(parts)[number] if isinstance(value, torch.Tensor) and value.ndim else value
+        for name, value in batch.items()
+    }
+
+
+def _fit(model: nn.Module, config: ParallelConfig, batch: Batch) -> tuple[int, ParallelConfig]:
+    """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
+
+    A loss that is no mean over labels is not that of its micro-batches put together: then there is one micro-batch, and
+    the plain model's loss is the mean of the replicas'.
+    """
+    try:
+        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        default_reduction(inner, batch, 2)
+        return 1, config
+    except ConfigError:
+        rows = max(
+            (len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), default=1
+        )
+        pipeline = replace(config.pipeline, microbatch_size=rows, num_microbatches=None)
+        replicas = config.data_parallel_size(dist.get_world_size())
+        return replicas, replace(config, pipeline=pipeline)

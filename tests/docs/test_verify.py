@@ -1,0 +1,67 @@
+"""docs/verify.md: its commands print what is printed there but for rounding and time, and end with these exit codes.
+
+UPDATE_DOCS=1 python -m pytest tests/docs/test_verify.py      writes the outputs into the page
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from autopar.verification.closeness import TOLERANCES
+from autopar.verification.ranks import CHECKS
+from tests.docs.pages import DOCS, codes
+from tests.verification.faults import FAULTS
+
+PAGE = DOCS / "verify.md"
+
+
+def words(printed: str) -> list[str]:
+    """The lines without numbers, which of the tensors is the worst, and the widths of columns."""
+    text = re.sub(r"(worst [\w ]+): [\w.]+", r"\1", printed)
+    text = re.sub(r"\d+(\.\d+)?(e-\d+)?|equal", "#", re.sub(r"─+", "-", text))
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    text = PAGE.read_text()
+    (policy,) = codes(text, "yaml")
+    assert policy.file
+    (tmp_path / policy.file).write_text(policy.text)
+    right, wrong = codes(text, "bash")
+    for number, (code, status) in enumerate(((right, 0), (wrong, 1))):
+        result = CliRunner().invoke(app, shlex.split(code.text)[1:])
+        assert result.exit_code == status, result.output
+        shown = codes(text, "text")[number].text
+        if os.environ.get("UPDATE_DOCS"):
+            before = f"```bash\n{code.text}```\n\n```text\n"
+            text = text.replace(f"{before}{shown}```", f"{before}{result.stdout}```")
+            PAGE.write_text(text)
+        else:
+            assert words(result.stdout) == words(shown)
+
+
+def test_the_page_lists_every_argument_and_check() -> None:
+    command = get_command(app).commands["verify"]  # type: ignore[attr-defined]
+    options = {max(parameter.opts, key=len) for parameter in command.params if parameter.name != "model"}
+    table = "".join(line for line in PAGE.read_text().splitlines() if line.startswith("| `--"))
+    assert set(re.findall(r"`(--[a-z-]+)`", table)) == options
+    assert [name for name in re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE) if name != "MODEL"] == list(
+        CHECKS
+    )
+
+
+def test_the_numbers_of_the_page() -> None:
+    text = PAGE.read_text()
+    assert f"{len(FAULTS)} faults that are planted" in text
+    for dtype, allowed in TOLERANCES.items():
+        assert f"{allowed:.0e} in {str(dtype).removeprefix('torch.')}".replace("e-0", "e-") in text

@@ -1,0 +1,73 @@
+"""``autopar verify``: what it refuses, before a model is built or a process started; and models of a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama"], "one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them"),
+        (
+            ["llama", "--tp", "2", "--checks", "forwards"],
+            "no check 'forwards'. Did you mean 'forward'? Known: weights,",
+        ),
+        (["lama", "--tp", "2"], "'lama' is no folder with a config.json and no model type"),
+        (["llama", "--tp", "2", "--dtype", "fp32"], "--dtype fp32 must be one of float64, float32, bfloat16, float16."),
+        (["llama", "--tp", "2", "--task", "classify"], "'classify' is no task and no class of llama."),
+        (["llama", "--tp", "2", "--task", "masked"], "llama has no class for the task 'masked'; it has LlamaFor"),
+        (["llama", "--sp", "--pp", "2"], "--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more"),
+        (["llama", "--tp", "2", "--config", "c.yaml"], "--config c.yaml has the sizes: leave out --tp, --pp, --cp"),
+        (["llama", "--tp", "2", "--device", "tpu"], "device must be cpu or cuda, not 'tpu'"),
+        (["gpt2", "--tp", "2", "--batches", "nowhere.py:batches"], "nowhere.py does not exist"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
+
+
+_SCRIPT = """
+import torch
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, y):
+        out = self.down(torch.relu(self.up(x)))
+        return out, nn.functional.mse_loss(out, y)
+
+def batches():
+    torch.manual_seed(0)
+    return [{"x": torch.randn(4, 6), "y": torch.randn(4, 6)}]
+"""
+_POLICY = "units: {ffn: inferred}\nprefix: {up: {column: ffn}, down: {row: ffn}}\n"
+
+
+def test_a_module_and_batches_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model exists in this process only: the ranks are forks."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_model.py").write_text(_SCRIPT)
+    Path("policy.yaml").write_text(_POLICY)
+    command = ["verify", "my_model.py:Plain", "--tp", "2", "--policy", "policy.yaml", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert (
+        "what the forward of Plain takes is not known: give batches=" in json.loads(result.stdout)["error"]["message"]
+    )
+    result = CliRunner().invoke(app, [*command, "--batches", "my_model.py:batches"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] and report["mesh"] == {"tp": 2, "pp": 1, "dp": 1}
+    assert {row["check"] for row in report["rows"] if row["holds"]} >= {"weights", "forward", "backward", "step"}
+    assert [rank["weights"] for rank in report["memory"]] == [232, 232] and report["plain_memory"]["weights"] == 440
