@@ -1,4 +1,4 @@
-"""``autopar policy check`` and ``list``: what they print, as tables and as JSON, and when they fail."""
+"""``autopar policy check``, ``show`` and ``list``: what they print, as tables and as JSON, and when they fail."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def of(result: Any) -> Any:
     return json.loads(result.stdout)
 
 
+def line_of(path: str) -> int:
+    """Where the policy of GPT-2 has an entry."""
+    lines = (policy_folder() / "gpt2.yaml").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip().startswith(f"{path}:"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a small GPT-2; no weights."""
@@ -70,8 +76,8 @@ def test_the_policy_found_for_a_folder(folder: Path) -> None:
     assert rows["transformer.h.0-2.attn.c_attn.weight"] == "36 x 108 column heads | heads | heads 36 x 60 | 36 x 48"
     assert rows["transformer.h.0-2.attn.c_proj.bias"] == "36 replicated 36"
     assert rows["transformer.h.0-2.attn.split_size"] == "36 20 | 16"
-    assert lines[-5:-3] == ["tp rank 0: 28,836 parameters, 115 KB", "tp rank 1: 27,036 parameters, 108 KB"]
-    assert lines[-2:] == ["dry run: ok", "all holds"]
+    assert lines[-7:-5] == ["tp rank 0: 28,836 parameters, 115 KB", "tp rank 1: 27,036 parameters, 108 KB"]
+    assert lines[-4:] == ["dry run: ok", "sequence parallel: ok", "context parallel: ok", "all holds"]
     assert not any(line != line.rstrip() for line in lines)
 
 
@@ -115,11 +121,57 @@ def test_as_json(folder: Path) -> None:
         "dtype": "float32",
         "shape": [36, 144],
         "rule": "column ffn",
+        "where": f"policies/gpt2.yaml:{line_of('mlp.c_fc')}",
         "local_shapes": [[36, 36]] * 4,
         "ranks": [0],
     }
-    assert report["attributes"][0] == {"name": "transformer.h.0.attn.split_size", "whole": 36, "local": [12, 8, 8, 8]}
+    assert report["attributes"][0] == {
+        "name": "transformer.h.0.attn.split_size",
+        "where": f"policies/gpt2.yaml:{line_of('attn.split_size')}",
+        "whole": 36,
+        "local": [12, 8, 8, 8],
+    }
     assert report["parameters"] == sum(parameter.numel() for parameter in gpt2(n_layer=3).parameters())
+
+
+def test_show(folder: Path) -> None:
+    result = run("show", folder, "--tp", 2, "--pp", 2)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines()}
+    place = f"policies/gpt2.yaml:{line_of('attn.c_attn')}"
+    layout = "column heads | heads | heads"
+    assert rows["transformer.h.1-2.attn.c_attn.weight"] == f"36 x 108 {layout} {place} 36 x 60 | 36 x 48 1"
+    place = f"policies/gpt2.yaml:{line_of('ln_f')}"
+    assert rows["transformer.ln_f.weight"] == f"36 replicated {place} 36 1", "also of what stays whole"
+    place = f"policies/gpt2.yaml:{line_of('attn.split_size')}"
+    assert rows["transformer.h.0-2.attn.split_size"] == f"36 {place} 20 | 16"
+    assert "dry run" not in result.stdout and "holds" not in result.stdout
+    report = of(run("show", folder, "--pp", 2, "--json"))
+    assert all(re.fullmatch(r"policies/.*\.yaml:\d+", tensor["where"]) for tensor in report["tensors"])
+    assert [stage["modules"] for stage in report["stages"]] == [
+        ["transformer.h.0"],
+        ["transformer.h.1", "transformer.h.2"],
+    ]
+
+
+def test_show_of_what_does_not_fit(folder: Path) -> None:
+    result = run("show", folder, "--tp", 10)
+    assert result.exit_code == 1 and result.stdout == "" and "Largest size that fits this model: 9." in result.stderr
+    result = run("show", "gpt22", "--json")
+    assert result.exit_code == 1 and of(result)["error"]["type"] == "ConfigError"
+
+
+def test_long_sequences(folder: Path) -> None:
+    report = of(run("check", folder, "--json"))
+    assert (report["sequence_parallel"], report["context_parallel"]) == ("ok", "ok")
+    report = of(run("check", "swin", "--json"))
+    assert report["holds"] and report["sequence_parallel"].startswith("refused: sequence_parallel does not fit Swin")
+    assert report["context_parallel"].startswith("refused: context_parallel_size=2 does not fit Swin")
+    result = run("check", "swin", "--cp", 3)
+    assert result.exit_code == 1 and "context parallel: fails" in result.stdout
+    assert "error: context_parallel_size=3 does not fit SwinModel" in result.stderr
+    result = run("check", "swin", "--sequence-parallel")
+    assert result.exit_code == 1 and "error: sequence_parallel does not fit SwinModel" in result.stderr
 
 
 def test_every_head(folder: Path) -> None:
@@ -238,6 +290,8 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
         (["nowhere.py:Mine"], "nowhere.py does not exist"),
         (["nowhere:Mine"], "nowhere cannot be imported: No module named 'nowhere'"),
         (["nowhere.yaml"], "policy file 'nowhere.yaml' does not exist"),
+        (["gpt2", "--sequence-parallel", "--tp", "1"], "--sequence-parallel needs --tp of at least 2, not 1"),
+        (["gpt2", "--sequence-parallel", "--cp", "2"], "--sequence-parallel and --cp 2 shard the same sequences"),
         (["gpt2", "--model", "llama"], "'gpt2' is no policy file (.yaml)"),
         (["broken"], "broken/config.json cannot be read"),
         (["unknown"], "unknown/config.json says model_type='my_model', which transformers"),

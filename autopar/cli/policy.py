@@ -1,30 +1,36 @@
-"""``autopar policy check | list``: a policy tried on a model, as tables or as JSON."""
+"""``autopar policy check | list``: a policy tried on a model, as tables or as JSON. The group of all its commands."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import Json, app, errors, size
+from autopar.cli.app import Json, app, errors
 from autopar.errors import AutoparError, ConfigError
-from autopar.plan.listing import ranges, rows
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from torch import nn
 
     from autopar.cli.models import Head
 
-__all__ = ["policy"]
+__all__ = ["BY_EXPERT", "MODEL", "PP", "TP", "build", "policy", "policy_and_model"]
 
 policy = typer.Typer(help="Work with policies, which say how the weights of a model are sharded.", no_args_is_help=True)
 app.add_typer(policy, name="policy")
+
+MODEL = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder with config.json, a model of the hub, a model type of transformers (its default config), or "
+        "my_model.py:CLASS. By default the first model type in the policy's match."
+    ),
+]
+TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
+PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Shard mixtures by expert.")]
 
 
 @policy.command("list")
@@ -46,37 +52,51 @@ def check(
             metavar="FILE|MODEL", help="A policy (YAML); or a model as in --model: the policy found for it is checked."
         ),
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder with config.json, a model type of transformers (its default config), or my_model.py:CLASS. "
-            "By default the first model type in the policy's match."
-        ),
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 2,
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1,
+    model: MODEL = None,
+    tp: TP = 2,
+    pp: PP = 1,
+    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size, which must fit.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Sequence parallelism must fit.")
+    ] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Every class of the model's config, not only one.")] = False,
-    by_expert: Annotated[bool, typer.Option("--by-expert", help="Shard mixtures by expert.")] = False,
+    by_expert: BY_EXPERT = False,
     as_json: Json = False,
 ) -> None:
-    """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all holds."""
+    """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all holds.
+
+    Without --heads it also says whether sequence and context parallelism fit, which makes no difference to the exit
+    code unless --sequence-parallel and --cp ask for them.
+    """
     with errors(as_json):
-        file, named = _policy_and_model(source, model)
+        if sequence_parallel and tp == 1:
+            raise ConfigError("--sequence-parallel needs --tp of at least 2, not 1: it shards over the same ranks")
+        if sequence_parallel and cp > 1:
+            raise ConfigError(f"--sequence-parallel and --cp {cp} shard the same sequences; check one at a time")
+        file, named = policy_and_model(source, model)
         from autopar.cli.models import heads as find_heads
 
         found = find_heads(named, every=heads)
-        reports = [_report(head, file, tp, pp, by_expert, skip=len(found) > 1) for head in found]
+        options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "by_expert": by_expert}
+        reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
     if as_json:
         print(json.dumps(reports if heads else reports[0], indent=1))
     else:
+        from autopar.cli.policy_tables import print_report
+
         for report in reports:
-            _show(report, brief=len(reports) > 1)
+            print_report(report, brief=len(reports) > 1)
     if not all(report["holds"] is not False for report in reports) or not any(report["holds"] for report in reports):
         raise typer.Exit(1)
 
 
-def _policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
-    """The policy file of the user, if that is what ``source`` is, and what names the model."""
+def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
+    """Return the policy file of the user, if that is what ``source`` is, and what names the model.
+
+    Raises:
+        ConfigError: neither names a model, or both do.
+        PolicyError: the file is no policy.
+    """
     if Path(source).suffix not in (".yaml", ".yml"):
         if model is not None:
             raise ConfigError(
@@ -91,100 +111,29 @@ def _policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]
     return Path(source), model or read.model_types[0]
 
 
-def _report(head: Head, file: Path | None, tp: int, pp: int, by_expert: bool, *, skip: bool) -> dict[str, Any]:
+def build(head: Head) -> nn.Module:
+    """Build a model without memory for its weights.
+
+    Raises:
+        ConfigError: its constructor fails.
+    """
+    try:
+        return head.build()
+    except AutoparError:
+        raise
+    except Exception as error:  # whatever a constructor stumbles over
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{head.name} cannot be built: {type(error).__name__}: {text}") from error
+
+
+def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) -> dict[str, Any]:
     """The verdict on one class; ``holds`` is None for one of several that cannot be built from this config."""
     from autopar.cli.policy_check import check_policy
 
     try:
-        built = head.build()
-    except AutoparError:
-        raise
-    except Exception as error:  # whatever a constructor stumbles over
-        reason = f"{head.name} cannot be built: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if not skip:
-            raise ConfigError(reason) from error
-        return {"model": head.name, "holds": None, "skipped": reason}
-    return check_policy(built, file, tp=tp, pp=pp, by_expert=by_expert)
-
-
-def _show(report: dict[str, Any], *, brief: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
-    if report["holds"] is None:
-        console.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
-        return
-    used = report["policy"]
-    console.print(
-        f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
-        + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
-    )
-    if report["tensors"] and not brief:
-        for table in _tables(report):
-            with console.capture() as captured:
-                console.print(table)
-            print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
-    for line in _verdict(report):
-        console.print(escape(line))
-    console.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
-    for error in report["errors"]:
-        print(f"error: {error}", file=sys.stderr)
-
-
-def _verdict(report: dict[str, Any]) -> Iterator[str]:
-    staged = report["pipeline_parallel_size"] > 1
-    for rank in report["ranks"]:
-        place = f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
-        yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
-    if not report["tensors"]:
-        return
-    whole = [tensor for tensor in report["tensors"] if tensor["rule"].startswith(("replicated", "once"))]
-    count = sum(prod(tensor["shape"]) for tensor in whole)
-    yield f"replicated: {count:,} parameters in {len(whole)} of {len(report['tensors'])} tensors"
-    yield f"dry run: {report['dry_run']}"
-    if report["stages"] == "fails":
-        yield "stages: fails"
-    elif staged:
-        for stage in report["stages"]:
-            yield f"stage {stage['stage']}: {', '.join(_runs(stage['modules']))} ({stage['parameters']:,} parameters)"
-
-
-def _tables(report: dict[str, Any]) -> Iterator[Table]:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
-    columns: list[Column | str] = [Column("parameter", overflow="fold"), "shape", "rule", "on each tp rank"]
-    table = Table(*columns, *(["pp rank"] if staged else []), box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, tensor in rows(report["tensors"]):
-        local = _alike([_shape(shape) for shape in tensor["local_shapes"]])
-        cells = [name, _shape(tensor["shape"]), tensor["rule"], local]
-        table.add_row(*map(escape, [*cells, *([", ".join(map(str, tensor["ranks"]))] if staged else [])]))
-    yield table
-    if report["attributes"]:
-        attribute = Column("attribute", overflow="fold")
-        table = Table(attribute, "value", "on each tp rank", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name, entry in rows(report["attributes"]):
-            table.add_row(escape(name), str(entry["whole"]), _alike([str(value) for value in entry["local"]]))
-        yield table
-
-
-def _alike(values: list[str]) -> str:
-    """What all ranks have, or what each has."""
-    return values[0] if len(set(values)) == 1 else " | ".join(values)
-
-
-def _runs(paths: list[str]) -> list[str]:
-    """Paths of blocks, one entry for each run of numbers."""
-    split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
-    result: list[str] = []
-    for parent, group in groupby(split, key=lambda pair: pair[0] if pair[1].isdigit() else ".".join(pair)):
-        numbers = [int(last) for _, last in group if last.isdigit()]
-        result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
-    return result
-
-
-def _shape(shape: list[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
+        built = build(head)
+    except ConfigError as error:
+        if not skip or error.__cause__ is None:
+            raise
+        return {"model": head.name, "holds": None, "skipped": str(error)}
+    return check_policy(built, file, **options)

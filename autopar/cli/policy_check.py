@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.plan.listing import rule_of
@@ -22,10 +24,12 @@ from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 
-__all__ = ["check_policy"]
+__all__ = ["check_policy", "resolve_policy"]
+
+_CP = 2  # the size with which context parallelism is tried where none is given
 
 
-def check_policy(
+def resolve_policy(
     model: nn.Module,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     *,
@@ -33,7 +37,7 @@ def check_policy(
     pp: int = 1,
     by_expert: bool = False,
 ) -> dict[str, Any]:
-    """Do what ``initialize`` does before it changes anything, and report it as plain data.
+    """Resolve a policy for a model and a mesh; nothing is run but what stages are made from.
 
     Args:
         model: on the meta device, or with weights; only read.
@@ -42,40 +46,84 @@ def check_policy(
         by_expert: shard mixtures by expert (``expert_parallel_size`` above 1).
 
     Returns:
-        ``policy``, ``attributes``, ``tensors`` (one a parameter: ``rule``, ``shape``, ``local_shapes`` over tp,
-        ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``dry_run`` and ``stages`` (each
-        ``ok`` or why not), ``errors`` (the library's texts) and ``holds``: whether there are none.
+        ``policy``, ``attributes``, ``tensors`` (one a parameter: ``rule`` and ``where`` it stands, ``shape``,
+        ``local_shapes`` over tp, ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each) and
+        ``stages``.
+
+    Raises:
+        AutoparError: as :func:`autopar.initialize`, with the same text.
     """
-    report = _empty_report(model, tp, pp)
+    _, _, found = _find(model, policy)
+    plan = make_plan(model, found, tp, by_expert=by_expert)
+    stages = _stages(model, found, pp)
+    report = {**_empty_report(model, tp, pp), "policy": _named(found), "stages": _stage_report(stages)}
+    return {**report, **_holdings(model, plan, stages, tp, pp)}
+
+
+def check_policy(
+    model: nn.Module,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    cp: int = 1,
+    by_expert: bool = False,
+    sequence_parallel: bool = False,
+    long_sequences: bool = False,
+) -> dict[str, Any]:
+    """Do what ``initialize`` does before it changes anything, and report it as plain data.
+
+    Args:
+        model, policy, tp, pp, by_expert: as in :func:`resolve_policy`.
+        cp: context-parallel size; above 1 it must fit.
+        sequence_parallel: whether sequence parallelism must fit.
+        long_sequences: also try both where they need not fit, context parallelism on 2 ranks.
+
+    Returns:
+        What :func:`resolve_policy` does, as far as it holds, and ``dry_run``, ``stages``, ``sequence_parallel`` and
+        ``context_parallel`` (each ``ok``, or why not), ``errors`` (the library's texts) and ``holds``: whether there
+        are none.
+    """
+    report = {**_empty_report(model, tp, pp), "dry_run": "not run"}
+    report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}
     try:
         prefix, inner, found = _find(model, policy)
-        report["policy"] = {"name": found.name, "where": str(found.where), "model_types": list(found.model_types)}
+        report["policy"] = _named(found)
         plan = make_plan(model, found, tp, by_expert=by_expert)
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}
     stages: list[StagePlan] = []
 
-    def dry_run() -> None:
-        done = check_plan(inner, prefix, plan)
-        report["dry_run"] = "ok" if done else _why_not_run(inner, tp)
+    def dry_run() -> str:
+        return "ok" if check_plan(inner, prefix, plan) else _why_not_run(inner, tp)
 
-    def split() -> None:
-        reads = find_reads(model, found) if pp > 1 else None
-        stages.append(make_stages(model, found, pp, reads=reads))
-        report["stages"] = _stage_report(stages[0])
+    def split() -> Any:
+        stages.append(_stages(model, found, pp))
+        return _stage_report(stages[0])
 
-    for step in (dry_run, split):
+    def rows_between_regions() -> str:
+        plan_sequence(inner, prefix, plan, stages[0])
+        return "ok"
+
+    def rows_of_sequences() -> str:
+        plan_rows(inner, found, prefix, cp if cp > 1 else _CP)
+        return "ok"
+
+    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", dry_run, True), ("stages", split, True)]
+    if sequence_parallel or (long_sequences and tp > 1):
+        tries.append(("sequence_parallel", rows_between_regions, sequence_parallel))
+    if cp > 1 or long_sequences:
+        tries.append(("context_parallel", rows_of_sequences, cp > 1))
+    for name, step, needed in tries:
+        if report["errors"] and name not in ("dry_run", "stages"):
+            break
         try:
-            step()
+            report[name] = step()
         except AutoparError as error:
-            report["errors"].append(str(error))
-            report["dry_run" if step is dry_run else "stages"] = "fails"
-    report["attributes"] = [
-        {"name": f"{a.path}.{a.name}", "whole": a.whole, "local": list(a.values)} for a in plan.attributes
-    ]
-    report["tensors"] = list(_tensors(model, plan, stages[0] if stages else None))
-    report["ranks"] = list(_ranks(report["tensors"], tp, pp if stages else 1))
+            report[name] = "fails" if needed else f"refused: {error}"
+            report["errors"] += [str(error)] if needed else []
+    report |= _holdings(model, plan, stages[0] if stages else None, tp, pp)
     return {**report, "holds": not report["errors"]}
 
 
@@ -89,9 +137,7 @@ def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
         "attributes": [],
         "tensors": [],
         "ranks": [],
-        "dry_run": "not run",
         "stages": None,
-        "errors": [],
     }
 
 
@@ -101,12 +147,20 @@ def _find(model: nn.Module, policy: Any) -> tuple[str, nn.Module, Policy]:
     return prefix, inner, find_policy(inner, given)
 
 
+def _named(policy: Policy) -> dict[str, Any]:
+    return {"name": policy.name, "where": str(policy.where), "model_types": list(policy.model_types)}
+
+
 def _why_not_run(model: nn.Module, tp: int) -> str:
     if tp == 1:
         return "not run: one rank holds the whole model"
     if not isinstance(model, PreTrainedModel):
         return "not run: it needs the arguments of a forward; initialize does it in the first one"
     return "not run: the plain model does not run without data; compare loss and gradients with the plain model's"
+
+
+def _stages(model: nn.Module, policy: Policy, pp: int) -> StagePlan:
+    return make_stages(model, policy, pp, reads=find_reads(model, policy) if pp > 1 else None)
 
 
 def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
@@ -121,6 +175,16 @@ def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
     ]
 
 
+def _holdings(model: nn.Module, plan: Plan, stages: StagePlan | None, tp: int, pp: int) -> dict[str, Any]:
+    """What each rank holds."""
+    tensors = list(_tensors(model, plan, stages))
+    attributes = [
+        {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole, "local": list(a.values)}
+        for a in plan.attributes
+    ]
+    return {"attributes": attributes, "tensors": tensors, "ranks": list(_ranks(tensors, tp, pp if stages else 1))}
+
+
 def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:
     """The parameters, tied ones once."""
     parameters = {plan.canonical(name) for name, _ in model.named_parameters()}
@@ -132,6 +196,7 @@ def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "rule": rule_of(plan, tensor),
+                "where": tensor.where,
                 "local_shapes": [list(tensor.local_shape(rank)) for rank in range(plan.tp)],
                 "ranks": list(stages.holders(name)) if stages is not None else [0],
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.policy.described_model import config_of
 
 __all__ = ["Candidate", "candidates", "choices"]
 
+_NEVER = re.compile(r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window")
 _MOST = 5  # candidates of one module of which all subsets are tried
 
 
@@ -53,7 +55,7 @@ def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Name
             shown = ".".join(names(full).split(".")[length:])
             for attribute, value in _integers(module):
                 key = f"{shown}.{attribute}"
-                shares = [share for n in families if (share := _share(value, n, block)) is not None]
+                shares = [share for n in families if (share := _share(value, n, block, attribute)) is not None]
                 if shares:
                     values.setdefault(key, set()).add(value)
                     found.setdefault(shown, {}).setdefault(attribute, Candidate(shown, attribute, *shares[0]))
@@ -61,8 +63,8 @@ def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Name
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    for name, value in vars(module).items():
-        if type(value) is int and value > 1 and not name.startswith("_") and not isinstance(module, nn.Linear):
+    for name, value in vars(module).items() if module._modules or not module._parameters else ():
+        if type(value) is int and value > 1 and not name.startswith("_") and not _NEVER.search(name):
             yield name, value
     if "config" in vars(module):
         for name, value in vars(config_of(module)).items():
@@ -76,9 +78,11 @@ def _around(path: str, block: str, named: Named) -> bool:
     return any(member.startswith(path + ".") for member in members)
 
 
-def _share(value: int, named: Named, block: str) -> tuple[Any, bool] | None:
+def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] | None:
     family = named.of_blocks[block]
     count = len(family.units)
+    if named.heads and value == named.ratio and ("group" in name or "rep" in name):
+        return f"{named.heads} / {named.unit}", False
     if value == count * named.ratio and named.heads:
         return named.heads, False
     if value == count and not all(w == 1 for m in family.members for w in m.widths):

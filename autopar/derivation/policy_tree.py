@@ -215,7 +215,10 @@ def _rule(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict[st
         extra = {"enter_output": True} if member.path in seen.entered else {}
         return {member.path: {"row": listed, **extra}}
     if member.kind == "norm":
-        return {member.path: {"norm_over": listed}}
+        numbers = [v for k, v in vars(root.get_submodule(member.path)).items() if "group" in k and type(v) is int]
+        count = len(named.first.units)
+        grouped = any(value in (count, len(member.line) // count) and value > 1 for value in numbers)
+        return {member.path: {"norm_over": listed, **({"within": named.unit} if grouped else {})}}
     holder, _, _ = member.path.rpartition(".")
     module = root.get_submodule(holder)
     if _is_leaf(module):
@@ -355,7 +358,8 @@ def _vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
             words = None
         if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
             tables.add(id(words.weight))
-            count = "vocab_size" if module.config is root.config and count in ("", "vocab_size") else "inferred"
+            same = size == getattr(root.config, "vocab_size", None)
+        count = "vocab_size" if same and count in ("", "vocab_size") else "inferred"
     for path, module in root.named_modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in tables:
             rules[path] = {"embedding": "vocab"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import groupby
 from typing import Any
 
@@ -32,18 +31,26 @@ def _units(layout: Layout) -> str:
 
 
 def rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """One row for entries that differ in a block's number alone: ``layers.0-3.up.weight``."""
-    rows: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for entry in entries:
-        number = re.search(r"(?<=\.)\d+(?=\.)", entry["name"])
-        rest = {key: value for key, value in entry.items() if key not in ("name", "tied")}
-        name = entry["name"] if number is None else f"{entry['name'][: number.start()]}*{entry['name'][number.end() :]}"
-        rows.setdefault(f"{name} {json.dumps(rest)}", []).append((int(number.group()) if number else -1, entry))
-    result = []
-    for key, group in rows.items():
-        shown = ",".join(ranges([number for number, _ in group]))
-        result.append((key.split(" ", 1)[0].replace("*", shown, 1), group[0][1]))
-    return result
+    """One row for entries that differ in numbers of blocks alone: ``layers.0-3.experts.0-7.up.weight``."""
+    found = [
+        (
+            tuple(entry["name"].split(".")),
+            json.dumps({k: v for k, v in entry.items() if k not in ("name", "tied")}),
+            entry,
+        )
+        for entry in entries
+    ]
+    for place in range(max((len(name) for name, _, _ in found), default=0) - 1, 0, -1):  # the innermost number first
+        groups: dict[Any, list[tuple[int, Any]]] = {}
+        for name, rest, entry in found:
+            number = name[place] if place < len(name) - 1 else ""
+            key = (*name[:place], "*", *name[place + 1 :]) if number.isdigit() else name
+            groups.setdefault((key, rest), []).append((int(number) if number.isdigit() else -1, entry))
+        found = [
+            (tuple(",".join(ranges([n for n, _ in group])) if s == "*" else s for s in key), rest, group[0][1])
+            for (key, rest), group in groups.items()
+        ]
+    return [(".".join(name), entry) for name, _, entry in found]
 
 
 def ranges(numbers: list[int]) -> list[str]:

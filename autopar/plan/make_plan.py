@@ -72,7 +72,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
         tp=tp,
         model_type=model_type_of(model),
         policy=policy.name,
-        tensors=plan_tensors(root, prefix, model, layouts.by_id()),
+        tensors=plan_tensors(root, prefix, model, layouts.by_id(), layouts.places()),
         modules=modules,
         attributes=tuple(_distinct([*attributes, *expert_attributes])),
     )
@@ -141,6 +141,10 @@ class _Layouts:
 
     def by_id(self) -> Mapping[int, Layout | None]:
         return {key: layout for key, (layout, _, _) in self._known.items()}
+
+    def places(self) -> Mapping[int, str]:
+        """Return ``file:line`` of the rule of each tensor."""
+        return {key: str(match.rule.where) for key, (_, match, _) in self._known.items()}
 
     def match(self, tensor: torch.Tensor) -> RuleMatch:
         """Return the match that came first."""

@@ -115,6 +115,7 @@ class TensorPlan:
         pieces: what it writes instead, if that is several parts of this tensor, or several tensors joined, of which
             this one is the first.
         outside: belongs to the user's own modules around the Hugging Face model.
+        where: ``file:line`` of the rule that decides on it; empty if none does. Not part of what is compared or saved.
     """
 
     name: str
@@ -125,6 +126,7 @@ class TensorPlan:
     saved_as: str | None = None
     outside: bool = False
     pieces: tuple[Piece, ...] = ()
+    where: str = field(default="", compare=False)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape on tp rank ``rank``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,12 +20,17 @@ __all__ = ["plan_tensors"]
 
 
 def plan_tensors(
-    root: nn.Module, prefix: str, model: nn.Module, layouts: Mapping[int, Layout | None]
+    root: nn.Module,
+    prefix: str,
+    model: nn.Module,
+    layouts: Mapping[int, Layout | None],
+    places: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[str, TensorPlan]:
     """Return one :class:`TensorPlan` per distinct tensor of ``root.state_dict()``, in its order.
 
     Args:
         layouts: ``id(parameter)`` -> layout, None if replicated, as tensors are that are not listed.
+        places: ``id(parameter)`` -> ``file:line`` of its rule.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -39,7 +45,8 @@ def plan_tensors(
     canonical = {key: _canonical(listed, prefix, model) for key, listed in names.items()}
     start = f"{prefix}." if prefix else ""
     if not isinstance(model, PreTrainedModel):
-        return {plan.name: plan for key in tensors for plan in [_of_plain(tensors[key], names[key], layouts.get(key))]}
+        planned = [_of_plain(tensors[key], names[key], layouts.get(key), places.get(key, "")) for key in tensors]
+        return {plan.name: plan for plan in planned}
     kept = [name.removeprefix(start) for name in canonical.values() if name.startswith(start)]
     stored = {plain: name for name in kept if (plain := plain_name(model, name)) is not None}  # without adapters
     renamed, pieces = saved_form(model, stored)
@@ -60,18 +67,21 @@ def plan_tensors(
             saved.get(name),
             outside=not name.startswith(start),
             pieces=parts.get(name, ()),
+            where=places.get(key, ""),
         )
     return plans
 
 
-def _of_plain(tensor: torch.Tensor, listed: list[str], layout: Layout | None) -> TensorPlan:
+def _of_plain(tensor: torch.Tensor, listed: list[str], layout: Layout | None, where: str) -> TensorPlan:
     """Plan a tensor of a plain module, which is written under all of its names, for a strict ``load_state_dict``."""
     name, *aliases = listed
     whole = torch.empty(tensor.shape, device="meta")
     pieces = [Piece(same, tuple(tensor.shape), tuple(whole.stride()), 0) for same in listed] if aliases else ()
     dtype = str(tensor.dtype).removeprefix("torch.")
     saved_as = None if aliases else name
-    return TensorPlan(name, tuple(tensor.shape), dtype, layout, tuple(aliases), saved_as, pieces=tuple(pieces))
+    return TensorPlan(
+        name, tuple(tensor.shape), dtype, layout, tuple(aliases), saved_as, pieces=tuple(pieces), where=where
+    )
 
 
 def _canonical(listed: list[str], prefix: str, model: nn.Module) -> str:
