@@ -39,10 +39,12 @@ def new(
     with errors():
         derived, text, report = _derived(model, tp if proof else 0)
         if report is not None and not report.ok:
-            failed = next(row for row in report.rows if not row.ok)
-            from autopar.errors import PolicyError
+            from autopar.errors import VerificationError
 
-            raise PolicyError(f"the derived policy is wrong, nothing is written: {failed}")
+            try:
+                report.raise_if_failed()
+            except VerificationError as error:
+                raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
         if output is None:
             print(text, end="")
         else:
@@ -67,7 +69,8 @@ def _derived(source: str, tp: int) -> tuple[Derived, str, Report | None]:
     built: Any = heads(source)[0].build()
     if not isinstance(built, PreTrainedModel):
         raise ConfigError(
-            f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, whose inputs are known"
+            f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the "
+            "inputs are known"
         )
     small = build_small(type(built), built.config)
     derived = derive(small)
@@ -89,7 +92,8 @@ def _comments(source: str, built: Any, plan: Any, derived: Derived, report: Repo
     sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
     total = sum(sizes.values())
     sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None)
-    lines = [f"{type(built).__name__}: derived from its modules and a forward; {sharded / total:.1%} of its parameters are sharded."]
+    share = f"{sharded / total:.1%} of its parameters are sharded"
+    lines = [f"{type(built).__name__}: derived from its modules and a forward; {share}."]
     if report is None:
         lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
     else:

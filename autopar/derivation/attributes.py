@@ -11,13 +11,15 @@ from typing import Any
 from torch import nn
 
 from autopar.derivation.block_lists import BlockList
+from autopar.derivation.decisions import Names
 from autopar.derivation.policy_tree import Named
-from autopar.derivation.trace import Names
 from autopar.policy.described_model import config_of
 
 __all__ = ["Candidate", "candidates", "choices"]
 
-_NEVER = re.compile(r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window")
+_NEVER = re.compile(
+    r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window"
+)
 _MOST = 5  # candidates of one module of which all subsets are tried
 
 
@@ -94,7 +96,11 @@ def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] 
         if value == total and len(member.widths) > 1:
             return named.parts(member.widths), True
         if value in {count * w for w in member.widths}:
-            wide = named.heads and value % (count * named.ratio) == 0 and value == max(count * w for m in family.members for w in m.widths)
+            wide = (
+                named.heads
+                and value % (count * named.ratio) == 0
+                and value == max(count * w for m in family.members for w in m.widths)
+            )
             return (named.heads if wide else named.unit), True
     return None
 
@@ -106,7 +112,15 @@ def choices(own: list[Candidate]) -> Iterator[tuple[Candidate, ...]]:
     counts = [c for c in own if not c.wide]
     wide = [c for c in own if c.wide]
     tried: list[tuple[Candidate, ...]] = []
-    usual = [(), tuple(counts), tuple(counts + wide), tuple(wide), tuple(config), tuple(counts + config), tuple(counts + wide + config)]
+    usual = [
+        (),
+        tuple(counts),
+        tuple(counts + wide),
+        tuple(wide),
+        tuple(config),
+        tuple(counts + config),
+        tuple(counts + wide + config),
+    ]
     rest = own if len(own) <= _MOST else []
     subsets = [s for size in range(1, len(rest) + 1) for s in itertools.combinations(rest, size)]
     for choice in (*usual, *subsets):

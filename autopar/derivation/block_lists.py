@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.derivation.trace import is_linear
+from autopar.derivation.decisions import is_linear
 
 __all__ = ["BlockList", "block_lists"]
 
@@ -39,7 +39,10 @@ def block_lists(root: nn.Module) -> list[BlockList]:
         members = [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
         inner = [f"{one}.{below}" for one in members for below in _outermost(root.get_submodule(one))]
         inner = [one for one in inner if _is_blocks(root.get_submodule(one)) and _alike(root.get_submodule(one))]
-        if inner and all(_only_around(root.get_submodule(one), [i[len(one) + 1 :] for i in inner if i.startswith(one + ".")]) for one in members):
+        if inner and all(
+            _only_around(root.get_submodule(one), [i[len(one) + 1 :] for i in inner if i.startswith(one + ".")])
+            for one in members
+        ):
             for one in inner:
                 blocks = [f"{one}.{name}" for name, _ in root.get_submodule(one).named_children()]
                 below = one[len(path) + 1 :].partition(".")[2]
@@ -47,7 +50,11 @@ def block_lists(root: nn.Module) -> list[BlockList]:
         else:
             found.setdefault(path, []).extend(members)
     for path, blocks in found.items():
-        parents = [p for p, m in root.named_modules() if isinstance(m, PreTrainedModel) and blocks[0].startswith(p + "." if p else "")]
+        parents = [
+            p
+            for p, m in root.named_modules()
+            if isinstance(m, PreTrainedModel) and blocks[0].startswith(p + "." if p else "")
+        ]
         owner[path] = max(parents, key=len, default="")
     return [BlockList(path, tuple(blocks), owner[path]) for path, blocks in found.items()]
 
@@ -79,5 +86,9 @@ def _only_around(stage: nn.Module, inner: list[str]) -> bool:
     """Whether a member of a list is a stage: what has layers of its own in it lies in inner lists."""
     if not inner:
         return False
-    outside = [m for p, m in stage.named_modules() if p and not any(p == i or p.startswith(i + ".") or i.startswith(p + ".") for i in inner)]
+    outside = [
+        m
+        for p, m in stage.named_modules()
+        if p and not any(p == i or p.startswith(i + ".") or i.startswith(p + ".") for i in inner)
+    ]
     return max((sum(map(_layer, m.modules())) for m in outside), default=0) < _LAYERS_OF_A_BLOCK

@@ -45,8 +45,8 @@ class Components:
         if not differ.any():
             return
         pairs = unique_pairs(one[differ], other[differ])
-        for a, b in pairs.tolist():
-            a, b = self._find(a), self._find(b)
+        for left, right in pairs.tolist():
+            a, b = self._find(left), self._find(right)
             if a != b:
                 self._root[max(a, b)] = min(a, b)
         while True:

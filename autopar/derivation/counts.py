@@ -43,7 +43,9 @@ def count_of(value: Sequence[int], config: Any, blocks: Sequence[nn.Module], lik
             return min(named, key=lambda name: _rank(name, like))
     known: set[tuple[str, str]] | None = None
     for number, block in zip(value, blocks, strict=True):
-        own = {(path, name) for path, name, found in integers_of_modules(block) if found == number and _fits(name, like)}
+        own = {
+            (path, name) for path, name, found in integers_of_modules(block) if found == number and _fits(name, like)
+        }
         known = own if known is None else known & own
     if known:
         path, name = min(known, key=lambda one: (_rank(one[1], like), -_common(one[0], near), one))
@@ -55,7 +57,11 @@ def count_of(value: Sequence[int], config: Any, blocks: Sequence[nn.Module], lik
 
 def _fits(name: str, like: str) -> bool:
     if like in ("heads", "keys"):
-        return any(part in name for part in ("head", "group", "num_k", "num_v")) and "dim" not in name and "layer" not in name
+        return (
+            any(part in name for part in ("head", "group", "num_k", "num_v"))
+            and "dim" not in name
+            and "layer" not in name
+        )
     return True
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from autopar.derivation.feature_tracking import Meeting
-from autopar.derivation.trace import Decisions, Trace, Traced, trace
+from autopar.derivation.decisions import Decisions, Trace
+from autopar.derivation.marks import Meeting
+from autopar.derivation.trace import Traced, trace
 
 __all__ = ["decide", "sources_of"]
 
@@ -33,7 +34,9 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     regions = {seen.names(holder) for holder in holders} - decisions.regions
     if regions:
         root = models[0].model
-        single = {name for name in tracking.bare_sinks if not _may_be_region(root.get_submodule(name.rpartition(".")[0]))}
+        single = {
+            name for name in tracking.bare_sinks if not _may_be_region(root.get_submodule(name.rpartition(".")[0]))
+        }
         if single:
             features = torch.cat([pairs[:, 1] for name in single for dim in tracking.touched[name] for pairs in dim])
             return decisions.without(map(seen.names, sources_of(seen, features)))
@@ -89,7 +92,12 @@ def _too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions
     """Columns whose features are all computed with one another, or that no row follows."""
     tracking = seen.tracking
     lines = [tracking.components.of(line) for line in seen.sinks.values()]
-    lines += [tracking.components.of(p[:, 1]) for name in tracking.bare_sinks for d in tracking.touched.get(name, []) for p in d]
+    lines += [
+        tracking.components.of(p[:, 1])
+        for name in tracking.bare_sinks
+        for d in tracking.touched.get(name, [])
+        for p in d
+    ]
     closed = torch.cat(lines).unique() if lines else torch.zeros(0, dtype=torch.int32)
     for path in tracking.first_of:
         found = components(seen, path)

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from autopar.derivation.attributes import Candidate, candidates, choices
 from autopar.derivation.block_lists import BlockList, block_lists
 from autopar.derivation.decide import components, decide
+from autopar.derivation.decisions import Decisions, Names, Trace
 from autopar.derivation.families import families
 from autopar.derivation.policy_tree import Named, marked, missing, policy_tree
-from autopar.derivation.trace import Decisions, Names, Trace, traced
+from autopar.derivation.trace import traced
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
@@ -24,7 +25,7 @@ from autopar.policy.load import read_user_policy
 __all__ = ["Derived", "derive"]
 
 _SIZES = (2, 4)
-_TRIES = 200
+_TRIES, _FEW_TRIES = 200, 6
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class _Trial:
         self.chosen = dict.fromkeys(own, ())
         left = {group: options[1:] for group, options in own.items()}
         for size in _SIZES:
-            for _ in range(_TRIES):
+            passed = dict(self.chosen)
+            for _ in range(_TRIES if size == _SIZES[0] else _FEW_TRIES):
                 error = self._try(size)
                 if error is None:
                     break
@@ -139,8 +141,12 @@ class _Trial:
                     break  # fewer units than that
                 group = self._group_of(str(error), left)
                 if group is None:
-                    return self._columns_near(str(error)) if size == _SIZES[0] else []
+                    break
                 self.chosen[group] = left[group].pop(0)
+            if error is not None and size == _SIZES[0]:
+                return self._columns_near(str(error))
+            if error is not None:  # right for fewer ranks
+                self.chosen = passed
         return []
 
     def _try(self, size: int) -> AutoparError | None:

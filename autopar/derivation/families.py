@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from autopar.derivation.components import unique_pairs
 from autopar.derivation.decide import components
-from autopar.derivation.trace import Trace
+from autopar.derivation.decisions import Trace
 
 __all__ = ["Family", "Member", "families"]
 
@@ -48,12 +49,16 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
     bad: list[str] = []
     members = list(_members(seen))
     for block in (*blocks, ""):
-        own = [m for m in members if (m.path.startswith(block + ".") if block else not m.path.startswith(_dots(blocks)))]
+        own = [
+            m for m in members if (m.path.startswith(block + ".") if block else not m.path.startswith(_dots(blocks)))
+        ]
         for family in _grouped(block, own):
             if not block:  # a table outside the blocks: its units are those of some block
                 near = next((f for f in found if set(f.units) & set(_units(family.members))), None)
                 family.units = near.units if near is not None else []
-            rows = [m for m in family.members if m.kind == "row"] or [m for m in family.members if m.kind == "parameter"]
+            rows = [m for m in family.members if m.kind == "row"] or [
+                m for m in family.members if m.kind == "parameter"
+            ]
             family.units = family.units or list(dict.fromkeys(x for x in rows[0].line.tolist()) if rows else ())
             ok = len(family.units) > 1
             for member in family.members:
@@ -88,7 +93,7 @@ def _dots(blocks: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(block + "." for block in blocks)
 
 
-def _members(seen: Trace):  # type: ignore[no-untyped-def]
+def _members(seen: Trace) -> Iterator[Member]:
     tracking = seen.tracking
     for path in seen.sources:
         yield Member(path, "column", components(seen, path))
@@ -100,7 +105,7 @@ def _members(seen: Trace):  # type: ignore[no-untyped-def]
     for name, dims in tracking.touched.items():
         if any(name.startswith(norm) for norm in norms):
             continue
-        found = [(dim, line) for dim in range(len(dims)) if (line := _line(seen, name, dim)) is not None]
+        found = [(dim, own) for dim in range(len(dims)) if (own := _line(seen, name, dim)) is not None]
         if len(found) == 1:
             yield Member(name, "parameter", found[0][1], found[0][0])
 
@@ -108,7 +113,9 @@ def _members(seen: Trace):  # type: ignore[no-untyped-def]
 def _line(seen: Trace, name: str, dim: int) -> torch.Tensor | None:
     """The component at each place of a parameter along ``dim``; None if places have several, or all the same."""
     tracking = seen.tracking
-    pairs = torch.cat(tracking.touched[name][dim]) if tracking.touched[name][dim] else torch.zeros(0, 2, dtype=torch.long)
+    pairs = (
+        torch.cat(tracking.touched[name][dim]) if tracking.touched[name][dim] else torch.zeros(0, 2, dtype=torch.long)
+    )
     pairs = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1]))
     size = tracking.shapes[name][dim]
     if len(pairs) != size or not torch.equal(pairs[:, 0], torch.arange(size)) or len(pairs[:, 1].unique()) == 1:

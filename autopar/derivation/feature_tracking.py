@@ -11,8 +11,8 @@ A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the num
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,53 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.derivation.components import Components, unique_pairs
+from autopar.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark, Meeting, Spoiled, places_of
 from autopar.derivation.operators import MOVES, SHAPE_ONLY, matrices_of, reduced_dims
 from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["ACTIVATION", "CONSTANT", "INPUT", "INSIDE", "PARAMETER", "FeatureTracking", "Mark", "Meeting", "Spoiled"]
-
-CONSTANT, INPUT, PARAMETER, ACTIVATION, INSIDE = range(5)
-"""Kinds: of no gradient; the model's inputs; of parameters alone; replicated with a gradient; inside of a region."""
+__all__ = ["FeatureTracking"]
 
 _LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clone", "neg"}
-
-
-@dataclass(frozen=True)
-class Mark:
-    """What is known of a tensor.
-
-    Attributes:
-        features: the number of each element, 0 for none; of the tensor's shape. None: no element has one.
-        producers: paths of the layers that it comes from, if it is an activation.
-        places: parameter -> for each of its dims the index of each element; of the tensor's shape.
-        fresh: nothing but moves and scaling happened since the layer that numbered the features.
-        partial: the sum over ranks is still to come (behind a bare parameter).
-    """
-
-    kind: int
-    features: torch.Tensor | None = None
-    producers: frozenset[str] = frozenset()
-    places: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    fresh: bool = False
-    partial: bool = False
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A replicated activation met what is inside of a region; ``features``: some of those, if they are numbered."""
-
-    producers: frozenset[str]
-    features: torch.Tensor
-    where: str
-
-
-@dataclass(frozen=True)
-class Spoiled:
-    """Features that cannot be sharded, and why."""
-
-    why: str
-    features: torch.Tensor
 
 
 class FeatureTracking(ValuelessTracking):
@@ -105,7 +66,7 @@ class FeatureTracking(ValuelessTracking):
         """Return the mark of a tensor; of a parameter that nobody asked for yet, a new one."""
         known = self._marks.get(tensor)
         if known is None and (name := self._names.get(id(tensor))) is not None:
-            known = Mark(PARAMETER, places={name: _places(tensor)})
+            known = Mark(PARAMETER, places={name: places_of(tensor)})
             self.shapes[name] = tuple(tensor.shape)
             self._marks[tensor] = known
         return known
@@ -218,7 +179,9 @@ class FeatureTracking(ValuelessTracking):
         """Do with the numbers what is done with the elements."""
         leaves = list(tensors_in((args, kwargs)))
         fresh = all(m is None or m.fresh or m.kind <= PARAMETER for m in map(self.mark_of, leaves))
-        kept = {k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "memory_format")}
+        kept = {
+            k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "memory_format")
+        }
 
         def run(take: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor] | None:
             def stand_in(value: Any) -> Any:
@@ -322,12 +285,10 @@ class FeatureTracking(ValuelessTracking):
                 return made if added is None else self._pointwise("add", (added,), {}, output, made)
         rows, columns = self.features_of(one), self.features_of(other)
         total = torch.zeros(output.shape, dtype=torch.int32)
-        joined = [
-            None if x is None else self.components.join_along(x, [dim]) for x, dim in ((rows, -1), (columns, -2))
-        ]
-        for found in joined:
-            if found is not None:
-                found = self.components.of(found).expand(output.shape)
+        joined = [None if x is None else self.components.join_along(x, [dim]) for x, dim in ((rows, -1), (columns, -2))]
+        for part in joined:
+            if part is not None:
+                found = self.components.of(part).expand(output.shape)
                 self.components.join(total, found)
                 total = torch.where(total == 0, found, total)
         return replace(base, features=total if base.kind == INSIDE and bool((total != 0).any()) else None, fresh=False)
@@ -344,8 +305,8 @@ class FeatureTracking(ValuelessTracking):
             first = features.narrow(along, 0, 1)
             if bool((features != first).any()):  # a sum over numbered features
                 features = self.components.of(features).select(-2 if right else -1, 0)  # [..., k]
-                for dim, index in enumerate(places):
-                    index = index.select(outer, 0)
+                for dim, listed in enumerate(places):
+                    index = listed.select(outer, 0)
                     if index.shape[-1] == features.shape[-1] and bool((index != index[..., :1]).any()):
                         self.touch(name, dim, index, features)
                 self.bare_sinks.add(name)
@@ -407,15 +368,6 @@ def _fits(small: torch.Tensor, large: torch.Tensor) -> bool:
     return all(a in (1, b) for a, b in zip(small.shape, large.shape, strict=True))
 
 
-def _places(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """For each dim the index of each element, without memory for them."""
-    shape = parameter.shape
-    return [
-        torch.arange(size, dtype=torch.int32).reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
-        for dim, size in enumerate(shape)
-    ]
-
-
 def _place(mark: Mark | None, name: str, dim: int) -> torch.Tensor | None:
     return None if mark is None or name not in mark.places else mark.places[name][dim]
 
@@ -428,12 +380,3 @@ def _indexed_dims(func: Any, args: tuple[Any, ...]) -> list[int]:
     if name in ("gather", "index_select", "scatter", "scatter_add", "index_add", "take_along_dim"):
         return [args[1]] if isinstance(args[1], int) else []
     return []
-
-
-def varying(features: torch.Tensor) -> bool:
-    """Whether components differ along the last dim."""
-    return bool((features != features[..., :1]).any())
-
-
-def _iterate(value: Any) -> Iterator[torch.Tensor]:
-    return tensors_in(value)

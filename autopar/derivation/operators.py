@@ -24,7 +24,21 @@ _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 SHAPE_ONLY = frozenset(getattr(torch.ops.aten, name).default for name in (*_LIKE, *_NEW))
 """Operators whose results have nothing of their arguments' values."""
 
-_ALL_DIMS = {"sum", "mean", "prod", "amax", "amin", "var", "std", "any", "all", "norm", "linalg_vector_norm", "max", "min"}
+_ALL_DIMS = {
+    "sum",
+    "mean",
+    "prod",
+    "amax",
+    "amin",
+    "var",
+    "std",
+    "any",
+    "all",
+    "norm",
+    "linalg_vector_norm",
+    "max",
+    "min",
+}
 _ONE_DIM = {
     *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "argmax", "argmin", "logsumexp", "logcumsumexp"),
     *("kthvalue", "median", "cummax", "_safe_softmax", "var_mean", "glu"),

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from autopar.derivation.block_lists import BlockList
 from autopar.derivation.counts import count_of
+from autopar.derivation.decisions import Decisions, Trace, is_linear
 from autopar.derivation.families import Family, Member
-from autopar.derivation.trace import Decisions, Trace, is_linear
+from autopar.derivation.surroundings import note_vocabulary, sections_around
 from autopar.plan.matching import join
 from autopar.policy.described_model import base_of, config_of
 
@@ -48,27 +49,26 @@ class Named:
         names = [self.heads if big else self.unit for big in wide]
         if len(set(each)) == 1:
             return names
-        return [f"{name} * {w}" if w > 1 or True else name for name, w in zip(names, each, strict=True)]
+        return [f"{name} * {w}" for name, w in zip(names, each, strict=True)]
 
 
 def policy_tree(
     root: PreTrainedModel, lists: list[BlockList], found: list[Family], seen: Trace, decisions: Decisions
 ) -> tuple[dict[str, Any], list[list[Named]]]:
-    """Return the policy of a model as ``policies/README.md`` describes it, without attributes; and the families of each list."""
-    base_path, base = base_of(root)
+    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and each list's families."""
+    base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
     by_list = [(each, _named(root, each, found, seen)) for each in lists]
-    by_list = [(each, named) for each, named in by_list]
     rules: dict[str, Any] = {}
     towers: list[dict[str, Any]] = []
-    vocab = _vocabulary(root, rules)
+    vocab = note_vocabulary(root, rules)
     for each, named in by_list:
         towers.append(_tower(root, each, named, seen, decisions, start))
     names_taken = {unit for tower in towers for unit in tower["units"]}
     inside_blocks = tuple(block + "." for each in lists for block in each.blocks)
     _outside(root, found, by_list, seen, inside_blocks, rules)
     covered = _covered(root, rules, inside_blocks)
-    before, after, head = _sections(seen, covered, lists, start)
+    before, after, head = sections_around(seen, covered, lists, start)
     units = {"vocab": vocab} if vocab else {}
     assert not names_taken & set(units)
     tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
@@ -84,7 +84,7 @@ def policy_tree(
     else:
         tree["units"] = units
         tree["prefix"] = before
-        tree["towers"] = {name: tower for name, tower in zip(_tower_names(lists), towers, strict=True)}
+        tree["towers"] = dict(zip(_tower_names(lists), towers, strict=True))
         last = list(tree["towers"].values())[-1]
         last["suffix"] = after
     tree["head"] = head
@@ -96,7 +96,11 @@ def policy_tree(
 def _tower_names(lists: list[BlockList]) -> list[str]:
     result: list[str] = []
     for each in lists:
-        words = [part for part in each.path.split(".") if part not in ("*", "layers", "layer", "blocks", "block", "model", "h")]
+        words = [
+            part
+            for part in each.path.split(".")
+            if part not in ("*", "layers", "layer", "blocks", "block", "model", "h")
+        ]
         name = next((word for word in reversed(words) if word not in result), f"tower{len(result)}")
         result.append(name)
     return result
@@ -172,7 +176,7 @@ def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, deci
         for member in each.of_blocks[block].members:
             rules.update(_rule(root, member, each, seen))
     for name in sorted(seen.tracking.inside):
-        holder, _, last = name.rpartition(".")
+        holder, _, _ = name.rpartition(".")
         if not name.startswith(block + ".") or name in rules or holder in rules or not own:
             continue
         unit = _nearest(own, block, name).unit
@@ -180,7 +184,12 @@ def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, deci
         listed = [f"{holder}.{n}" for n, p in module._parameters.items() if p is not None]
         if name in seen.tracking.once:
             rules[name] = {"once": unit}
-        elif not module._modules and set(listed) <= seen.tracking.inside and not set(listed) & set(rules) and not set(listed) & seen.tracking.once:
+        elif (
+            not module._modules
+            and set(listed) <= seen.tracking.inside
+            and not set(listed) & set(rules)
+            and not set(listed) & seen.tracking.once
+        ):
             rules[holder] = {"enter_output": unit} if holder in seen.entered else {"replicated": unit}
         else:
             rules[name] = {"replicated": unit}
@@ -199,7 +208,8 @@ def _nearest(named: list[Named], block: str, path: str) -> Named:
     def common(each: Named) -> int:
         own = path.split(".")
         return max(
-            sum(1 for a, b in zip(own, m.path.split("."), strict=False) if a == b) for m in each.of_blocks[block].members
+            sum(1 for a, b in zip(own, m.path.split("."), strict=False) if a == b)
+            for m in each.of_blocks[block].members
         )
 
     return max(named, key=common)
@@ -344,39 +354,6 @@ def _covered(
     return result
 
 
-def _vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
-    """Note the rules of embeddings of words and of what makes logits of words; returns the count of words."""
-    count = ""
-    tables = set()
-    for path, module in root.named_modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
-        size = getattr(module.config, "vocab_size", None)
-        try:
-            words: Any = module.get_input_embeddings()
-        except (NotImplementedError, AttributeError):
-            words = None
-        if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
-            tables.add(id(words.weight))
-            same = size == getattr(root.config, "vocab_size", None)
-        count = "vocab_size" if same and count in ("", "vocab_size") else "inferred"
-    for path, module in root.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
-            rules[path] = {"embedding": "vocab"}
-    for path, module in root.named_modules():
-        if isinstance(module, PreTrainedModel):
-            made: Any = module.get_output_embeddings()
-            own = next((p for p, m in root.named_modules() if m is made), "") if made is not None else ""
-            sizes = {t.num_embeddings for t in root.modules() if isinstance(t, nn.Embedding) and id(t.weight) in tables}
-            if own and isinstance(made, nn.Linear) and made.out_features in sizes:
-                rules[own] = {"column": "vocab", "gather_output": True}
-    tied = {id(p) for path, rule in rules.items() for p in root.get_submodule(path).parameters()}
-    for path, module in root.named_modules():
-        if isinstance(module, nn.Linear) and path not in rules and id(module.weight) in tied:
-            rules[path] = {"column": "vocab", "gather_output": True}
-    return count
-
-
 def _outside(
     root: nn.Module,
     found: list[Family],
@@ -396,27 +373,3 @@ def _outside(
         holder = name.rpartition(".")[0]
         if not name.startswith(blocks) and name not in rules and holder not in rules and units:
             rules[name] = {"replicated": units[0]}
-
-
-def _sections(
-    seen: Trace, covered: Mapping[str, Any], lists: list[BlockList], start: str
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Modules outside of the blocks: before them, behind them, and outside of the base model."""
-    starts = [seen.order.index(block) for each in lists for block in each.blocks if block in seen.order]
-    first = min(starts, default=0)
-    before: dict[str, Any] = {}
-    after: dict[str, Any] = {}
-    head: dict[str, Any] = {}
-    for path, rule in covered.items():
-        if not path.startswith(start):
-            name, _, rest = path.partition(".")
-            head[f"{name}?" + (f".{rest}" if rest else "")] = rule
-            continue
-        own = path[len(start) :]
-        called = [n for n, p in enumerate(seen.order) if p == path or p.startswith(path + ".")]
-        called = called or [n for n, p in enumerate(seen.order) if p == path.rpartition(".")[0]]
-        if not start and isinstance(rule, dict) and "column" in rule:
-            head[f"{own}?"] = rule  # the base model is the task model
-            continue
-        (before if called and called[0] < first else after)[own] = rule
-    return before, after, head

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
+from autopar.plan.matching import join
 from autopar.plan.plan import Plan
 from autopar.policy.files import policy_folder
 from autopar.policy.load import read_user_policy
@@ -18,6 +18,7 @@ from autopar.policy.load import read_user_policy
 __all__ = ["composed", "yaml_text"]
 
 _SECTIONS = ("prefix", "every_stage", "suffix", "head")
+_NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECTIONS)
 _TP = 2
 
 
@@ -30,10 +31,8 @@ def yaml_text(tree: dict[str, Any], comments: list[str]) -> str:
 def _lines(tree: dict[str, Any], depth: int) -> Iterator[str]:
     for name, value in tree.items():
         key = yaml.safe_dump(str(name), default_flow_style=True, width=1000).split("\n")[0]
-        if isinstance(value, dict) and name in ("match", "units", "towers", "blocks", "modules", "attributes", *_SECTIONS):
-            yield " " * depth + f"{key}:"
-            yield from _lines(value, depth + 2)
-        elif isinstance(value, dict) and ("blocks" in value or "units" in value):  # a tower
+        tower = isinstance(value, dict) and ("blocks" in value or "units" in value)
+        if isinstance(value, dict) and (name in _NESTED or tower):
             yield " " * depth + f"{key}:"
             yield from _lines(value, depth + 2)
         else:
@@ -57,22 +56,33 @@ def composed(model: PreTrainedModel, tree: dict[str, Any]) -> dict[str, Any]:
 
 def _fragments(tree: dict[str, Any]) -> list[str]:
     """Fragments that have rules for paths of the policy, those with most first."""
-    own = {_plain(path) for path in tree["blocks"]["modules"]} | {_plain(path) for s in _SECTIONS for path in tree.get(s, {})}
+    own = {_plain(path) for path in tree["blocks"]["modules"]} | {
+        _plain(path) for s in _SECTIONS for path in tree.get(s, {})
+    }
     scored = []
     for path in sorted((policy_folder() / "fragments").glob("*.yaml")):
-        if path.stem.startswith("module_"):
+        if path.stem.startswith("module_") or path.stem == "composite":
             continue
-        name = f"fragments/{path.stem}"
-        try:
-            read = read_user_policy({"extends": name, "match": {"model_type": "none"}, "units": {}})
-        except AutoparError:
-            continue
-        tower = read.towers[0]
-        keys = {*tower.blocks, *tower.prefix, *tower.every_stage, *tower.suffix, *read.head}
-        common = sum(_plain(key) in own for key in keys)
-        if len(read.towers) == 1 and common:
-            scored.append((-common, len(keys) - common, name))
+        keys = set(_paths(path.stem))
+        common = sum(key in own for key in keys)
+        if common:
+            scored.append((len(keys) - common, -common, f"fragments/{path.stem}"))
     return [name for _, _, name in sorted(scored)]
+
+
+def _paths(fragment: str) -> Iterator[str]:
+    """Yield the paths for which a fragment has rules, those of fragments that it extends too."""
+    tree = yaml.safe_load((policy_folder() / "fragments" / f"{fragment}.yaml").read_text(encoding="utf-8")) or {}
+    for section in _SECTIONS:
+        yield from map(_plain, tree.get(section) or {})
+    blocks = tree.get("blocks") or {}
+    yield from map(_plain, blocks.get("modules") or {})
+    for place, names in (("", tree.get("extends")), ("", blocks.get("extends"))):
+        mounted = names if isinstance(names, dict) else {place: names}
+        for mount, listed in mounted.items():
+            for name in [listed] if isinstance(listed, str) else listed or ():
+                if name.startswith("fragments/"):
+                    yield from (join(_plain(mount), path) for path in _paths(name.removeprefix("fragments/")))
 
 
 def _plain(path: str) -> str:
@@ -92,8 +102,10 @@ def _without_repeats(model: PreTrainedModel, tree: dict[str, Any], wanted: Any) 
         return None
     places = [("units", name) for name in tree.get("units", {})]
     places += [(section, name) for section in _SECTIONS for name in tree.get(section, {})]
-    places += [(f"blocks.{part}", name) for part in ("modules", "attributes") for name in tree["blocks"].get(part, {})]
-    places += [("blocks", "path")]
+    places += [
+        (f"blocks.{part}", name) for part in ("modules", "attributes") for name in tree.get("blocks", {}).get(part, {})
+    ]
+    places += [("blocks", "path")] if "path" in tree.get("blocks", {}) else []
     for section, name in places:
         less = _less(tree, section, name)
         if same(less):
@@ -131,8 +143,3 @@ def _facts(plan: Plan) -> Any:
 
 def _layout(layout: Any) -> Any:
     return None if layout is None else (layout.dim, [layout.ranges(rank) for rank in range(layout.axis_size)])
-
-
-def model_name(source: str) -> str:
-    """Return a name for the file of a policy."""
-    return re.sub(r"\W+", "_", source).strip("_")
