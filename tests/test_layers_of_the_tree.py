@@ -14,7 +14,7 @@ ROWS = [
     ["tensor_parallel", "pipeline_parallel", "checkpoint"],
     ["context_parallel"],
     ["deferred_init", "dry_run"],
-    ["planner"],
+    ["planner", "derivation"],
     ["api", "split"],
     ["verification"],
     ["pretrained", "cli"],

@@ -1,0 +1,221 @@
+"""Derive a policy from the structure of a model and one forward of it without data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.derivation.attributes import Candidate, candidates, choices
+from autopar.derivation.block_lists import BlockList, block_lists
+from autopar.derivation.decide import components, decide
+from autopar.derivation.decisions import Decisions, Names, Trace
+from autopar.derivation.families import families
+from autopar.derivation.policy_tree import Named, marked, missing, policy_tree
+from autopar.derivation.trace import traced
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.load import read_user_policy
+
+__all__ = ["Derived", "derive"]
+
+_SIZES = (2, 4)
+_TRIES, _FEW_TRIES = 200, 6
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A derived policy.
+
+    Attributes:
+        tree: the policy as plain data, in the form of ``policies/README.md``.
+        whole: layers that could not be sharded, with ``*`` for the numbers of blocks.
+        unseen: lists of blocks that the forward did not reach; they stay whole.
+    """
+
+    tree: dict[str, Any]
+    whole: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+
+
+def derive(model: PreTrainedModel) -> Derived:
+    """Derive the policy of a model: units and rules by a trace, attributes by dry runs. The model is only read.
+
+    Raises:
+        UnsupportedModelError: the model does not run without data, or nothing of it can be sharded; says why.
+    """
+    models = traced(model)
+    if not models:
+        raise UnsupportedModelError(
+            f"no policy can be derived for {type(model).__name__}: no inputs are known for its forward "
+            f"(main_input_name is '{model.main_input_name}'); write one by hand, docs/policies.md leads through it"
+        )
+    root: Any = models[0].model
+    lists = block_lists(root)
+    blocks = tuple(block for each in lists for block in each.blocks)
+    decisions = Decisions()
+    while True:
+        seen, decisions = decide(models, blocks, decisions)
+        _refuse_unseen(model, seen)
+        found, bad = families(seen, blocks)
+        if not bad:
+            tree, named = policy_tree(root, lists, found, seen, decisions)
+            trial = _Trial(model, root, tree, lists, named, seen)
+            bad = trial.refused()
+            if not bad:
+                return _derived(trial, decisions, lists, seen)
+        names = set(map(seen.names, bad))
+        if names <= decisions.whole:
+            raise UnsupportedModelError(
+                f"no policy can be derived for {type(model).__name__}: {trial.reason if not bad else 'no rule fits'}"
+            )
+        decisions = decisions.without(names)
+
+
+def _refuse_unseen(model: PreTrainedModel, seen: Trace) -> None:
+    if not seen.ran:
+        raise UnsupportedModelError(
+            f"no policy can be derived for {type(model).__name__}: its forward does not run without data"
+            + (f" ({seen.failure})" if seen.failure else "")
+            + ". Write one by hand: docs/policies.md leads through it"
+        )
+
+
+def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: Trace) -> Derived:
+    tree = trial.tree_with(trial.chosen)
+    if not any(kind in text for text in _leaves(tree) for kind in ("column", "row", "sharded", "embedding")):
+        raise UnsupportedModelError(
+            f"no policy can be derived for {type(trial.model).__name__}: no layers follow one another so that units "
+            "of the first meet those of the second, and no table has config.vocab_size rows"
+        )
+    ran = set(seen.order)
+    unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
+    called = {seen.names(path) for path in ran}
+    whole = tuple(sorted(name for name in decisions.whole if name in called or name.rpartition(".")[0] in called))
+    return Derived(tree, whole, unseen)
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield str(name)
+            yield from _leaves(below)
+
+
+@dataclass
+class _Trial:
+    """A policy tried in dry runs, with more and more attributes."""
+
+    model: PreTrainedModel
+    root: nn.Module
+    tree: dict[str, Any]
+    lists: list[BlockList]
+    named: list[list[Named]]
+    seen: Trace
+    reason: str = ""
+    chosen: dict[tuple[int, str], tuple[Candidate, ...]] = field(default_factory=dict)
+
+    def refused(self) -> list[str]:
+        """Find attributes with which the dry runs pass; else return the columns of the family that is refused."""
+        names: Names = self.seen.names
+        own = {
+            (tower, module): list(choices(listed))
+            for tower, (each, many) in enumerate(zip(self.lists, self.named, strict=True))
+            for module, listed in candidates(self.root, each, many, names).items()
+        }
+        self.chosen = dict.fromkeys(own, ())
+        left = {group: options[1:] for group, options in own.items()}
+        for size in _SIZES:
+            passed = dict(self.chosen)
+            for _ in range(_TRIES if size == _SIZES[0] else _FEW_TRIES):
+                error = self._try(size)
+                if error is None:
+                    break
+                self.reason = str(error)
+                if isinstance(error, ConfigError) and size != _SIZES[0]:
+                    break  # fewer units than that
+                group = self._group_of(str(error), left)
+                if group is None:
+                    break
+                self.chosen[group] = left[group].pop(0)
+            if error is not None and size == _SIZES[0]:
+                return self._columns_near(str(error))
+            if error is not None:  # right for fewer ranks
+                self.chosen = passed
+        return []
+
+    def _try(self, size: int) -> AutoparError | None:
+        try:
+            plan = make_plan(self.model, read_user_policy(self.tree_with(self.chosen)), size)
+            check_plan(self.model, "", plan)
+        except AutoparError as error:
+            return error
+        return None
+
+    def tree_with(self, chosen: dict[tuple[int, str], tuple[Candidate, ...]]) -> dict[str, Any]:
+        """Return the policy with attributes."""
+        tree = {**self.tree}
+        towers = dict(tree["towers"]) if "towers" in tree else {"": tree}
+        for number, name in enumerate(list(towers) if self.lists else []):
+            attributes = {}
+            for (tower, _), listed in chosen.items():
+                for candidate in listed if tower == number else ():
+                    attributes[self._key(candidate, self.lists[number])] = candidate.share
+            if attributes:
+                towers[name] = {**towers[name], "blocks": {**towers[name]["blocks"], "attributes": attributes}}
+        return {**tree, "towers": towers} if "towers" in tree else towers[""]
+
+    def _key(self, candidate: Candidate, each: BlockList) -> str:
+        """The entry under ``attributes``, with marks for what some blocks lack."""
+        path = candidate.module
+        lacking = {p for block in each.blocks for p in missing(self.root.get_submodule(block), path)} if path else set()
+        shown = marked(path, lacking) if path else ""
+        return ".".join(part for part in (shown, candidate.name + "?") if part) if lacking else candidate.key
+
+    def _place(self, text: str) -> str:
+        """The first path in an error that is one of the model's."""
+        known = {path for path, _ in self.root.named_modules()} | {name for name, _ in self.root.named_parameters()}
+        words = [word.strip(".,:'") for word in re.split(r"[\s]", text)]
+        return next((word for word in words if word in known and self.seen.names.block_of(word)), "")
+
+    def _group_of(self, text: str, left: dict[tuple[int, str], list[Any]]) -> tuple[int, str] | None:
+        """The module of which other attributes are tried next."""
+        place = self._place(text)
+        block = self.seen.names.block_of(place) if place else None
+        best: tuple[int, tuple[int, str]] | None = None
+        for group, options in left.items():
+            tower, module = group
+            if not options or (block is not None and block not in self.lists[tower].blocks):
+                continue
+            shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
+            alike = sum(1 for a, b in zip(shown.split("."), module.split("."), strict=False) if a == b)
+            named = any(candidate.key in text for candidate in self.chosen[group])
+            score = alike * 4 + 2 * (shown.startswith(module)) + 8 * named
+            if best is None or score > best[0]:
+                best = score, group
+        return None if best is None else best[1]
+
+    def _columns_near(self, text: str) -> list[str]:
+        """The columns of the families in the module that an error names; of all, if it names none."""
+        place = self._place(text)
+        block = self.seen.names.block_of(place) if place else None
+        scored: list[tuple[int, list[str]]] = []
+        for family in (n.of_blocks[block] for many in self.named for n in many if block in n.of_blocks):
+            alike = max(_common(place, member.path) for member in family.members)
+            wanted = {int(unit) for unit in family.units}
+            sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
+            scored.append((alike, sources))
+        if scored:
+            most = max(score for score, _ in scored)
+            return [path for score, paths in scored if score == most for path in paths]
+        return list(self.seen.tracking.first_of)
+
+
+def _common(one: str, other: str) -> int:
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)

@@ -1,0 +1,101 @@
+"""Policies derived from structure: the sharding of the hand-written ones, and the numbers of the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.derivation.components import Components
+from autopar.derivation.derive import derive
+from autopar.derivation.yaml_text import composed, yaml_text
+from autopar.errors import UnsupportedModelError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.load import read_user_policy
+from autopar.policy.match import find_policy
+from tests.derivation.odd_model import OddConfig, OddForCausalLM, TangledModel, Unpredictable
+from tests.parity import check, language_batches, randomise
+from tests.pool import pooled
+from tests.random_models import Case, build
+
+TP = 2
+
+LIKE_BY_HAND = {
+    "llama": ("LlamaForCausalLM", "grouped heads, a gated MLP"),
+    "gpt2": ("GPT2LMHeadModel", "q, k, v fused in one Conv1D; attributes"),
+    "phi3": ("Phi3ForCausalLM", "q, k, v of different widths fused; gate and up fused"),
+    "qwen3": ("Qwen3ForCausalLM", "a norm over each head"),
+    "bloom": ("BloomForCausalLM", "q, k, v fused head by head"),
+    "bert": ("BertForMaskedLM", "an encoder, a tied head"),
+    "t5": ("T5ForConditionalGeneration", "two towers, a table of biases by head that all blocks read"),
+    "mixtral": ("MixtralForCausalLM", "experts in 3-D parameters"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "latent attention, shared experts"),
+    "mamba": ("MambaForCausalLM", "a state for each channel, low-rank time steps"),
+    "olmo2": ("Olmo2ForCausalLM", "norms over all heads"),
+    "vit": ("ViTForImageClassification", "images"),
+}
+
+
+def sharding(policy: Any, model: Any) -> dict[str, Any]:
+    plan = make_plan(model, policy, TP)
+    return {
+        name: tensor.layout and (tensor.layout.dim, [tensor.layout.ranges(rank) for rank in range(TP)])
+        for name, tensor in plan.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("kind", LIKE_BY_HAND)
+def test_the_derived_policy_shards_as_the_one_by_hand(kind: str) -> None:
+    model = build(Case(kind, LIKE_BY_HAND[kind][0]), 4, 2)
+    derived = sharding(read_user_policy(derive(model).tree), model)
+    by_hand = sharding(find_policy(model), model)
+    assert derived == by_hand
+
+
+def odd() -> Any:
+    torch.manual_seed(0)
+    return randomise(OddForCausalLM(OddConfig(initializer_range=0.2)))
+
+
+def test_a_structure_that_nobody_stored_before() -> None:
+    tree = derive(odd()).tree
+    modules = tree["blocks"]["modules"]
+    assert tree["blocks"]["path"] == "stack"
+    assert "column" in modules["all"] or modules["all"] == "replicated"
+    assert tree["prefix"]["words"] == {"embedding": "vocab"}
+
+
+@pooled(world_size=2)
+def test_derive_on_the_fly() -> None:
+    check(lambda: build(Case("llama", "LlamaForCausalLM"), 4, 2), language_batches(131), 2, policy="derive")
+    check(odd, language_batches(61), 2, policy="derive")
+
+
+def test_the_text_is_the_policy() -> None:
+    model = build(Case("llama", "LlamaForCausalLM"), 4, 2)
+    tree = derive(model).tree
+    short = composed(model, tree)
+    assert "fragments/mlp_gated" in short["extends"] and "ffn" not in short["units"]
+    text = yaml_text(short, ["A line about it."])
+    assert text.startswith("# A line about it.\nextends: [")
+    assert sharding(read_user_policy(text), model) == sharding(read_user_policy(tree), model)
+
+
+def test_nothing_can_be_sharded() -> None:
+    with pytest.raises(UnsupportedModelError, match="no layers follow one another so that units of the first meet"):
+        derive(TangledModel(OddConfig()))
+
+
+def test_a_forward_that_asks_for_values() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"does not run without data \(\w+: .*Write one by hand"):
+        derive(Unpredictable(OddConfig()))
+
+
+def test_components() -> None:
+    parts = Components()
+    first = parts.new(6)
+    features = torch.arange(first, first + 6).reshape(2, 3)
+    assert parts.join_along(features, [1]).tolist() == [[first], [first + 3]]
+    parts.join(torch.tensor([first, 0]), torch.tensor([first + 4, first + 5]))
+    assert parts.of(features).unique().tolist() == [first]
