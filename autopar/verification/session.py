@@ -210,10 +210,13 @@ def _part(batch: Batch, number: int, parts: int) -> dict[str, Any]:
 def _fit(model: nn.Module, config: ParallelConfig, batch: Batch) -> tuple[int, ParallelConfig]:
     """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
 
-    A loss that is no mean over labels is not that of its micro-batches put together: then there is one micro-batch, and
-    the plain model's loss is the mean of the replicas'.
+    A loss that is no mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of its
+    micro-batches put together: then there is one micro-batch, and the plain model's is the mean of the replicas'.
     """
+    apart = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     try:
+        if apart or "labels" not in batch:
+            raise ConfigError("one micro-batch")
         inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
         default_reduction(inner, batch, 2)
         return 1, config
