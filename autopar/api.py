@@ -44,6 +44,7 @@ from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
 from autopar.plan.summary import count, imported_notice, summarise
+from autopar.planner.allocated import allocated_line, planned_bytes
 from autopar.policy.described_model import hugging_face_model, model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
@@ -114,7 +115,8 @@ def initialize(
     Returns:
         ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
         ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``. Rank 0 logs one line (INFO): policy, mesh, parameters and bytes.
+        ``model.from_parallelized``. Rank 0 logs one line (INFO): policy, mesh, parameters and bytes;
+        and (DEBUG) what was planned for it next to what it has allocated.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
@@ -330,6 +332,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     plain = not isinstance(inner, PreTrainedModel)
     blocks = [model.get_submodule(path) for path in stages.elements]
     whole, notice = count(model), imported_notice(model, plan) if mpu.is_master else None
+    telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
+    planned = planned_bytes(model, inner, plan, stages, config, mpu, optimizer) if telling else None
     failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
         axis.explain = failures.failure_of_layer
@@ -371,3 +375,5 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         _log.info("%s", notice)
     if mpu.is_master:
         _log.info("%s", summarise(model, whole, mpu.sizes, mpu.device, checked.policy.where))
+    if planned is not None:
+        _log.debug("%s", allocated_line(model, planned, mpu.device))

@@ -45,6 +45,12 @@ def plan(
     checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks; by default either.")
     ] = None,
+    cp: Annotated[
+        int | None, typer.Option("--cp", min=1, help="Context-parallel size; by default any that long sequences want.")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="By default either.")
+    ] = None,
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
@@ -59,7 +65,9 @@ def plan(
         from autopar.planner.report import to_json
         from autopar.planner.search import Space, rehearsed, search
 
-        space = Space(gpus, gpus_per_node, global_batch, zero, checkpointing)
+        space = Space(
+            *(gpus, gpus_per_node, global_batch, zero, checkpointing), cp=cp, sequence_parallel=sequence_parallel
+        )
         found = search(estimator, space)
         rehearsed(estimator, found)
         if as_json:
@@ -159,19 +167,30 @@ def _tables(found: Found, space: Space) -> Iterator[Table]:
     def table(*columns: str) -> Table:
         return Table("", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
-    chosen = table("tp", "pp", "dp", "schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU",
-                   "bubble")  # fmt: skip
+    rare = {"cp": 1, "sequence_parallel": False}  # columns that are left out where no candidate has it
+    rare = {name: value for name, value in rare.items() if all(getattr(b.candidate, name) == value for b in found.best)}
+    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "pp": "pp", "dp": "dp"}
+    axes = {name: title for name, title in titles.items() if name not in rare}
+    sent = [axis for axis, _ in found.best[0].bytes if axis not in rare]
+    run = ("schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU", "bubble")
+    chosen = table(*axes.values(), *run)
     memory = table(*found.best[0].peak.parts(), "GB in all")
-    time = table("s/step:", *dict(found.best[0].parts), "GB sent: tp", "pp", "dp")
+    spent = [name for name, _ in found.best[0].parts if name not in rare]
+    time = table("s/step:", *spent, *(f"GB sent: {axis}" if axis == sent[0] else axis for axis in sent))
     for number, best in enumerate(found.best, 1):
         c = best.candidate
         cells: list[Any] = [
-            *(number, c.tp, c.pp, c.dp, c.schedule if c.pp > 1 else "-", f"{c.microbatches} x {c.microbatch}"),
+            *(number, *(_word(getattr(c, name)) for name in axes)),
+            *(c.schedule if c.pp > 1 else "-", f"{c.microbatches} x {c.microbatch}"),
             *(c.zero, "blocks" if c.checkpointing else "-", f"{best.time:.2f}"),
             *(f"{best.tokens_per_second / space.gpus:,.0f}", f"{best.mfu:.1%}", f"{best.bubble:.1%}"),
         ]
         chosen.add_row(*map(str, cells))
         memory.add_row(str(number), *map(gigabytes, best.peak.parts().values()), gigabytes(best.peak.total))
-        seconds = [f"{dict(best.parts).get(name, 0.0):.2f}" for name in dict(found.best[0].parts)]
-        time.add_row(str(number), "", *seconds, *(gigabytes(sent) for _, sent in best.bytes))
+        seconds = [f"{dict(best.parts).get(name, 0.0):.2f}" for name in spent]
+        time.add_row(str(number), "", *seconds, *(gigabytes(dict(best.bytes)[axis]) for axis in sent))
     yield from (chosen, memory, time)
+
+
+def _word(value: Any) -> str:
+    return {True: "yes", False: "-"}[value] if isinstance(value, bool) else str(value)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.config import ParallelConfig
 
-__all__ = ["Candidate", "Estimate", "RankMemory"]
+__all__ = ["Candidate", "Estimate", "RankMemory", "Rows", "mesh_words"]
+
+
+class Rows(NamedTuple):
+    """How sequences lie on ranks: sizes of tp and cp, and whether tp ranks hold rows between the regions."""
+
+    tp: int
+    cp: int = 1
+    sequence_parallel: bool = False
+
+
+def mesh_words(tp: int, cp: int, pp: int, dp: int) -> str:
+    """Return a mesh in words, without context parallelism where there is none."""
+    return f"tp {tp}{f' x cp {cp}' if cp > 1 else ''} x pp {pp} x dp {dp}"
 
 
 @dataclass(frozen=True)
@@ -20,6 +33,7 @@ class Candidate:
         microbatch: samples of a micro-batch; ``microbatches``: how many a replica has in a step.
         zero: ZeRO's stage.
         checkpointing: whether the activations of blocks are recomputed.
+        cp: context-parallel size; ``sequence_parallel``: whether tp ranks hold rows between the regions.
     """
 
     tp: int
@@ -30,11 +44,23 @@ class Candidate:
     microbatches: int
     zero: int
     checkpointing: bool
+    cp: int = 1
+    sequence_parallel: bool = False
 
     @property
     def gpus(self) -> int:
         """Ranks of the mesh."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard: gradients are averaged over them, optimizer states sharded."""
+        return self.dp * self.cp
+
+    @property
+    def rows(self) -> Rows:
+        """How sequences lie on the ranks of tp and cp."""
+        return Rows(self.tp, self.cp, self.sequence_parallel)
 
     def config(self, precision: str) -> ParallelConfig:
         """Return the configuration that ``initialize`` takes."""
@@ -42,8 +68,13 @@ class Candidate:
 
     def sections(self, precision: str) -> dict[str, Any]:
         """Return the configuration as a user writes it."""
+        sizes: dict[str, Any] = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
+        if self.cp > 1:
+            sizes["context_parallel_size"] = self.cp
+        if self.sequence_parallel:
+            sizes["sequence_parallel"] = True
         found: dict[str, Any] = {
-            "model_parallelism": {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp},
+            "model_parallelism": sizes,
             "pipeline": {"schedule": self.schedule, "microbatch_size": self.microbatch},
         }
         if self.zero:
@@ -55,7 +86,8 @@ class Candidate:
         return found
 
     def __str__(self) -> str:
-        parts = [f"tp {self.tp} x pp {self.pp} x dp {self.dp}"]
+        parts = [mesh_words(self.tp, self.cp, self.pp, self.dp)]
+        parts += ["sequence parallel"] if self.sequence_parallel else []
         parts += [self.schedule] if self.pp > 1 else []
         parts += [f"{self.microbatches} x {self.microbatch}"]
         parts += [f"ZeRO-{self.zero}"] if self.zero else []

@@ -12,17 +12,19 @@ __all__ = ["Collective", "collectives_of"]
 
 
 class Collective(NamedTuple):
-    """One call of a collective over tp.
+    """One call of a collective over tp or cp.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
         bytes: of the whole tensor.
         backward: whether the backward makes it.
+        axis: ``tp`` or ``cp``.
     """
 
     kind: str
     bytes: int
     backward: bool
+    axis: str = "tp"
 
 
 # Name of the node -> collective of its forward, of its backward.
@@ -35,6 +37,7 @@ _NODES = {
     "_GatherSumBackward": ("all_gather", "reduce_scatter"),
     "_ReduceScatterBackward": ("reduce_scatter", "all_gather"),
     "_AllToAllBackward": ("all_to_all", "all_to_all"),
+    "_ExchangeBackward": ("all_to_all", "all_to_all"),
     "_SumReplicasBackward": (None, "all_reduce"),
 }
 
@@ -48,15 +51,27 @@ def collectives_of(outputs: Iterable[torch.Tensor], inputs: Collection[torch.Ten
     ends = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(ends)
+    again: set[int] = set()  # sequences that several weights read, gathered once
     found: list[Collective] = []
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
+        if node.name() == "_WeightOfRowsBackward" and id(node.again) not in again:
+            again.add(id(node.again))
+            found.append(_gathered_again(node))
         found += _calls(node)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return found
+
+
+def _gathered_again(node: Any) -> Collective:
+    """The rows that a weight's gradient reads, whole."""
+    [rows] = node.saved_tensors
+    layout, axis = node.again.layout, node.again.axis
+    size = rows.numel() // layout.local_size(axis.rank) * layout.size * rows.dtype.itemsize
+    return Collective("all_gather", size, backward=True, axis=axis.name)
 
 
 def _calls(node: Any) -> Iterator[Collective]:
@@ -71,7 +86,8 @@ def _calls(node: Any) -> Iterator[Collective]:
     elif "Scatter" in node.name() and node.name() != "_ScatterBackward":
         shape[node.dim] *= node.axis.size
     size = prod(shape) * of.dtype.itemsize
+    axis = getattr(getattr(node, "axis", None), "name", "tp")
     if forward is not None:
-        yield Collective(forward, size, backward=False)
+        yield Collective(forward, size, backward=False, axis=axis)
     if backward is not None:
-        yield Collective(backward, size, backward=True)
+        yield Collective(backward, size, backward=True, axis=axis)

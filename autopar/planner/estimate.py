@@ -10,7 +10,7 @@ from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import StagePlan
 from autopar.planner.bubbles import Played, play, step_time
-from autopar.planner.candidate import Candidate, Estimate, RankMemory
+from autopar.planner.candidate import Candidate, Estimate, RankMemory, Rows
 from autopar.planner.hardware import Gpu
 from autopar.planner.model_states import RankBytes
 from autopar.planner.planned_model import PlannedModel
@@ -21,6 +21,11 @@ __all__ = ["Estimator"]
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
 _BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
 _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
+
+
+def _kind(candidate: Candidate) -> tuple[Rows, int, str, int, bool]:
+    """What the costs of a stage follow from."""
+    return candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
 
 
 @dataclass
@@ -53,13 +58,11 @@ class Estimator:
         Raises:
             AutoparError: the sizes do not fit the model, or it does not run on the meta device.
         """
-        states = self._bytes(candidate.tp, candidate.pp, candidate.dp, candidate.schedule, candidate.zero)
+        states = self._states_of(candidate)
         enough = min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
         if candidate.schedule == "gpipe":
             enough = candidate.microbatches
-        peaks = self._peaks(
-            *(candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing), enough
-        )
+        peaks = self._peaks(*_kind(candidate), enough)
         return tuple(
             self._memory(candidate, rank, held, peak)
             for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
@@ -68,13 +71,11 @@ class Estimator:
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
         buffers = held.buffers
         if candidate.pp > 1:
-            costs = self._costs(
-                candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
-            )
+            costs = self._costs(*_kind(candidate))
             buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
-        if candidate.zero == 3 and candidate.dp > 1:
+        if candidate.zero == 3 and candidate.replicas > 1:
             buffers += self._gathered(candidate)
-        elif candidate.dp > 1:
+        elif candidate.replicas > 1:
             buffers += min(max(_BUCKET, held.largest), held.gradients)
         foreach = 4 * held.stepped if self.device == "cuda" and self.model.optimizer.startswith("adam") else 0
         return RankMemory(
@@ -109,20 +110,24 @@ class Estimator:
         config = self._config(pp, schedule, zero)
         return [states.most(stages, config, rank, dp) for rank in range(pp)]
 
-    def _stage_costs(self, tp: int, pp: int, schedule: str, batch: int, checkpointing: bool) -> list[StageCost]:
+    def _states_of(self, candidate: Candidate) -> list[RankBytes]:
+        return self._bytes(candidate.tp, candidate.pp, candidate.replicas, candidate.schedule, candidate.zero)
+
+    def _stage_costs(self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool) -> list[StageCost]:
         return stage_costs(
-            self.model.count(tp, batch),
+            self.model.count(rows, batch),
             self._stages(pp, schedule),
             self.gpu,
             precision=self.model.precision,
-            tp=tp,
+            rows=rows,
+            gpus_per_node=self.gpus_per_node,
             checkpointing=checkpointing,
         )
 
     def _activation_peaks(
-        self, tp: int, pp: int, schedule: str, batch: int, checkpointing: bool, microbatches: int
+        self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool, microbatches: int
     ) -> list[ActivationBytes]:
-        costs = self._costs(tp, pp, schedule, batch, checkpointing)
+        costs = self._costs(rows, pp, schedule, batch, checkpointing)
         return [peak_of(states, costs) for states in self._moments(pp, schedule, microbatches, checkpointing)]
 
     def _rank_states(self, pp: int, schedule: str, microbatches: int, checkpointing: bool) -> list[list[State]]:
@@ -140,9 +145,7 @@ class Estimator:
 
     def _busy(self, candidate: Candidate) -> list[float]:
         """Seconds that each rank works on a micro-batch."""
-        costs = self._costs(
-            candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
-        )
+        costs = self._costs(*_kind(candidate))
         busy = [0.0] * candidate.pp
         for cost, rank in zip(costs, self._stages(candidate.pp, candidate.schedule).rank_of, strict=True):
             busy[rank] += sum(cost.time_of(Action(k, 0, 0), recomputed=candidate.checkpointing) for k in "FB")
@@ -153,9 +156,7 @@ class Estimator:
         return self._played(replace(candidate, microbatches=microbatches, zero=0))
 
     def _play(self, candidate: Candidate) -> Played:
-        costs = self._costs(
-            candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
-        )
+        costs = self._costs(*_kind(candidate))
         output = max((cost.output for cost in costs), default=0)
         message = output / (self._between_stages(candidate) * self.gpu.network) + self.gpu.latency if output else 0.0
         return play(
@@ -171,15 +172,15 @@ class Estimator:
         run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
         behind = self._behind(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
-        costs = self._costs(
-            candidate.tp, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
-        )
-        tp_time = max(cost.forward_tp + cost.backward_tp for cost in costs) * candidate.microbatches
-        tp_time *= len(costs) // candidate.pp
+        costs = self._costs(*_kind(candidate))
+        times = candidate.microbatches * (len(costs) // candidate.pp)
+        tp_time = max(cost.forward_tp + cost.backward_tp for cost in costs) * times
+        cp_time = max(cost.forward_cp + cost.backward_cp for cost in costs) * times
         time = run + sum(behind.values())
-        flops = sum(cost.flops for cost in costs) * candidate.tp * candidate.microbatches * candidate.dp
+        ranks = candidate.tp * candidate.cp * candidate.dp
+        flops = sum(cost.flops for cost in costs) * ranks * candidate.microbatches
         samples = candidate.microbatch * candidate.microbatches * candidate.dp
-        parts = {"compute": busy - tp_time, "tp": tp_time, "bubble": run - busy, **behind}
+        parts = {"compute": busy - tp_time - cp_time, "tp": tp_time, "cp": cp_time, "bubble": run - busy, **behind}
         return Estimate(
             candidate,
             memory,
@@ -194,37 +195,38 @@ class Estimator:
 
     def _behind(self, candidate: Candidate) -> dict[str, float]:
         """Seconds of what comes behind the last backward: averaging over replicas, the optimizer."""
-        states = self._bytes(candidate.tp, candidate.pp, candidate.dp, candidate.schedule, candidate.zero)
+        states = self._states_of(candidate)
         speed = self._between_replicas(candidate) * self.gpu.network
         optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * self.gpu.stream)
         found = {"dp": 0.0, "optimizer": optimizer}
-        if candidate.dp == 1:
+        if candidate.replicas == 1:
             return found
         if candidate.zero == 3:
             calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
-            travel = self._fsdp_bytes(candidate) / speed + calls * (candidate.dp - 1) * self.gpu.hop
+            travel = self._fsdp_bytes(candidate) / speed + calls * (candidate.replicas - 1) * self.gpu.hop
             found["dp"] = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
             return found
         found["dp"] = max(self._replica_bytes(s, candidate) for s in states) / speed
         return found
 
     def _replica_bytes(self, held: RankBytes, candidate: Candidate) -> int:
-        sent = volume("all_reduce", held.gradients, candidate.dp)
-        return sent + (volume("all_gather", held.weights, candidate.dp) if candidate.zero == 1 else 0)
+        sent = volume("all_reduce", held.gradients, candidate.replicas)
+        return sent + (volume("all_gather", held.weights, candidate.replicas) if candidate.zero == 1 else 0)
 
     def _fsdp_bytes(self, candidate: Candidate) -> int:
         """What a rank sends for FSDP2 in a step: weights twice, gradients once, for each micro-batch."""
-        [held] = self._bytes(candidate.tp, 1, candidate.dp, "1f1b", 3)
-        whole = held.parameters * candidate.dp
+        [held] = self._bytes(candidate.tp, 1, candidate.replicas, "1f1b", 3)
+        whole = held.parameters * candidate.replicas
         width = 4 if self.model.precision == "fp32" else 2
-        return candidate.microbatches * volume("all_gather", whole * (2 * width + 4), candidate.dp)
+        return candidate.microbatches * volume("all_gather", whole * (2 * width + 4), candidate.replicas)
 
     def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
-        states = self._bytes(candidate.tp, candidate.pp, candidate.dp, candidate.schedule, candidate.zero)
+        states = self._states_of(candidate)
         rank_of = self._stages(candidate.pp, candidate.schedule).rank_of
-        tp, pp = [0] * candidate.pp, [0] * candidate.pp
+        tp, cp, pp = ([0] * candidate.pp for _ in range(3))
         for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
             tp[rank] += cost.tp_bytes * candidate.microbatches
+            cp[rank] += cost.cp_bytes * candidate.microbatches
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
                 pp[rank] += cost.output * candidate.microbatches
                 pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
@@ -233,14 +235,14 @@ class Estimator:
             if candidate.zero == 3
             else max(self._replica_bytes(s, candidate) for s in states)
         )
-        return (("tp", max(tp)), ("pp", max(pp)), ("dp", dp if candidate.dp > 1 else 0))
+        return (("tp", max(tp)), ("cp", max(cp)), ("pp", max(pp)), ("dp", dp if candidate.replicas > 1 else 0))
 
     def _between_replicas(self, candidate: Candidate) -> float:
         """Bytes a second of a rank to those that hold the same shard: ranks count tp first, then dp."""
-        if candidate.tp * candidate.dp <= self.gpus_per_node:
+        if candidate.tp * candidate.replicas <= self.gpus_per_node:
             return self.gpu.within
         return min(self.gpu.within, self.gpu.between * max(1, self.gpus_per_node // candidate.tp))
 
     def _between_stages(self, candidate: Candidate) -> float:
-        fits = candidate.tp * candidate.dp * candidate.pp <= self.gpus_per_node
+        fits = candidate.gpus <= self.gpus_per_node
         return self.gpu.within if fits else self.gpu.between

@@ -26,7 +26,8 @@ class MemoryPlan:
     """What a configuration needs.
 
     Attributes:
-        ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact.
+        ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact. With context
+            parallelism the second counts dp x cp, cp first.
         stages: for each rank of the pipeline all parts, of the tp and dp rank that hold most.
     """
 
@@ -86,12 +87,8 @@ def plan_memory(
             f"expert_parallel_size={parsed.expert_parallel_size}: which tokens travel depends on data, so what is kept "
             "of them cannot be counted; plan with expert_parallel_size 1, which holds as many weights"
         )
-    if parsed.context_parallel_size > 1 or parsed.sequence_parallel:
-        raise ConfigError(
-            f"context_parallel_size={parsed.context_parallel_size}, sequence_parallel={parsed.sequence_parallel}: what "
-            "a rank keeps of a part of each sequence is not counted; plan without them, which needs more"
-        )
-    replicas = parsed.data_parallel_size(tp * pp if gpus is None else gpus)
+    cp = parsed.context_parallel_size
+    replicas = parsed.data_parallel_size(tp * cp * pp if gpus is None else gpus)
     planned = PlannedModel(
         model,
         policy,
@@ -104,14 +101,16 @@ def plan_memory(
         planned.check_checkpointing()
     count, size = _microbatches(parsed, batch)
     candidate = Candidate(
-        *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage, parsed.activation_checkpointing)
+        *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage, parsed.activation_checkpointing),
+        cp=cp,
+        sequence_parallel=parsed.sequence_parallel and tp > 1,
     )
     estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
     stages, states = planned.stages(parsed), planned.states(tp)
     ranks = {
-        (p, d, t): states.of_rank(stages, parsed, t, p, d, replicas)
+        (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
         for p in range(pp)
-        for d in range(replicas)
+        for d in range(candidate.replicas)
         for t in range(tp)
     }
     return MemoryPlan(ranks, estimator.memory(candidate))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError
+from autopar.planner.candidate import Rows
 from autopar.planner.hardware import GPUS, Gpu, find_gpu
 from autopar.planner.planned_model import PlannedModel
 
@@ -79,7 +80,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     kind: Any = next(each for each in type(inner).__mro__ if not each.__module__.startswith("autopar"))
     with lazy_init():
         plain = kind._from_config(vars(inner).get("_autopar_config", inner.config))
-    count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(1, 1)
+    count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = [count.before, *count.elements.values(), count.after]
     return 3 * sum(operation.flops for unit in units for operation in unit.operations)
 

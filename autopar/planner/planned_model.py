@@ -14,31 +14,29 @@ from transformers import PreTrainedModel
 
 from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
-from autopar.data_parallel.master_weights import DTYPES, MasterWeights, to_half
-from autopar.distributed.axis import Axis
+from autopar.context_parallel.state import RowPlan
 from autopar.distributed.failures import first_line
 from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.equal_blocks import equal_blocks
+from autopar.dry_run.context_parallel import plan_rows
 from autopar.dry_run.imported_plan import rehearse
-from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.inputs import sample_inputs
+from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
+from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import Reads, StagePlan, make_stages, rank_of_stage
 from autopar.planner.activations import count_forward
+from autopar.planner.candidate import Rows
 from autopar.planner.model_states import ModelStates
+from autopar.planner.shards import Shard, make_shard
 from autopar.planner.units import ForwardCount
 from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel.apply import keep_logits_sharded
-from autopar.tensor_parallel.parallelize import apply
-from autopar.tensor_parallel.regions import Region
 
 __all__ = ["PlannedModel"]
-
-_EAGER = "eager"
 
 
 class PlannedModel:
@@ -82,11 +80,13 @@ class PlannedModel:
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._chunk, self._fp32_gradients, self._dry_run = loss_chunk, fp32_gradients, dry_run
-        self._shard: tuple[int, nn.Module, Region] | None = None
+        self._shard: tuple[Rows, Shard] | None = None
         self._plans: dict[int, Plan | AutoparError] = {}
         self._stages: dict[Any, StagePlan | AutoparError] = {}
         self._states: dict[int, ModelStates] = {}
-        self._counts: dict[tuple[int, int], ForwardCount] = {}
+        self._counts: dict[tuple[Rows, int], ForwardCount] = {}
+        self._sequence_plans: dict[int, SequencePlan | AutoparError] = {}
+        self._row_plans: dict[int, RowPlan | AutoparError] = {}
 
     def plan(self, tp: int) -> Plan:
         """Return the plan for a tensor-parallel size. Raises what :func:`~autopar.plan.make_plan.make_plan` does."""
@@ -123,15 +123,28 @@ class PlannedModel:
             )
         return self._states[tp]
 
-    def count(self, tp: int, batch: int) -> ForwardCount:
+    def sequence_plan(self, tp: int) -> SequencePlan:
+        """Return what runs over rows with sequence parallelism. Raises ConfigError if the rehearsal refuses it."""
+        return self._once(
+            self._sequence_plans,
+            tp,
+            lambda: plan_sequence(self.inner, self.prefix, self.plan(tp), self._one_stage),
+        )
+
+    def row_plan(self, cp: int) -> RowPlan:
+        """Return what runs over rows with context parallelism. Raises ConfigError if the rehearsal refuses it."""
+        return self._once(self._row_plans, cp, lambda: plan_rows(self.inner, self.policy, self.prefix, cp))
+
+    def count(self, rows: Rows, batch: int) -> ForwardCount:
         """Count what the first rank's shard keeps of a micro-batch of ``batch`` samples; no rank has more units.
 
         Raises:
+            ConfigError: sequence or context parallelism does not fit the model.
             UnsupportedModelError: the model does not run on the meta device.
         """
-        if (tp, batch) not in self._counts:
-            self._counts[tp, batch] = self._counted(tp, batch)
-        return self._counts[tp, batch]
+        if (rows, batch) not in self._counts:
+            self._counts[rows, batch] = self._counted(rows, batch)
+        return self._counts[rows, batch]
 
     def check_checkpointing(self) -> None:
         """Raise ConfigError if the blocks cannot be recomputed."""
@@ -167,19 +180,15 @@ class PlannedModel:
             raise known[key]
         return known[key]
 
-    def _counted(self, tp: int, batch: int) -> ForwardCount:
-        plan = self.plan(tp)
-        if self._shard is None or self._shard[0] != tp:
-            self._shard = (tp, *self._make_shard(plan))
-        _, shard, region = self._shard
-        inner: Any = shard.get_submodule(self.prefix)
-        equal = equal_blocks(self.inner, plan) if not self.prefix else []
+    def _counted(self, rows: Rows, batch: int) -> ForwardCount:
+        shard = self._shard_of(rows)
+        inner, region = shard.inner, shard.region
         start = f"{self.prefix}." if self.prefix else ""
         elements = [path.removeprefix(start) for path in self._one_stage.elements]
         region.expect_logits(True)
         region.start()
         try:
-            return count_forward(inner, _with_labels(inner, batch, self.sequence), elements, equal)
+            return count_forward(inner, _with_labels(inner, batch, self.sequence), elements, shard.equal)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
@@ -188,31 +197,25 @@ class PlannedModel:
         finally:
             region.finish()
 
+    def _shard_of(self, rows: Rows) -> Shard:
+        """The shard of the first rank; the last one that was asked for is kept."""
+        if self._shard is None or self._shard[0] != rows:
+            made = make_shard(
+                self.model,
+                self.prefix,
+                self.plan(rows.tp),
+                rows,
+                precision=self.precision,
+                loss_chunk=self._chunk,
+                sequence=self.sequence_plan(rows.tp) if rows.sequence_parallel else None,
+                context=self.row_plan(rows.cp) if rows.cp > 1 else None,
+            )
+            self._shard = (rows, made)
+        return self._shard[1]
+
     @functools.cached_property
     def _one_stage(self) -> StagePlan:
         return make_stages(self.model, self.policy, 1)
-
-    def _make_shard(self, plan: Plan) -> tuple[nn.Module, Region]:
-        """One rank's shard on the meta device, in the mode, precision and with the attention of the run."""
-        shard: Any = meta_copy(self.model, gradients=True, equal=equal_blocks(self.model, plan))
-        for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
-            parameter.requires_grad_(original.requires_grad and original.is_floating_point())
-        for copied, module in zip(shard.modules(), self.model.modules(), strict=True):
-            for name in ("_attn_implementation", "_experts_implementation"):
-                own = getattr(getattr(module, "config", None), name, None)
-                if own is not None:
-                    setattr(copied.config, name, own if own == _EAGER or name[1] == "e" else "sdpa")
-        region = Region(Axis("tp", None, range(plan.tp), 0))
-        apply(shard, plan, region.axis, region)
-        inner = shard.get_submodule(self.prefix)
-        if plan.tp > 1:
-            keep_logits_sharded(inner, self._chunk)
-        dtype = DTYPES.get(self.precision)
-        if dtype is not None:
-            to_half(shard, inner, dtype, MasterWeights(), lambda parameter: False)
-        for config in {id(m.config): m.config for m in shard.modules() if hasattr(m, "config")}.values():
-            config.use_cache = False
-        return shard.train(), region
 
 
 def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.planner.candidate import Candidate, Estimate, RankMemory
+from autopar.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.planner.estimate import Estimator
 from autopar.planner.search import Found, Space
 
@@ -26,25 +26,29 @@ def gigabytes(size: float) -> str:
 
 def rejected(found: Found, space: Space) -> Iterator[str]:
     """Yield a line for each mesh that is not among the best, and why."""
-    shown = {(estimate.candidate.tp, estimate.candidate.pp) for estimate in found.best}
+    shown = {_mesh(estimate.candidate) for estimate in found.best}
     for estimate in found.slower:
-        mesh = (estimate.candidate.tp, estimate.candidate.pp)
+        mesh = _mesh(estimate.candidate)
         if mesh not in shown and found.best:
             shown.add(mesh)
             slower = estimate.time / found.best[0].time
             yield f"{estimate.candidate}: fits, {slower:.2f} times as long"
     for candidate, least in found.bounded:
-        if found.best and (candidate.tp, candidate.pp) not in shown:
-            shown.add((candidate.tp, candidate.pp))
+        if found.best and _mesh(candidate) not in shown:
+            shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
         yield f"{candidate}: {needs(memory)}"
     reasons: dict[str, list[str]] = {}
-    for (tp, pp, dp), reason in found.refused:
-        reasons.setdefault(reason, []).append(f"tp {tp} x pp {pp} x dp {dp}")
+    for sizes, reason in found.refused:
+        reasons.setdefault(reason, []).append(mesh_words(*sizes))
     for reason, meshes in reasons.items():
         more = f" and {len(meshes) - 3} more" if len(meshes) > 3 else ""
         yield f"{', '.join(meshes[:3])}{more}: {reason}"
+
+
+def _mesh(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.tp, candidate.cp, candidate.pp
 
 
 def assumptions(estimator: Estimator) -> list[str]:
@@ -55,7 +59,8 @@ def assumptions(estimator: Estimator) -> list[str]:
         f"operations at {gpu.stream:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s, none below {gpu.launch * 1e6:.0f} us; "
         "not compiled",
         f"network: {gpu.network:.0%} of {gpu.within / 1e9:.0f} GB/s within a node and {gpu.between / 1e9:.0f} GB/s a "
-        "GPU between nodes, one way; tp, averaging and the optimizer overlap with nothing, ZeRO-3 with all products",
+        "GPU between nodes, one way; tp, cp, averaging and the optimizer overlap with nothing, ZeRO-3 with all "
+        "products",
         "backward: products twice, attention 2.5 times, the rest 1.5 times as long as forward",
         f"memory: {model.optimizer} given to initialize, steps through execute_pipeline; "
         "work is the largest of any block; no fragmentation",

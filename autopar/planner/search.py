@@ -14,6 +14,11 @@ __all__ = ["Found", "Space", "rehearsed", "search"]
 
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
+_FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
+_MOST_CP = 64
+
+Mesh = tuple[int, int, int, int]
+"""Sizes of tp, cp, pp and dp."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Space:
         gpus: of the run; ``gpus_per_node``: tp stays within a node.
         global_batch: samples of a step, of all replicas.
         zero, checkpointing, schedules: what may be chosen; None: any.
+        cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
+        sequence_parallel: with it, without it; None: both, where tp is above 1 and cp is 1.
     """
 
     gpus: int
@@ -32,33 +39,53 @@ class Space:
     zero: int | None = None
     checkpointing: bool | None = None
     schedules: Sequence[str] = _SCHEDULES
+    cp: int | None = None
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node", "global_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
 
-    def meshes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(tp, pp, dp)`` of all meshes with as many ranks as there are GPUs."""
+    def meshes(self, sequence: int) -> Iterator[Mesh]:
+        """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens."""
         for tp in _divisors(self.gpus):
             if tp <= self.gpus_per_node:
-                for pp in _divisors(self.gpus // tp):
-                    yield tp, pp, self.gpus // tp // pp
+                for cp in self._cp_sizes(sequence, self.gpus // tp):
+                    for pp in _divisors(self.gpus // tp // cp):
+                        yield tp, cp, pp, self.gpus // tp // cp // pp
 
-    def candidates(self, tp: int, pp: int, dp: int) -> Iterator[list[Candidate]]:
+    def _cp_sizes(self, sequence: int, left: int) -> Iterator[int]:
+        if self.cp is not None:
+            yield from (self.cp,) if left % self.cp == 0 else ()
+            return
+        size = 1
+        while size <= _MOST_CP and left % size == 0 and (size == 1 or sequence // size >= _FEWEST_ROWS):
+            yield size
+            size *= 2
+
+    def candidates(self, mesh: Mesh) -> Iterator[list[Candidate]]:
         """Yield what may be run on a mesh, for one size of micro-batches after the other."""
         for batch in _MICROBATCHES:
-            if self.global_batch % (dp * batch) == 0:
-                yield list(self._with_batch(tp, pp, dp, batch))
+            if self.global_batch % (mesh[3] * batch) == 0:
+                yield list(self._with_batch(mesh, batch))
 
-    def _with_batch(self, tp: int, pp: int, dp: int, batch: int) -> Iterator[Candidate]:
+    def _with_batch(self, mesh: Mesh, batch: int) -> Iterator[Candidate]:
+        tp, cp, pp, dp = mesh
         count = self.global_batch // (dp * batch)
         for schedule in self.schedules if pp > 1 else ("1f1b",):
             if count < (2 * pp if schedule == "dualpipev" else pp) and pp > 1:
                 continue
-            for zero in _zero_stages(self.zero, pp, dp):
+            for zero in _zero_stages(self.zero, pp, cp * dp):
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
-                    yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing)
+                    for rows in self._rows(tp, cp):
+                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows)
+
+    def _rows(self, tp: int, cp: int) -> Sequence[bool]:
+        """Whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
+        if tp == 1 or cp > 1:
+            return () if self.sequence_parallel else (False,)
+        return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
 
 
 def _zero_stages(wanted: int | None, pp: int, dp: int) -> Sequence[int]:
@@ -83,7 +110,7 @@ class Found:
     slower: list[Estimate] = field(default_factory=list)
     bounded: list[tuple[Candidate, float]] = field(default_factory=list)
     too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
-    refused: list[tuple[tuple[int, int, int], str]] = field(default_factory=list)
+    refused: list[tuple[Mesh, str]] = field(default_factory=list)
     tried: int = 0
 
 
@@ -95,16 +122,16 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     """
     found = Found()
     fitting: list[tuple[float, int, Candidate]] = []
-    for mesh in space.meshes():
+    for mesh in space.meshes(estimator.model.sequence):
         _try_mesh(estimator, space, mesh, found, fitting)
     if not fitting and not found.too_large and found.refused:
         raise ConfigError(f"no mesh of {space.gpus} GPUs fits: {found.refused[0][1]}")
     heapq.heapify(fitting)
-    kinds: dict[tuple[int, int, bool], Estimate] = {}
+    kinds: dict[tuple[int, int, int, bool], Estimate] = {}
     while fitting:
         least, number, candidate = heapq.heappop(fitting)
         best = sorted(estimate.time for estimate in kinds.values())
-        kind = (candidate.tp, candidate.pp, candidate.checkpointing)
+        kind = (candidate.tp, candidate.cp, candidate.pp, candidate.checkpointing)
         known = kinds.get(kind)
         if known is not None and least >= known.time:
             continue  # all others of its kind are slower
@@ -135,20 +162,20 @@ def rehearsed(estimator: Estimator, found: Found) -> None:
                 holds[kind] = str(error).splitlines()[0]
         if holds[kind]:
             found.best.remove(estimate)
-            found.refused.append(((candidate.tp, candidate.pp, candidate.dp), holds[kind]))
+            found.refused.append(((candidate.tp, candidate.cp, candidate.pp, candidate.dp), holds[kind]))
 
 
 def _try_mesh(
     estimator: Estimator,
     space: Space,
-    mesh: tuple[int, int, int],
+    mesh: Mesh,
     found: Found,
     fitting: list[tuple[float, int, Candidate]],
 ) -> None:
     smallest: tuple[int, Candidate, RankMemory] | None = None
     reason = ""
     fits = False
-    for candidates in space.candidates(*mesh):
+    for candidates in space.candidates(mesh):
         one_fits = False
         for candidate in candidates:
             try:
@@ -175,8 +202,10 @@ def _try_mesh(
         found.refused.append((mesh, reason or _no_batch(space, mesh)))
 
 
-def _no_batch(space: Space, mesh: tuple[int, int, int]) -> str:
-    _, pp, dp = mesh
+def _no_batch(space: Space, mesh: Mesh) -> str:
+    tp, cp, pp, dp = mesh
+    if space.sequence_parallel and not space._rows(tp, cp):
+        return f"sequence_parallel needs tp above 1 and cp 1, not tp {tp} and cp {cp}"
     if space.global_batch % dp:
         return f"the global batch of {space.global_batch} does not divide over {dp} replicas"
     if space.global_batch // dp < pp:

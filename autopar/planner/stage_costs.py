@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from autopar.pipeline_parallel.schedule import Action
 from autopar.plan.stages import StagePlan
+from autopar.planner.candidate import Rows
 from autopar.planner.collective_calls import Collective
 from autopar.planner.hardware import Gpu
 from autopar.planner.storages import Operation
@@ -37,8 +38,8 @@ class StageCost:
         output: bytes that are sent on, and kept until the backward.
         forward_work, backward_work: the most bytes beside what waits, while it runs.
         forward, backward_input, backward_weight: seconds, without collectives.
-        forward_tp, backward_tp: seconds of the collectives over tp.
-        tp_bytes: that one rank sends for them.
+        forward_tp, backward_tp: seconds of the collectives over tp; ``forward_cp``, ``backward_cp``: over cp.
+        tp_bytes, cp_bytes: that one rank sends for them.
         flops: of products, without what is computed again.
     """
 
@@ -52,14 +53,17 @@ class StageCost:
     backward_weight: float
     forward_tp: float
     backward_tp: float
+    forward_cp: float
+    backward_cp: float
     tp_bytes: int
+    cp_bytes: int
     flops: int
 
     def time_of(self, action: Action, *, recomputed: bool) -> float:
         """Return the seconds of an action. With recomputation the first half of a backward is all of it."""
-        whole_input = self.backward_input + self.backward_tp
+        whole_input = self.backward_input + self.backward_tp + self.backward_cp
         if action.kind == "F":
-            return self.forward + self.forward_tp
+            return self.forward + self.forward_tp + self.forward_cp
         if action.kind == "W":
             return 0.0 if recomputed else self.backward_weight
         if action.kind == "I" and not recomputed:
@@ -81,9 +85,21 @@ class ActivationBytes(NamedTuple):
 
 
 def stage_costs(
-    count: ForwardCount, stages: StagePlan, gpu: Gpu, *, precision: str, tp: int, checkpointing: bool
+    count: ForwardCount,
+    stages: StagePlan,
+    gpu: Gpu,
+    *,
+    precision: str,
+    rows: Rows,
+    gpus_per_node: int,
+    checkpointing: bool,
 ) -> list[StageCost]:
-    """Return the costs of each stage."""
+    """Return the costs of each stage.
+
+    Args:
+        gpus_per_node: tp stays within a node, and cp does where there is room.
+    """
+    network = _Network(rows, gpu, gpus_per_node)
     costs = []
     known: dict[int, _Times] = {}  # equal blocks have the same list
 
@@ -111,7 +127,8 @@ def stage_costs(
         again = sum(times(unit).forward for unit in row if unit.recomputed) if checkpointing else 0.0
         calls = [call for unit in row for call in unit.collectives]
         repeated = [c for u in row if u.recomputed for c in u.collectives if not c.backward] if checkpointing else []
-        network = gpu.within * gpu.network
+        forward_calls = [call for call in calls if not call.backward]
+        backward_calls = [*repeated, *(call for call in calls if call.backward)]
         costs.append(
             StageCost(
                 saved=memory.saved,
@@ -122,16 +139,34 @@ def stage_costs(
                 forward=forward,
                 backward_input=backward_input + again,
                 backward_weight=backward_weight,
-                forward_tp=sum(collective_time(c, tp, network, gpu.latency) for c in calls if not c.backward),
-                backward_tp=sum(
-                    collective_time(c, tp, network, gpu.latency)
-                    for c in [*repeated, *(call for call in calls if call.backward)]
-                ),
-                tp_bytes=sum(volume(c.kind, c.bytes, tp) for c in [*calls, *repeated]),
+                forward_tp=network.seconds(forward_calls, "tp"),
+                backward_tp=network.seconds(backward_calls, "tp"),
+                forward_cp=network.seconds(forward_calls, "cp"),
+                backward_cp=network.seconds(backward_calls, "cp"),
+                tp_bytes=network.sent([*calls, *repeated], "tp"),
+                cp_bytes=network.sent([*calls, *repeated], "cp"),
                 flops=sum(3 * flops_of(unit) for unit in row),
             )
         )
     return costs
+
+
+class _Network:
+    """What collectives over tp and cp take."""
+
+    def __init__(self, rows: Rows, gpu: Gpu, gpus_per_node: int) -> None:
+        self._sizes = {"tp": rows.tp, "cp": rows.cp}
+        within = rows.tp * rows.cp <= gpus_per_node
+        cp = gpu.within if within else min(gpu.within, gpu.between * max(1, gpus_per_node // rows.tp))
+        self._speed = {"tp": gpu.within * gpu.network, "cp": cp * gpu.network}
+        self._latency = gpu.latency
+
+    def seconds(self, calls: Sequence[Collective], axis: str) -> float:
+        size, speed = self._sizes[axis], self._speed[axis]
+        return sum(collective_time(call, size, speed, self._latency) for call in calls if call.axis == axis)
+
+    def sent(self, calls: Sequence[Collective], axis: str) -> int:
+        return sum(volume(call.kind, call.bytes, self._sizes[axis]) for call in calls if call.axis == axis)
 
 
 class _Memory:

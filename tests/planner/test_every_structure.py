@@ -21,6 +21,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tp 2, bf16": {"model_parallelism": {"tensor_parallel_size": 2}, "precision": {"dtype": "bf16"}},
     "pp 2": {"model_parallelism": {"pipeline_parallel_size": 2}},
     "dp 2, ZeRO-1, fp16": {"zero": {"stage": 1}, "precision": {"dtype": "fp16"}},
+    "cp 2, ZeRO-1": {"model_parallelism": {"context_parallel_size": 2}, "zero": {"stage": 1}},
+    "tp 2, sequence parallel": {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
     "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
 }
 IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2")
@@ -55,6 +57,10 @@ def _compare(case: Case, name: str) -> None:
         planned = PlannedModel(model, sequence=8, fp32_gradients=False)
         parsed = ParallelConfig.parse(CONFIGS[name])
         states, stages = planned.states(parsed.tensor_parallel_size), planned.stages(parsed)
+        if parsed.context_parallel_size > 1:
+            planned.row_plan(parsed.context_parallel_size)
+        if parsed.sequence_parallel:
+            planned.sequence_plan(parsed.tensor_parallel_size)
     except AutoparError as refused:  # then initialize refuses it too
         with pytest.raises(type(refused)):
             autopar.initialize(model, CONFIGS[name])
@@ -64,21 +70,24 @@ def _compare(case: Case, name: str) -> None:
         with pytest.raises(ConfigError, match="is a single number, which torch's FSDP2 does not shard"):
             states.of_rank(stages, parsed, 0, 0, 0, world)
         return
+    replicas = parsed.data_parallel_size(world) * parsed.context_parallel_size
     planned_here = {
-        (p, d, t): states.of_rank(stages, parsed, t, p, d, parsed.data_parallel_size(world))
+        (p, d, t): states.of_rank(stages, parsed, t, p, d, replicas)
         for p in range(parsed.pipeline_parallel_size)
-        for d in range(parsed.data_parallel_size(world))
+        for d in range(replicas)
         for t in range(parsed.tensor_parallel_size)
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = autopar.initialize(model, CONFIGS[name], optimizer=optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    if parsed.context_parallel_size > 1:
+        autopar.average_gradients(model)
     if parsed.precision == "fp16":
         optimizer.scale_loss(torch.zeros(()))
     optimizer.step()
     mpu = model.mpu
-    planned_bytes = planned_here[mpu.pp.rank, mpu.dp.rank, mpu.tp.rank]
+    planned_bytes = planned_here[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank]
     assert planned_bytes[:4] == _held(model, optimizer)[:4], f"{case}, {name}"
     mpu.destroy()
 

@@ -215,11 +215,6 @@ def test_peak_of_a_step(build: Any, checkpointing: bool) -> None:
 def test_what_cannot_be_planned_is_refused() -> None:
     for sections, message in {
         "expert": ({"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}, "depends on data"),
-        "cp": ({"model_parallelism": {"context_parallel_size": 2}}, "a part of each sequence is not counted"),
-        "sp": (
-            {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
-            "sequence_parallel=True: what a rank keeps of a part of each sequence is not counted",
-        ),
         "world": ({"model_parallelism": {"tensor_parallel_size": 2}}, "does not divide the world of 3"),
     }.values():
         with pytest.raises(ConfigError, match=message):

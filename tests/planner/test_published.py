@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, Rows
 from autopar.planner.estimate import Estimator
 from autopar.planner.hardware import find_gpu
 from autopar.planner.planned_model import PlannedModel
@@ -58,7 +58,7 @@ def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
     batch, sequence, hidden, heads = 4, 2048, 6144, 64
     unit = sequence * batch * hidden
     fused, plain = (
-        sum(_gpt(batch, sequence, hidden, heads, attention).count(tp, batch).elements[1].saved.values()) / unit
+        sum(_gpt(batch, sequence, hidden, heads, attention).count(Rows(tp), batch).elements[1].saved.values()) / unit
         for attention in ("sdpa", "eager")
     )
     assert fused == pytest.approx(10 + 48 / tp, rel=1e-3)
@@ -72,7 +72,7 @@ def test_llama_405b_in_less_than_a_minute() -> None:
     found = search(Estimator(planned, find_gpu("h100")), Space(16384, 8, 2048))
     assert (8, 16) in [(best.candidate.tp, best.candidate.pp) for best in found.best]
     assert all(best.peak.total <= 80e9 for best in found.best)
-    [four] = [memory for candidate, memory in found.too_large if (candidate.tp, candidate.pp) == (8, 4)]
+    [four] = [memory for one, memory in found.too_large if (one.tp, one.cp, one.pp) == (8, 1, 4)]
     assert four.weights + four.gradients > 70e9  # 405 B / 32 x 6 bytes
 
 
@@ -81,6 +81,13 @@ def test_llama_405b_with_131072_tokens_does_not_fit() -> None:
     planned = PlannedModel(llama_405b(), sequence=131072)
     memory = Estimator(planned, find_gpu("h100")).memory(Candidate(8, 16, 8, "1f1b", 1, 16, 1, True))
     assert max(rank.total for rank in memory) > 200e9
+
+
+@pytest.mark.every
+def test_llama_405b_with_131072_tokens_fits_over_16_ranks() -> None:
+    planned = PlannedModel(llama_405b(), sequence=131072)
+    split = Candidate(8, 16, 8, "1f1b", 1, 16, 1, True, cp=16)
+    assert max(rank.total for rank in Estimator(planned, find_gpu("h100")).memory(split)) < 80e9
 
 
 def test_llama_8b_takes_about_as_long_as_torchtitans() -> None:

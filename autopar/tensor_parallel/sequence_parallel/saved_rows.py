@@ -29,9 +29,8 @@ def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and torch.is_grad_enabled()
         and type(x) is torch.Tensor
         and x.dtype == weight.dtype
-        and not x.is_meta
         and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(x.device.type)
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and forward_ad._current_level < 0
     )
 

@@ -1,0 +1,193 @@
+"""Sequence and context parallelism in the planner: what a block keeps and sends, what is searched, what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from itertools import combinations
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+import autopar
+from autopar.errors import ConfigError
+from autopar.planner.candidate import Candidate, Rows
+from autopar.planner.estimate import Estimator
+from autopar.planner.hardware import find_gpu
+from autopar.planner.planned_model import PlannedModel
+from autopar.planner.search import Space, search
+from autopar.planner.stage_costs import volume
+from autopar.planner.svg import draw
+from tests.pool import pooled
+from tests.small import llama
+
+BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, HEAD = 3, 32, 64, 8, 4, 8
+ELEMENT = 4
+
+
+def model(**changes: Any) -> Any:
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD}
+    return llama(**{**sizes, "num_hidden_layers": 3, "intermediate_size": 96, "max_position_embeddings": 64} | changes)
+
+
+def middle(rows: Rows, **changes: Any) -> Any:
+    """The second of three blocks: neither door is in it."""
+    return PlannedModel(model(**changes), sequence=SEQUENCE, precision="fp32").count(rows, BATCH).elements[1]
+
+
+def test_sequence_parallelism_sends_what_the_page_says() -> None:
+    n = BATCH * SEQUENCE * WIDTH * ELEMENT
+    for tp in (2, 4):
+        calls = middle(Rows(tp, 1, True)).collectives
+        assert {call.bytes for call in calls} == {n} and {call.axis for call in calls} == {"tp"}
+        kinds = Counter((call.kind, call.backward) for call in calls)
+        assert kinds == {
+            ("all_gather", False): 2,
+            ("reduce_scatter", False): 2,
+            ("all_gather", True): 4,  # two of them for the gradients of weights
+            ("reduce_scatter", True): 2,
+        }
+
+
+@pytest.mark.parametrize(("kv_heads", "cp"), [(4, 2), (4, 4), (2, 4), (1, 2), (8, 4)])
+def test_context_parallelism_sends_what_the_page_says(kv_heads: int, cp: int) -> None:
+    calls = middle(Rows(1, cp), num_key_value_heads=kv_heads).collectives
+    sent = sum(volume(call.kind, call.bytes, cp) for call in calls if call.axis == "cp")
+    row = BATCH * SEQUENCE // cp * HEAD * ELEMENT
+    ulysses, gather = 4 * row * (HEADS + kv_heads) * (cp - 1) // cp, 4 * row * kv_heads * (cp - 1)
+    assert sent == (ulysses if kv_heads % cp == 0 else gather)
+    assert not [call for call in calls if call.axis == "tp"]
+
+
+def test_a_block_keeps_rows() -> None:
+    whole = sum(middle(Rows(1)).saved.values())
+    for cp in (2, 4):
+        kept = sum(middle(Rows(1, cp)).saved.values())
+        output = BATCH * SEQUENCE // cp * WIDTH * ELEMENT  # of attention, once more
+        assert whole / cp <= kept <= whole / cp + 1.1 * output, cp
+    plain, rows = (sum(middle(Rows(4, 1, more)).saved.values()) for more in (False, True))
+    n = BATCH * SEQUENCE * WIDTH * ELEMENT
+    assert rows < plain - 3 * n, "norms, residuals and the inputs of both regions"
+
+
+def saved_by_a_rank(sizes: dict[str, Any]) -> int:
+    parallel = autopar.initialize(model().train(), {"model_parallelism": sizes})
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*parallel.parameters(), *parallel.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.arange(BATCH * SEQUENCE).view(BATCH, -1) % 100
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = parallel(input_ids=ids, labels=ids).loss
+    del loss
+    parallel.mpu.destroy()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pooled(world_size=2)
+def test_as_many_bytes_are_kept_as_were_counted() -> None:
+    for sizes, rows in (
+        ({"tensor_parallel_size": 2, "sequence_parallel": True}, Rows(2, 1, True)),
+        ({"context_parallel_size": 2}, Rows(1, 2)),
+    ):
+        count = PlannedModel(model(), sequence=SEQUENCE, precision="fp32").count(rows, BATCH)
+        units = [count.before, *count.elements.values(), count.after]
+        counted = sum({key: size for unit in units for key, size in unit.saved.items()}.values())
+        assert abs(saved_by_a_rank(sizes) / counted - 1) < 0.05, (rows, counted)
+
+
+def test_the_search_tries_both() -> None:
+    space = Space(4, 4, 4)
+    meshes = {(tp, cp) for tp, cp, _, _ in space.meshes(16384)}
+    assert meshes == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}, "16,384 rows on 4 ranks are 4,096"
+    assert {cp for _, cp, _, _ in space.meshes(4096)} == {1}, "too short"
+    listed = [c for mesh in space.meshes(16384) for each in space.candidates(mesh) for c in each]
+    assert {(c.tp > 1, c.cp > 1) for c in listed if c.sequence_parallel} == {(True, False)}
+    assert {c.sequence_parallel for c in listed if c.tp == 2 and c.cp == 1} == {True, False}
+    estimator = Estimator(PlannedModel(model(max_position_embeddings=65536), sequence=16384), find_gpu("h100"))
+    only = search(estimator, Space(4, 4, 4, cp=2))
+    assert {e.candidate.cp for e in only.best} == {2}
+    candidate = only.best[0].candidate
+    assert candidate.gpus == 4 and candidate.config("bf16").context_parallel_size == 2
+    assert f"tp {candidate.tp} x cp 2 x pp" in str(candidate)
+    assert dict(only.best[0].bytes)["cp"] > 0 and dict(only.best[0].parts)["cp"] > 0
+
+
+def test_what_the_rehearsal_refuses_is_not_searched() -> None:
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
+    config = OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64, layerdrop=0.1)
+    estimator = Estimator(PlannedModel(OPTForCausalLM(config), sequence=16), find_gpu("h100"))
+    with pytest.raises(ConfigError, match="no mesh of 2 GPUs fits: context_parallel_size=2 does not fit OPT"):
+        search(estimator, Space(2, 2, 2, cp=2))
+    with pytest.raises(ConfigError, match="sequence_parallel needs tp above 1 and cp 1, not tp 1 and cp 1"):
+        search(estimator, Space(1, 1, 1, sequence_parallel=True))
+
+
+@pooled(world_size=2)
+def initialize_tells_what_was_planned() -> None:
+    records: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("autopar.api")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters())
+        made, _ = autopar.initialize(made, {"model_parallelism": {"tensor_parallel_size": 2}}, optimizer=optimizer)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    held = sum(parameter.nbytes for parameter in made.parameters()) / 1e6
+    lines = [line for line in records if line.startswith("planned: ")]
+    assert len(lines) == made.mpu.is_master
+    for line in lines:
+        assert f"planned: weights {held:,.1f} MB, buffers 0.0 MB, gradients {held:,.1f} MB, optimizer " in line
+        assert f"allocated: weights {held:,.1f} MB, buffers 0.0 MB" in line
+
+
+def test_initialize_tells_what_was_planned() -> None:
+    initialize_tells_what_was_planned()
+
+
+def test_plan_memory_of_rows() -> None:
+    plan = autopar.plan_memory(
+        model(), {"model_parallelism": {"context_parallel_size": 2}, "zero": {"stage": 1}}, sequence=SEQUENCE, gpus=4
+    )
+    assert sorted(plan.ranks) == [(0, d, 0) for d in range(4)], "2 replicas with 2 ranks for each sequence"
+    whole = autopar.plan_memory(model(), {"zero": {"stage": 1}}, sequence=SEQUENCE, gpus=4)
+    assert plan.peak.optimizer == whole.peak.optimizer, "sharded over all four"
+    assert plan.peak.activations < 0.6 * whole.peak.activations
+    assert Candidate(1, 1, 2, "1f1b", 1, 1, 1, False, cp=2).replicas == 4
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+def test_nothing_in_the_picture_overlaps_or_lies_outside(pp: int) -> None:
+    estimator = Estimator(PlannedModel(model(), sequence=SEQUENCE), find_gpu("h100"))
+    candidate = Candidate(2, pp, 1, "1f1b", 1, 6, 0, False, sequence_parallel=True)
+    estimate = estimator.estimate(candidate)
+    root = ElementTree.fromstring(draw(estimate, estimator.played(candidate, 6), 80e9, "LlamaForCausalLM on 6 x h100"))
+    width, height = map(float, root.get("viewBox", "").split()[2:])
+    boxes = []
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        x, y, size = (float(text.get(name, 0)) for name in ("x", "y", "font-size"))
+        long = 0.56 * size * len(text.text or "")  # of a sans-serif letter, about
+        left = x - long / 2 if text.get("text-anchor") == "middle" else x
+        boxes.append((left, y - 0.8 * size, left + long, y + 0.2 * size, text.text))
+    assert len(boxes) > 20
+    assert all(left >= 0 and right <= width and top >= 0 and bottom <= height for left, top, right, bottom, _ in boxes)
+    for one, other in combinations(boxes, 2):
+        apart = one[0] >= other[2] or other[0] >= one[2] or one[1] >= other[3] or other[1] >= one[3]
+        assert apart, (one[4], other[4])
+    for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+        x, y, wide, high = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
+        assert x + wide <= width + 0.5 and y + high <= height + 0.5
