@@ -343,7 +343,7 @@ def _covered(
     def visit(path: str, module: nn.Module) -> None:
         if path in rules:
             result[path] = rules[path]
-            opens = isinstance(rules[path], dict) and "region" in rules[path]
+            opens = isinstance(rules[path], dict) and {"region", "column", "row", "embedding"} & set(rules[path])
             if not opens:
                 return
         for name, parameter in module._parameters.items():
