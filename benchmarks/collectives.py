@@ -1,9 +1,9 @@
-"""Collectives of the tensor-parallel axis on the CPU: gloo against shared memory, interleaved in one run.
+"""Collectives of the tensor-parallel axis on the CPU: torch's over gloo, autopar's over gloo, shared memory.
 
     .venv/bin/python benchmarks/collectives.py --ranks 2 --rounds 60
 
-Prints the median microseconds of one collective, and for all-reduce the 10th percentile. Rounds of the two transports
-alternate, so that both see the same machine.
+Prints the median microseconds of one collective and the 10th percentile. Rounds of the three alternate, so that all see
+the same machine.
 """
 
 from __future__ import annotations
@@ -30,6 +30,18 @@ from autopar.distributed.mesh import MPU  # noqa: E402
 SIZES = [1 << power for power in (11, 13, 15, 16, 17, 18, 19, 20, 21, 22, 24)]  # bytes: 2 KiB to 16 MiB
 
 
+def _calls_of_torch(axis: Axis, size: int) -> dict[str, Callable[[], object]]:
+    """Return torch's own collectives of ``size`` bytes."""
+    x = torch.ones(axis.size, size // 4 // axis.size)
+    whole, part, group = torch.empty_like(x), torch.empty_like(x[0]), axis.group
+    return {
+        "all-reduce": lambda: dist.all_reduce(x, group=group),
+        "all-gather": lambda: dist.all_gather_single(whole.view(-1), x[0], group=group),
+        "reduce-scatter": lambda: dist.reduce_scatter_single(part, x.view(-1), group=group),
+        "broadcast": lambda: dist.broadcast(x, axis.ranks[0], group=group),
+    }
+
+
 def _calls(axis: Axis, size: int) -> dict[str, Callable[[], object]]:
     """Return each collective of ``size`` bytes: what is summed, sent, or comes together."""
     x = torch.ones(axis.size, size // 4 // axis.size)
@@ -52,22 +64,22 @@ def _time(call: Callable[[], object], repeats: int) -> float:
 
 def _measure(axes: dict[str, Axis], size: int, rounds: int) -> None:
     repeats = max(1, min(20, (1 << 20) // size))
-    calls = {name: _calls(axis, size) for name, axis in axes.items()}
+    calls = {"torch": _calls_of_torch(axes["gloo"], size)}
+    calls |= {name: _calls(axis, size) for name, axis in axes.items()}
     for collective in calls["gloo"]:
-        times: dict[str, list[float]] = {name: [] for name in axes}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for number in range(rounds + 3):
-            for name in sorted(axes, reverse=bool(number % 2)):
+            for name in sorted(calls, reverse=bool(number % 2)):
                 took = _time(calls[name][collective], repeats)
                 if number >= 3:
                     times[name].append(took)
         if dist.get_rank() == 0:
-            gloo, shm = (statistics.median(times[name]) for name in ("gloo", "shm"))
-            low, low_shm = (sorted(times[name])[len(times[name]) // 10] for name in ("gloo", "shm"))
-            print(
-                f"{collective:14} {size >> 10:6} KiB   gloo {gloo:9.1f} us (p10 {low:9.1f})"
-                f"   shm {shm:9.1f} us (p10 {low_shm:9.1f})   {gloo / shm:5.1f} x",
-                flush=True,
-            )
+            first = statistics.median(times["torch"])
+            found = [f"{collective:14} {size >> 10:6} KiB"]
+            for name, taken in times.items():
+                median, low = statistics.median(taken), sorted(taken)[len(taken) // 10]
+                found.append(f"{name} {median:8.0f} us (p10 {low:8.0f}) {first / median:5.1f} x")
+            print("   ".join(found), flush=True)
 
 
 def _arguments() -> argparse.Namespace:

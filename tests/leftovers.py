@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
 from autopar.data_parallel import process_hooks
+from autopar.distributed import gloo_collectives
 
 _LOGGERS = ("autopar", "torch", "transformers")
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
@@ -65,6 +66,8 @@ class Settings:
             torch._dynamo.reset()  # graphs keep their models
             counters.clear()
         gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
+        gc.freeze()  # what is left is kept by a module or a cache: the next collection need not go through it
+        gloo_collectives._IN_GRAPHS.clear()  # the world's own group is one
         process_hooks._listeners.clear()  # also of a model that a cache of another library still holds
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
@@ -89,11 +92,13 @@ class Settings:
                 setattr(holder, name, value)
         for name, (level, handlers, disabled) in self.loggers.items():
             logger = logging.getLogger(name)
-            logger.setLevel(level)
+            if logger.level != level:  # each setLevel empties the caches of all loggers, which are some hundreds
+                logger.setLevel(level)
             logger.handlers[:], logger.disabled = handlers, disabled
         for name in _loggers().keys() - self.loggers.keys():
             logging.getLogger(name).handlers.clear()
-            logging.getLogger(name).setLevel(logging.NOTSET)
+            if logging.getLogger(name).level != logging.NOTSET:
+                logging.getLogger(name).setLevel(logging.NOTSET)
         _trim()
         _destroy_groups()
 

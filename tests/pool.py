@@ -1,8 +1,9 @@
 """Worlds that live as long as the test run: for many small tests over the same number of ranks.
 
 ``@pooled(world_size=2)`` is ``@distributed(world_size=2)`` with ranks that have run other pooled tests: they keep
-their process group and every modeling file that they have imported. What a body leaves behind is put back after it
-(:mod:`tests.leftovers`). A test that fails or hangs takes its world down with it; the next one starts a new world.
+their process group, every modeling file that they have imported and the results of dry runs (:mod:`tests.rehearsals`).
+What a body leaves behind is put back after it (:mod:`tests.leftovers`). A test that fails or hangs takes its world down
+with it; the next one starts a new world.
 There is one world of each size. Bodies that kill a rank or need a process of their own stay ``@distributed``.
 """
 
@@ -141,12 +142,14 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Any) -> None:
     import torch
 
     from tests.leftovers import Settings
+    from tests.rehearsals import remember
 
     with open(f"{folder}/stack-rank{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         try:
             join(rank, world_size, folder, timeout=300)
+            remember()
             settings = Settings()
         except BaseException:
             pipe.recv()

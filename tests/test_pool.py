@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 import autopar.api
 from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from tests.once import by_rank_0
 from tests.pool import pooled
+from tests.worlds import raises_everywhere
 
 
 @pooled(world_size=2)
@@ -37,7 +40,7 @@ def _leave_everything_behind() -> None:
     warnings.simplefilter("error")
     logging.getLogger("autopar").addHandler(logging.NullHandler())
     logging.getLogger("autopar").setLevel(logging.DEBUG)
-    autopar.api.check_plan = lambda *_: True
+    autopar.api.rehearse = lambda *_: True
     MPU.destroy = lambda _: None  # type: ignore[method-assign]
 
 
@@ -51,7 +54,7 @@ def _find_nothing() -> None:
     assert sys.excepthook is not print and ("error", None, Warning, None, 0) not in warnings.filters
     assert logging.getLogger("autopar").level != logging.DEBUG
     assert not any(type(each) is logging.NullHandler for each in logging.getLogger("autopar").handlers)
-    assert autopar.api.check_plan.__module__.startswith("autopar") and MPU.destroy.__module__.startswith("autopar")
+    assert autopar.api.rehearse.__module__.startswith("autopar") and MPU.destroy.__module__.startswith("autopar")
     torch.manual_seed(17)
     seeded = torch.rand(3)
     mpu = MPU()  # new groups connect, whatever each rank made before
@@ -108,3 +111,13 @@ def test_a_world_that_a_body_has_broken_is_replaced(body: object, message: str) 
     with pytest.raises(AssertionError, match=message):
         body()  # type: ignore[operator]
     _find_nothing()
+
+
+@pooled(world_size=2)
+def test_a_step_of_one_rank_is_that_of_all() -> None:
+    def refuse() -> None:
+        raise ConfigError(f"refused on rank {dist.get_rank()}")
+
+    assert by_rank_0(dist.get_rank)() == 0
+    with raises_everywhere(ConfigError, "refused on rank 0"):
+        by_rank_0(refuse)()

@@ -32,7 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "transformers", "tests.leftovers", "tests.preload"]
+PRELOAD = ["torch", "torch.distributed", "transformers", "tests.leftovers", "tests.rehearsals", "tests.preload"]
 
 
 def distributed(world_size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:

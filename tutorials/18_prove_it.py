@@ -64,7 +64,6 @@ def main() -> None:
         if row.what in ("logits", "worst gradient") and row.difference is not None:
             say(f"{row.check}: {row.what} differ by {row.difference:.2e} at most, allowed is {row.allowed:.0e}")
     say(f"rank 0 holds {report.memory[0].weights:,} of {report.plain_memory.weights:,} bytes of weights")
-    say(f"sent in a step: {', '.join(f'{one.calls} x {one.kind}' for one in report.traffic)}")
 
     # A policy of one's own, with a mistake.
     report = autopar.verify(model, config, policy=MISTAKEN, batches=batches, checks=["forward"])

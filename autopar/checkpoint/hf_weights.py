@@ -14,6 +14,7 @@ from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import TensorPlan
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
@@ -117,7 +118,7 @@ class _Walk:
         """Return a rank that stops, None if all go on; a collective of the world."""
         flag = torch.tensor(self.mpu.rank + 1 if stop else 0, device=self.mpu.device)
         if self.mpu.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            all_reduce(flag, op=dist.ReduceOp.MAX)
         return int(flag) - 1 if flag else None
 
     @torch.no_grad()

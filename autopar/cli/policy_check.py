@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.imported_plan import rehearse
 from autopar.dry_run.sequence_parallel import plan_sequence
-from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.plan.listing import rule_of
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, make_stages
+from autopar.plan.summary import imported_notice
 from autopar.policy.described_model import model_inside
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
@@ -46,9 +47,9 @@ def resolve_policy(
         by_expert: shard mixtures by expert (``expert_parallel_size`` above 1).
 
     Returns:
-        ``policy``, ``attributes``, ``tensors`` (one a parameter: ``rule`` and ``where`` it stands, ``shape``,
-        ``local_shapes`` over tp, ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each) and
-        ``stages``.
+        ``policy``, ``notice`` (of a ``tp_plan`` that stands in for one), ``attributes``, ``tensors`` (one a
+        parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, ``ranks`` of the pipeline),
+        ``ranks`` (``parameters`` and ``bytes`` of each) and ``stages``.
 
     Raises:
         AutoparError: as :func:`autopar.initialize`, with the same text.
@@ -57,6 +58,7 @@ def resolve_policy(
     plan = make_plan(model, found, tp, by_expert=by_expert)
     stages = _stages(model, found, pp)
     report = {**_empty_report(model, tp, pp), "policy": _named(found), "stages": _stage_report(stages)}
+    report["notice"] = imported_notice(model, plan)
     return {**report, **_holdings(model, plan, stages, tp, pp)}
 
 
@@ -90,13 +92,14 @@ def check_policy(
         prefix, inner, found = _find(model, policy)
         report["policy"] = _named(found)
         plan = make_plan(model, found, tp, by_expert=by_expert)
+        report["notice"] = imported_notice(model, plan)
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}
     stages: list[StagePlan] = []
 
     def dry_run() -> str:
-        return "ok" if check_plan(inner, prefix, plan) else _why_not_run(inner, tp)
+        return "ok" if rehearse(inner, prefix, plan) else _why_not_run(inner, tp)
 
     def split() -> Any:
         stages.append(_stages(model, found, pp))
@@ -131,6 +134,7 @@ def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "policy": None,
+        "notice": None,
         "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -36,6 +36,8 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
         f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
         + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
     )
+    if report["notice"]:
+        console.print(escape(report["notice"]))
     if report["tensors"] and not brief:
         for table in _tables(report, places):
             with console.capture() as captured:

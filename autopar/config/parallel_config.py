@@ -233,8 +233,6 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
         cp = f"context_parallel_size={values['context_parallel_size']}"
         if values["compile"]:
             problems.append(f"{cp} does not go with compile: which rows a block gets is decided in Python")
-        if values["sequence_parallel"] and values["tensor_parallel_size"] > 1:
-            problems.append(f"{cp} cuts the sequence already: leave sequence_parallel out")
     if values["compile"] and values["sequence_parallel"]:
         problems.append(
             "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"

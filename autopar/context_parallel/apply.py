@@ -13,7 +13,9 @@ from transformers.cache_utils import Cache
 from autopar.class_swap import swap, unswap
 from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.door import Door, NeedsAllRows, Recomputed, gather_all
+from autopar.context_parallel.own_rows import OwnRows
 from autopar.context_parallel.row_logits import row_logits
+from autopar.context_parallel.rows_ahead import whole_tensors
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -43,6 +45,8 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str) -> RowState:
         for place, path in enumerate(blocks):
             ends = (number, place == 0, place == len(blocks) - 1)
             swap(modules[path], Door, _autopar_rows=state, _autopar_place=ends)
+    for path, own in plan.own.items():
+        swap(modules[path], OwnRows, _autopar_rows=state, _autopar_own=(path, own))
     for module in _callable_alone(model):
         module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
         module.register_forward_hook(AfterRows(state), always_call=True)
@@ -65,6 +69,7 @@ def undo(model: nn.Module) -> None:
     for module in model.modules():
         unswap(module, Door, "_autopar_place")
         unswap(module, NeedsAllRows, "_autopar_whole")
+        unswap(module, OwnRows, "_autopar_own")
         if "_autopar_list" in vars(module):
             drop_value(module, "_attn_implementation")
         recompute = vars(module).get("_gradient_checkpointing_func")
@@ -121,6 +126,8 @@ class AfterRows:
             _explain(error, state)
         if state.cutting and isinstance(output, dict):
             output = _joined(output, state, outermost=state.running == 0)
+        if state.cutting and state.running == 0:
+            output = _read(output)
         if state.running == 0:
             state.finish()
         return output
@@ -148,6 +155,15 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
                 number -= 1  # none: the encoder ran whole
             changed[name] = _whole(value, state, number)
     return type(output)(**{**output, **changed}) if changed else output
+
+
+def _read(output: Any) -> Any:
+    """Whole tensors in the place of what came before the blocks."""
+    if not isinstance(output, dict):
+        return whole_tensors(output)
+    values = {name: whole_tensors(value) for name, value in output.items()}
+    changed = any(value is not output[name] for name, value in values.items())
+    return type(output)(**values) if changed else output
 
 
 _ROUTERS = ("router_logits", "encoder_router_logits", "decoder_router_logits")

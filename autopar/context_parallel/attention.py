@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from autopar.context_parallel.causal import causal_attention
+from autopar.context_parallel.causal import causal_attention, masked_attention
 from autopar.context_parallel.exchange import exchange
-from autopar.context_parallel.rows import heads_layout
+from autopar.context_parallel.rows import heads_layout, keys_layout
 from autopar.context_parallel.state import RowState
 from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError
@@ -146,11 +146,12 @@ def _ulysses(
     if kv_heads >= axis.size:  # whole groups of heads with their key
         of_queries, of_keys = heads_layout(kv_heads, groups, axis.size), heads_layout(kv_heads, 1, axis.size)
     else:
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        of_queries = of_keys = heads_layout(heads, 1, axis.size)
-        groups = 1
+        of_queries = heads_layout(heads, 1, axis.size)
+        of_keys = keys_layout(of_queries, kv_heads)
     query = exchange(query, axis, of_queries, rows, to_heads=True)  # [batch, heads/cp, rows, head_dim]
     key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (key, value))
+    if kv_heads < axis.size and query.shape[1]:
+        key, value, groups = _of_groups(module, key, value, groups, of_queries.ranges(axis.rank)[0])
     kwargs = {name: state.whole_of(x) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}  # positions
     taken = {name: _of_heads(x, of_queries, axis.rank) for name, x in kwargs.items() if name in (*_PER_HEAD, *_BIASES)}
     mask = _of_heads(mask, of_queries, axis.rank)
@@ -161,6 +162,17 @@ def _ulysses(
         out = (query + 0 * (key.sum() + value.sum())).transpose(1, 2)[..., : value.shape[-1]]
     out = exchange(out.transpose(1, 2), axis, of_queries, rows, to_heads=False)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _of_groups(
+    module: nn.Module, key: torch.Tensor, value: torch.Tensor, groups: int, held: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return keys and values of the query heads ``held``, and how many heads share one; parts of groups share none."""
+    low, high = held
+    if key.shape[1] == 1 and "num_key_value_groups" in vars(module):
+        return key, value, high - low
+    place = torch.tensor([head // groups - low // groups for head in range(low, high)], device=key.device)
+    return key.index_select(1, place), value.index_select(1, place), 1
 
 
 def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
@@ -221,10 +233,15 @@ def _with_whole_keys(
         if not given:
             return causal_attention(function, module, query, key, value, rows, rank, kwargs), None
         mask = _causal_rows(rows, rank, query.device)
-    mask = _of_rows(mask, rows, rank)
     kwargs = {**kwargs, **given}
     if "is_causal" in kwargs or name != "eager":
         kwargs["is_causal"] = False
+    square = mask is not None and mask.shape[2:] == (rows.size, key.shape[2])
+    if square and not given and not crosses and query.device.type == "cpu":  # elsewhere looking at a mask makes it wait
+        return masked_attention(
+            function, module, query, key, value, mask, rows.ranges(rank), kwargs, state.seen_keys
+        ), None
+    mask = _of_rows(mask, rows, rank)
     return function(module, query, key, value, mask, **kwargs)[0], None
 
 

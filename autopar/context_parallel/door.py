@@ -1,15 +1,14 @@
 """The doors of a list of blocks: in front of the first one the sequence is cut into rows, behind the last one joined.
 
-Everything before the first block is the model's own and sees the whole sequence: embeddings, positions, masks,
-documents. A block gets this rank's rows of the hidden states and of whatever else has a row for each position;
-masks stay whole. Modules that need all rows gather them, and keep their own of what they return.
+Everything before the first block is the model's own and sees the whole sequence: positions, masks, documents, and
+embeddings, which may be rows behind the scenes (:mod:`autopar.context_parallel.rows_ahead`). A block gets this rank's
+rows of the hidden states and of whatever else has a row for each position; masks stay whole. Modules that need all
+rows gather them, and keep their own of what they return.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers.cache_utils import Cache
 
-from autopar.class_swap import plain_class
+from autopar.context_parallel.rows_ahead import RowsAhead, whole_tensors
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather, gather_sum
 from autopar.errors import ConfigError
 from autopar.layout import Layout
+from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 
 __all__ = ["Door", "NeedsAllRows", "gather_all"]
 
@@ -44,7 +44,7 @@ class Door:
         if not state.cutting:
             state.check_recomputed()
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        named = _named(plain_class(self, Door), args, kwargs)
+        named = _named(self, args, kwargs)
         hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
         if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
             raise state.tracking.mixed("the first block runs a second time", between=True)
@@ -85,9 +85,19 @@ class Door:
             if not isinstance(x, torch.Tensor):
                 return x
             dim = _dim_of_rows(_place(f"{name}{keystr(path)}", x), x, layout.size, state)
-            return x if dim is None else state.narrow(x, layout, dim)
+            return whole_tensors(x) if dim is None else _own_rows(x, layout, dim, state)
 
         return tree_map_with_path(own, value)
+
+
+def _own_rows(x: torch.Tensor, layout: Layout, dim: int, state: RowState) -> torch.Tensor:
+    if not isinstance(x, RowsAhead):
+        return state.narrow(x, layout, dim)
+    own = x.opened(layout, dim)
+    if own is None:
+        return state.narrow(x.whole(), layout, dim)
+    gathered = state.tracking is not None or (own.requires_grad and torch.is_grad_enabled())
+    return own if gathered else state.narrowed(own, x)
 
 
 def _place(name: str, x: torch.Tensor) -> str:
@@ -163,14 +173,9 @@ def _check_number(name: str, number: int, state: RowState) -> None:
         )
 
 
-@functools.cache
-def _parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(kind.forward).parameters if name != "self")
-
-
-def _named(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def _named(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """The arguments by name, in the order in which they were given."""
-    names = _parameters(kind)
+    names = argument_names(block)
     given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
     return [*given, *kwargs.items()]
 
@@ -204,7 +209,12 @@ class NeedsAllRows:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
-            out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            if where.heads is None or not where.heads.fits(self):  # type: ignore[arg-type]
+                out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            else:
+                args, kwargs = where.heads.slice_inputs(type(self), args, kwargs, state.axis)
+                with where.heads.of_rank(self, state.axis):  # type: ignore[arg-type]
+                    out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return _own_part(out, state, layout, where)
 
     def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
@@ -266,8 +276,9 @@ def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> 
                 dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
                 if len(dims) > 1:
                     state.tracking.mark_table(x)
+                    where.table = True
                 if len(dims) == 1:
-                    where.outputs[name] = dims[0]
+                    where.outputs[name], where.shapes[name] = dims[0], tuple(x.shape)
             dim = where.outputs.get(name)
             kept.append(x if dim is None else _own_along(x, state, layout, dim))
         else:

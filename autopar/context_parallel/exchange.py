@@ -1,6 +1,6 @@
 """The all-to-all of attention over rows: rows of all heads are exchanged for all rows of some heads, and back.
 
-Uneven numbers of both are fine, and rows in any order.
+Uneven numbers of both are fine, rows in any order, and heads that several ranks get: their gradients are added up.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import run
+from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.distributed.profiling import named_collective
 from autopar.layout import Layout
 
@@ -54,6 +54,19 @@ def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads
     sent = [by_given.shard(x, rank, given).view(-1) for rank in range(axis.size)]
     sizes = [math.prod(each) for each in received]
     out = x.new_empty(sum(sizes))
-    run(dist.all_to_all_single, axis, out, torch.cat(sent), sizes, [part.numel() for part in sent])
+    run(all_to_all_single, axis, out, torch.cat(sent), sizes, [part.numel() for part in sent])
     parts = [part.view(each) for part, each in zip(out.split(sizes), received, strict=True)]
-    return by_taken.unshard(parts, taken)
+    return _summed(parts, by_taken, taken) if by_taken.replicated else by_taken.unshard(parts, taken)
+
+
+def _summed(parts: list[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:
+    """Put gradients together: heads that several ranks had are added up."""
+    shape = list(parts[0].shape)
+    shape[dim] = layout.size
+    full = parts[0].new_zeros(shape)
+    for rank, part in enumerate(parts):
+        offset = 0
+        for start, stop in layout.ranges(rank):
+            full.narrow(dim, start, stop - start).add_(part.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return full

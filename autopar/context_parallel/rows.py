@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.layout import Block, Layout, even_shards
 
-__all__ = ["heads_layout", "rows_layout"]
+__all__ = ["heads_layout", "keys_layout", "rows_layout"]
 
 
 def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout:
@@ -27,3 +27,15 @@ def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout:
 def heads_layout(units: int, width: int, ranks: int) -> Layout:
     """Return the layout along dim 1 of ``units`` runs of ``width`` heads each; a rank may have none."""
     return Layout.of(1, [Block("heads", units, width, even_shards(units, ranks))])
+
+
+def keys_layout(queries: Layout, kv_heads: int) -> Layout:
+    """Return the KV heads that each rank's heads of ``queries`` look at, where the ranks are more than KV heads are.
+
+    >>> keys_layout(heads_layout(6, 1, 4), 2).ranges(1)  # heads 2 and 3, of groups of three
+    ((0, 2),)
+    """
+    each = queries.size // kv_heads
+    held = [next(iter(queries.ranges(rank)), (0, 0)) for rank in range(queries.axis_size)]
+    needed = tuple((low // each, -(-high // each)) if low < high else (0, 0) for low, high in held)
+    return Layout.of(1, [Block("heads", kv_heads, 1, needed)])

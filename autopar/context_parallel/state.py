@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.context_parallel.heads import Heads
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["RowPlan", "RowState", "Snapshot", "WholeModule"]
+__all__ = ["OwnModule", "RowPlan", "RowState", "Snapshot", "WholeModule"]
 
 
 @dataclass
@@ -25,11 +26,32 @@ class WholeModule:
 
     Attributes:
         inputs: path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the rehearsal.
-        outputs: path in what it returns -> dim of rows.
+        outputs: path in what it returns -> dim of rows; ``shapes``: what it had in the rehearsal.
+        table: whether it returns something that has rows in several dims: a bias for each pair of rows.
+        heads: how it is shared out over the ranks by heads; None: each rank computes all of it.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)
     folded: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    table: bool = False
+    heads: Heads | None = None
+
+
+@dataclass
+class OwnModule:
+    """A module in front of the blocks that computes own rows: where its arguments and outputs hold them.
+
+    Attributes:
+        entries: ids that its table has; 0 without a table.
+        calls: with which arguments it was called.
+        inputs: path in ``(args, kwargs)`` -> dim of rows, -1 for what has none; ``outputs``: of what it returns.
+    """
+
+    entries: int = 0
+    calls: list[str] = field(default_factory=list)
+    inputs: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
 
 
@@ -42,6 +64,7 @@ class RowPlan:
         arguments: argument of a block, and path in it -> dim of rows.
         numbers: argument of a block -> whole numbers that it was given.
         whole: path of a module -> how it is run with all rows.
+        own: path of a module in front of the blocks -> how it computes own rows.
         crosses: path of a module that calls attention -> whether its keys are those of another sequence.
         head: path of the head that makes logits of rows; None without one.
         between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
@@ -52,6 +75,7 @@ class RowPlan:
     arguments: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, set[int]] = field(default_factory=dict)
     whole: dict[str, WholeModule] = field(default_factory=dict)
+    own: dict[str, OwnModule] = field(default_factory=dict)
     crosses: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
     through: bool = True
@@ -78,25 +102,31 @@ class RowState:
     Attributes:
         cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
         keeping: whether rows stay on their ranks behind the last block, up to the logits.
+        resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
         tracking: of a rehearsal: marks rows.
+        opened, spoiled: modules whose rows came to a door, and those of which the whole was read in front of it.
         region: random draws that differ over the axis.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
         batches: number of sequences that each list of blocks was given.
+        seen_keys: mask and first row of a run -> the mask, the first key that the run sees and the one behind the last.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
-        self.cutting = self.keeping = self.was_cut = False
+        self.cutting = self.keeping = self.was_cut = self.resuming = False
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
         self.region = Region(axis)
+        self.opened: set[str] = set()
+        self.spoiled: set[str] = set()
         self.entered: set[int] = set()
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
+        self.seen_keys: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}
         self._layouts: dict[int, Layout] = {}
-        self._known: dict[tuple[int, int], Layout] = {}
+        self._known: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
@@ -122,18 +152,21 @@ class RowState:
     def release(self) -> None:
         """Release the references to activations."""
         self._layouts.clear()
+        self.seen_keys.clear()
         self.inside.clear()
         self._narrowed.clear()
 
     @contextmanager
     def resumed(self, forward: Snapshot) -> Iterator[None]:
         """Go on inside as in another forward: a block is recomputed."""
-        now = self.snapshot()._replace(narrowed=self._narrowed)
+        now, before = self.snapshot()._replace(narrowed=self._narrowed), self.resuming
         self._resume(forward._replace(narrowed={**self._narrowed, **forward.narrowed}))
+        self.resuming = True
         try:
             yield
         finally:
             self._resume(now)
+            self.resuming = before
 
     def snapshot(self) -> Snapshot:
         """Return what tells this forward from others."""
@@ -146,7 +179,7 @@ class RowState:
 
     def check_recomputed(self) -> None:
         """Raise ConfigError if a block is recomputed by what does not know its rows."""
-        if self.was_cut and not self.running and torch._C._current_graph_task_id() != -1:
+        if self.was_cut and not self.running and not self.resuming and torch._C._current_graph_task_id() != -1:
             raise ConfigError(
                 f"context_parallel_size={self.axis.size}: a block is recomputed in the backward pass, and nobody knows "
                 "which rows it had.\n  Use activation_checkpointing: {enable: true}, or "
@@ -159,14 +192,21 @@ class RowState:
         if self.tracking is not None and length != self.tracking.prime * self.axis.size:
             return None  # no words: sound, or an image
         self.entered.add(number)
-        if length < self.axis.size:
+        layout = self.rows_of(length)
+        if layout is None:
             self._layouts.pop(number, None)
             return None
-        zigzag = self.method == "gather"
-        layout = self._known.setdefault((length, zigzag), rows_layout(length, self.axis.size, zigzag=zigzag))
         self._layouts[number] = layout
         self.inside.add(number)
         return layout
+
+    def rows_of(self, length: int) -> Layout | None:
+        """Return which rows of a sequence each rank has; None if they are too few to be cut."""
+        if length < self.axis.size:
+            return None
+        if length not in self._known:
+            self._known[length] = rows_layout(length, self.axis.size, zigzag=self.method != "ulysses")
+        return self._known[length]
 
     def layout(self, number: int) -> Layout | None:
         """Return the rows of a list of blocks that runs; None if it is not cut."""
@@ -197,10 +237,17 @@ class RowState:
             self._narrowed[id(known[1])] = (known[1], x)
         return known[1]
 
+    def narrowed(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return ``own``, and know that it is this rank's rows of ``x``."""
+        self._narrowed[id(own)] = (own, x)
+        return self.mark(own)
+
     def whole_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what :meth:`narrow` made ``x`` of; ``x`` itself if it did not."""
+        """Return what ``x`` is this rank's rows of; ``x`` itself if that is not known."""
         known = self._narrowed.get(id(x))
-        return known[1] if known is not None and known[0] is x and known[1].numel() > x.numel() else x
+        if known is None or known[0] is not x or known[1].numel() <= x.numel():
+            return x
+        return known[1].whole() if hasattr(known[1], "whole") else known[1]
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, which holds rows from here on."""

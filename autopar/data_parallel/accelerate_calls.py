@@ -17,6 +17,7 @@ from autopar.data_parallel.accelerate_mesh import alive, meaning, mesh, mesh_of,
 from autopar.data_parallel.accelerate_prepare import Place, is_dealing, prepare, prepare_data_loader, prepare_model
 from autopar.data_parallel.exchange import exchange_body, exchange_member, exchange_name, when_imported
 from autopar.distributed.axis import Axis
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 
 __all__ = ["exchange_calls"]
@@ -138,7 +139,7 @@ def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0
 def _reduced(tensor: torch.Tensor, reduction: str, dp: Axis) -> torch.Tensor:
     result = tensor.clone()
     if dp.size > 1:
-        dist.all_reduce(result, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=dp.group)
+        all_reduce(result, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=dp.group)
     if reduction == "mean":
         result /= dp.size
     return result

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import Layout
@@ -153,9 +154,9 @@ def _combine(
     if math.isinf(p):
         pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
         for axis in axes:
-            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
+            all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
         return pair[0] if pair[1] == 0 else pair[0] * math.nan
     total = norms.pow(p).sum()
     for axis in axes:
-        dist.all_reduce(total, group=axis.group)
+        all_reduce(total, group=axis.group)
     return total.pow(1 / p)

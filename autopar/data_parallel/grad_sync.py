@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.distributed.digest import extremes
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
@@ -125,7 +126,7 @@ def sum_gradients(
         for flat in (flat for same in gradients.values() for flat in flattened(same)):
             if scale != 1.0:
                 flat.mul_(scale)
-            dist.all_reduce(flat, group=group)
+            all_reduce(flat, group=group)
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 
 __all__ = ["GradScaler", "LossScale", "agree_on_found", "agree_on_overflow"]
@@ -62,7 +63,7 @@ def agree_on_overflow(flags: torch.Tensor, size: int, group: Any = None) -> None
         group: the world without one.
     """
     if size > 1:
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
 
 def agree_on_found(found: dict[torch.device, torch.Tensor], axis: Axis, device: torch.device) -> None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes
 from autopar.distributed.profiling import named_collective
@@ -53,13 +54,9 @@ __all__ = [
     "sum_replicas",
 ]
 
-# torch 2.13 renamed the two and warns about the old names.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
-    """Run a collective of torch's by what carries it; if a rank failed, the error names it and its reason."""
+    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason."""
     transport = axis.transport
     try:
         if transport is None or not transport.run(getattr(collective, "__name__", ""), *args):
@@ -87,7 +84,7 @@ def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
     x = x.clone(memory_format=torch.contiguous_format)
     if not x.is_meta:
-        run(dist.all_reduce, axis, x)
+        run(gloo_collectives.all_reduce, axis, x)
     return x
 
 
@@ -100,7 +97,7 @@ def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
 
     def wait() -> None:
         try:
-            work.wait()
+            gloo_collectives.finish(work) if x.is_cpu else work.wait()
         except RuntimeError as error:
             _explain(error, axis)
 
@@ -118,7 +115,7 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
         x = torch.cat([x, x.new_zeros(_resized(x, dim, missing))], dim)
     x = x.contiguous()
     out = x.new_empty(axis.size * x.numel())
-    run(_all_gather_flat, axis, out, x.view(-1))
+    run(gloo_collectives.all_gather_into_tensor, axis, out, x.view(-1))
     shards = out.view(axis.size, *x.shape).unbind(0)
     return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
@@ -128,7 +125,7 @@ def extremes_over(axis: Axis, numbers: Sequence[int], device: torch.device) -> t
     if axis.transport is None or device.type != "cpu":
         return extremes(numbers, axis.group, device)
     everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
-    run(_all_gather_flat, axis, everyone, torch.tensor(numbers))
+    run(gloo_collectives.all_gather_into_tensor, axis, everyone, torch.tensor(numbers))
     columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))
     return [max(column) for column in columns], [min(column) for column in columns]
 
@@ -137,7 +134,7 @@ def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> to
     """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
     full = shard.new_zeros(_resized(shard, dim, layout.size))
     layout.write(full, shard, axis.rank, dim)
-    run(dist.all_reduce, axis, full)
+    run(gloo_collectives.all_reduce, axis, full)
     return full
 
 
@@ -161,14 +158,14 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None
             parts[rank].narrow(dim, offset, stop - start).copy_(x.narrow(dim, start, stop - start))
             offset += stop - start
     out = torch.empty_like(parts[0])
-    run(_reduce_scatter_flat, axis, out.view(-1), parts.view(-1))
+    run(gloo_collectives.reduce_scatter_tensor, axis, out.view(-1), parts.view(-1))
     return out if sizes[axis.rank] == max(sizes) else out.narrow(dim, 0, sizes[axis.rank]).contiguous()
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
     """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
     if axis.size > 1:
-        run(dist.broadcast, axis, x, axis.ranks[source])
+        run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
 
 
 # -- autograd -----------------------------------------------------------------------------------------------------
@@ -205,7 +202,7 @@ class _ReduceInPlace(_Reduce):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
         if not x.is_meta:
-            run(dist.all_reduce, axis, x)
+            run(gloo_collectives.all_reduce, axis, x)
         return x
 
 
@@ -284,7 +281,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.axis, ctx.splits = axis, (input_splits, output_splits)
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty(rows, *x.shape[1:])
-        run(dist.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
+        run(gloo_collectives.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
         return out
 
     @staticmethod

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar.distributed.gloo_collectives import all_reduce
+
 __all__ = ["checksum", "extremes", "hexdigest", "of_tensor", "of_text", "of_values", "sum_of_bits"]
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
@@ -76,7 +78,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
     """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
     pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device)
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = pair.tolist()
     return largest, [-number for number in smallest]
 

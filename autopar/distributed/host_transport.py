@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.gloo_collectives import SUMMABLE, add_in_order
 from autopar.distributed.process import Process
 
 __all__ = ["HostTransport", "segment_bytes"]
@@ -53,7 +54,6 @@ _SPIN = 1e-4  # seconds; longer ones keep from its core the rank that is waited 
 _SLEEPS = (2e-5, 1e-3)  # seconds: shortest and longest
 _LOOK_AFTER = 0.1  # seconds between two looks at the other processes
 _CACHED = 256  # shapes of which views are kept
-_HALF = (torch.float16, torch.bfloat16)
 _METHODS = {  # torch's name of a collective -> ours
     "all_reduce": "_all_reduce",
     "reduce_scatter_single": "_reduce_scatter",
@@ -62,7 +62,6 @@ _METHODS = {  # torch's name of a collective -> ours
     "all_gather_into_tensor": "_all_gather",
     "broadcast": "_broadcast",
 }
-_SUMMABLE = {*_HALF, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
 def segment_bytes(size: int) -> int:
@@ -128,7 +127,7 @@ class HostTransport:
         first: torch.Tensor = args[0]
         if not name or not first.is_cpu or torch.compiler.is_compiling():
             return False
-        if first.dtype not in _SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
+        if first.dtype not in SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
             return False
         if name == "_broadcast" and first.nbytes > _BROADCAST:
             return False
@@ -189,7 +188,7 @@ class HostTransport:
         slots = views.slots[turn]
         slots[self._rank].copy_(x)
         self._meet(views.signature ^ 1)
-        _add(slots, x)
+        add_in_order(slots, x)
 
     def _sum_in_two_steps(self, x: torch.Tensor) -> None:
         views, turn = self._next(x)
@@ -199,7 +198,7 @@ class HostTransport:
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
         parts = list(itertools.pairwise(bounds))
         start, stop = parts[self._rank]
-        _add([slot[start:stop] for slot in slots], x[start:stop])
+        add_in_order([slot[start:stop] for slot in slots], x[start:stop])
         slots[self._rank][start:stop].copy_(x[start:stop])
         self._meet(views.signature ^ 3, step=1)
         for rank, (start, stop) in enumerate(parts):
@@ -222,7 +221,7 @@ class HostTransport:
             views, turn = self._next(part)
             views.slots[turn][self._rank].copy_(part)
             self._meet(views.signature ^ 5)
-            _add([slot[self._rank] for slot in views.slots[turn]], out[start : start + width])
+            add_in_order([slot[self._rank] for slot in views.slots[turn]], out[start : start + width])
 
     def _broadcast(self, x: torch.Tensor, global_source: int) -> None:
         source = self._axis.ranks.index(global_source)
@@ -309,19 +308,6 @@ class HostTransport:
 
     def __str__(self) -> str:
         return f"shared memory of ranks {list(self._axis.ranks)} ({self._axis.name} axis)"
-
-
-def _add(slots: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the slots, in their order; halves are added up in fp32 and rounded once."""
-    if out.dtype in _HALF and len(slots) > 2:
-        total = slots[0].float()
-        for slot in slots[1:]:
-            total.add_(slot)
-        out.copy_(total)
-        return
-    torch.add(slots[0], slots[1], out=out)
-    for slot in slots[2:]:
-        out.add_(slot)
 
 
 def _timeout(group: Any) -> float:

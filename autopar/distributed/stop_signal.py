@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
@@ -58,7 +59,7 @@ class StopSignal:
         """
         flag = torch.tensor([self._got])
         if self._group is not None:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
     def close(self) -> None:

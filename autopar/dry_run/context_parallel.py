@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,26 +19,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
-from autopar.context_parallel.state import RowPlan, RowState, WholeModule
+from autopar.context_parallel.own_rows import may_own_rows
+from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.dry_run.shared_heads import shared_modules
 from autopar.errors import ConfigError
 from autopar.plan.blocks import Blocks, dropped_blocks
 from autopar.policy.schema import Policy
 
-__all__ = ["plan_rows"]
+__all__ = ["check_beside_sequence", "plan_rows"]
 
 _TRIES = 60
 
 
-def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowPlan:
+def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_heads: bool = True) -> RowPlan:
     """Return how ``model`` runs over rows on ``ranks`` ranks; names begin at ``model``. It is only read.
 
     Args:
         model: the Hugging Face model, not yet sharded.
         prefix: its path in the names of the policy.
+        by_heads: whether modules that need all rows may be shared out by heads; not if tensor parallelism does it.
 
     Raises:
         ConfigError: it does not, with what mixes rows.
@@ -53,7 +58,25 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     if dropped:
         raise _refusal(model, ranks, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
-        return _Search(model, _first_plan(model, lists), ranks).run()
+        search = _Search(model, _first_plan(model, lists), ranks)
+        search.run()
+        return search.shared_by_heads(policy) if by_heads else search.plan
+
+
+def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
+    """Check that a block's rows can be shared out once more over the tensor-parallel ranks, between its regions.
+
+    Raises:
+        ConfigError: a module needs all rows, of which each rank would gather those of its tensor-parallel rank only.
+    """
+    reason = ""
+    if plan.whole:
+        path = min(plan.whole)
+        reason = f"{path} mixes rows, so it runs with all of them: of {len(plan.whole)} modules the first"
+    elif plan.between:
+        reason = "what runs its blocks may mix rows between them, so each block's are joined"
+    if reason:
+        raise _refusal(model, ranks, f"beside sequence_parallel: {reason}.\n  Leave sequence_parallel out")
 
 
 def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
@@ -106,18 +129,49 @@ class _Search:
         except ValueError as error:
             raise _refusal(model, ranks, str(error)) from error
 
-    def run(self) -> RowPlan:
-        """Return the plan that holds."""
+    def run(self) -> None:
+        """Find the plan that holds."""
+        if self._try_own() is None:
+            return
         first: _Failure | None = None
         for _ in range(_TRIES):
             failure = self._try()
             if failure is None:
-                return self.plan
+                self._try_own()
+                return
             first = first or failure
             if not self._change(failure):
                 raise _refusal(self.model, self.ranks, self._words(failure))
         assert first is not None
         raise _refusal(self.model, self.ranks, self._words(first))
+
+    def shared_by_heads(self, policy: Policy) -> RowPlan:
+        """Return the plan in which modules with all rows compute some heads each, where the policy's rules shard them.
+
+        If a forward then does not fit any more, it is the plan as it was.
+        """
+        plan, modules = self.plan, shared_modules(self.model, policy, self.plan, self.ranks)
+        if not modules:
+            return plan
+        before = deepcopy(plan.whole)
+        for path, heads in modules.items():
+            plan.whole[path].heads = heads
+        if self._try() is None and all(
+            replace(where, heads=None) == before[path] for path, where in plan.whole.items()
+        ):
+            return plan
+        for where in plan.whole.values():
+            where.heads = None
+        return plan if self._try() is None else replace(plan, whole=before)
+
+    def _try_own(self) -> _Failure | None:
+        """Try the plan with modules in front of the blocks that compute own rows; without, if that fails."""
+        before = self.plan
+        self.plan = replace(_unseen(before), own=_candidates(self.model, before.lists))
+        failure = self._try() if self.plan.own else _Failure("", "no module in front of the blocks")
+        if failure is not None:
+            self.plan = before
+        return failure
 
     def _words(self, failure: _Failure) -> str:
         where = f"in {failure.path} " if failure.path else ""
@@ -183,6 +237,8 @@ class _Search:
             return self._failed(stack, error.operation, count, error.between)
         except Exception as error:
             return self._failed(stack, f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}", count)
+        own = state.opened - state.spoiled
+        self.plan.own = {path: where for path, where in self.plan.own.items() if path in own}
         rows = [name for name, value in out.items() if tracking.holds_rows(value)]
         return _Failure("", f"{rows[0]} is made of rows") if rows else self._check(state)
 
@@ -196,6 +252,19 @@ class _Search:
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
         return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
+
+
+def _unseen(plan: RowPlan) -> RowPlan:
+    """The same plan, without what a run has noted in it."""
+    whole = {path: WholeModule() for path in plan.whole}
+    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={})
+
+
+def _candidates(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> dict[str, OwnModule]:
+    """Modules in front of the blocks that may compute own rows."""
+    blocks = [block for each in lists for block in each]
+    outside = ((path, m) for path, m in model.named_modules() if not any(_below(path, block) for block in blocks))
+    return {path: OwnModule(getattr(m, "num_embeddings", 0)) for path, m in outside if may_own_rows(m)}
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")

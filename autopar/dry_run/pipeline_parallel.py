@@ -115,6 +115,7 @@ class _StageReplay(BlockReplay):
         self._held: dict[str, torch.Tensor] | None = None  # the placeholders that _elsewhere is of
         self._elsewhere: set[int] = set()
         self._all = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())} if equal else set()
+        self._own = {block: (*block.parameters(), *block.buffers()) for block in self._blocks}
 
     @property
     def _provenance(self) -> Provenance | None:
@@ -124,7 +125,7 @@ class _StageReplay(BlockReplay):
         if self._held is not self._context.placeholders:
             self._held = self._context.placeholders
             self._elsewhere = {id(tensor) for tensor in self._held.values()}
-        return self._elsewhere.isdisjoint(map(id, (*block.parameters(), *block.buffers())))
+        return self._elsewhere.isdisjoint(map(id, self._own[block]))
 
     def describe(self, tensor: torch.Tensor) -> Any:
         followed = self._provenance
@@ -132,7 +133,7 @@ class _StageReplay(BlockReplay):
 
     @contextmanager
     def running(self, block: nn.Module) -> Iterator[None]:
-        others = self._all - {storage_key(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        others = self._all - {storage_key(tensor) for tensor in self._own[block]}
         reads = _Reads()
         with reads:
             yield
@@ -169,11 +170,12 @@ def _boundaries(model: nn.Module, start: str, plan: StagePlan, context: StageCon
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode; modes and random generators are as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+    training = [module for module in model.modules() if module.training]
     try:
         with kept():
-            model.eval()
+            if training:
+                model.eval()
             yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-__all__ = ["count", "summarise"]
+from autopar.plan.plan import Plan
+from autopar.policy.tp_plan import is_imported
+
+__all__ = ["count", "imported_notice", "summarise", "whole_share"]
+
+_NEAR_EMPTY = 0.5  # of the parameters
 
 
 def count(model: nn.Module) -> int:
@@ -31,3 +37,22 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
         f"{type(model).__name__} by {Path(str(policy)).name}: tp {tp}{context} x pp {pp} x dp {dp} on {device}; "
         f"{whole:,} parameters, this rank holds {elements:,} ({size / 1e6:,.1f} MB)"
     )
+
+
+def whole_share(model: nn.Module, plan: Plan) -> float:
+    """Return which part of a model's parameters every tp rank holds whole, 0 to 1; ``model`` is not sharded yet."""
+    names = {plan.canonical(name) for name, _ in model.named_parameters()}
+    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
+    return sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
+
+
+def imported_notice(model: nn.Module, plan: Plan) -> str | None:
+    """Return one line on a ``tp_plan`` that stands in for a policy; None if none does. ``model`` is not sharded yet."""
+    if not any(is_imported(tensor.where) for tensor in plan.tensors.values()):
+        return None
+    line = f"no policy lists model_type '{plan.model_type}': the tp_plan that comes with it is used"
+    if plan.tp == 1:
+        return line
+    share = whole_share(model, plan)
+    near = ", which is near-empty" if share >= _NEAR_EMPTY else ""
+    return f"{line}{near}; it leaves {share:.0%} of the parameters whole on each of {plan.tp} ranks"

@@ -19,8 +19,8 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import first_line
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.equal_blocks import equal_blocks
+from autopar.dry_run.imported_plan import rehearse
 from autopar.dry_run.inputs import meta_copy, sample_inputs
-from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
@@ -139,7 +139,7 @@ class PlannedModel:
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
-        check_plan(self.inner, self.prefix, self.plan(config.tensor_parallel_size))
+        rehearse(self.inner, self.prefix, self.plan(config.tensor_parallel_size))
         if config.pipeline_parallel_size > 1:
             make_stages(
                 self.model,

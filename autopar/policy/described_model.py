@@ -61,6 +61,8 @@ def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
 
 def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     """The outermost ones."""
+    if isinstance(root, PreTrainedModel):
+        return [("", root)]
     found: list[tuple[str, PreTrainedModel]] = []
     for path, module in root.named_modules():
         inside = any(path.startswith(outer + ".") or not outer for outer, _ in found)

@@ -17,6 +17,7 @@ from autopar.policy.advice import advice
 from autopar.policy.described_model import config_of, hugging_face_model
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import Policy
+from autopar.policy.tp_plan import import_tp_plan
 
 __all__ = ["find_policy", "supported_model_types"]
 
@@ -29,8 +30,11 @@ def supported_model_types() -> dict[str, str]:
 def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
     """Find the policy of ``model``: the user's if given (path, dict or YAML text), else the one that matches.
 
+    A model type that no policy lists gets its ``tp_plan`` as one (:mod:`autopar.policy.tp_plan`), if it has any.
+
     Raises:
-        UnsupportedModelError: no file lists the model type; says which policy is nearest and how to use it.
+        UnsupportedModelError: no file lists the model type, and it has no ``tp_plan`` that can be imported; says which
+            policy is nearest and how to use it.
         PolicyError: two files match, or the user's policy is for another model type.
     """
     if policy is not None:
@@ -55,8 +59,16 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
             "narrow one of them with match.config"
         )
     if not found:
-        reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}."
-        if listed:
+        reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}"
+        if not listed:
+            try:
+                imported = import_tp_plan(model)
+            except UnsupportedModelError as error:
+                imported, reason = None, f"{reason}, and {error}"
+            if imported is not None:
+                return imported
+            reason = f"{reason.rstrip('.')}."
+        else:
             conditions = "; ".join(
                 " and ".join(
                     [f"{p.name} wants {dict(p.config)}"] + ([f"class {' or '.join(p.classes)}"] if p.classes else [])

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.distributed.collectives import all_to_all, even_layout, gather, scatter
+from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.tensor_parallel.region_modules import RegionModule
 
 __all__ = ["ExpertParallel"]
@@ -62,5 +62,5 @@ class ExpertParallel(RegionModule):
 
 def _exchange_counts(sent: torch.Tensor, axis: Any) -> torch.Tensor:
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=axis.group)
+    all_to_all_single(received, sent, group=axis.group)
     return received

@@ -21,25 +21,24 @@ from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["ShardedNorm"]
+__all__ = ["GlobalMeans", "ShardedNorm"]
 
 
 class ShardedNorm(RegionModule):
     """A norm over sharded features. ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dims = max((x.ndim for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), default=0)
-        with _GlobalMeans(self.autopar, self.tp, dims):
+        with GlobalMeans(self.autopar, self.tp, (*args, *kwargs.values())):
             return super().forward(*args, **kwargs)
 
 
-class _GlobalMeans(TorchFunctionMode):
-    """Take means over the last dim over the features of all ranks."""
+class GlobalMeans(TorchFunctionMode):
+    """Take means over the last dim over the features of all ranks; ``given`` to the norm is what it works on."""
 
-    def __init__(self, plan: ModulePlan, axis: Axis, dims: int) -> None:
+    def __init__(self, plan: ModulePlan, axis: Axis, given: tuple[Any, ...]) -> None:
         super().__init__()
         assert plan.layout is not None
-        self.dims = dims  # of the norm's input
+        self.dims = max((x.ndim for x in given if isinstance(x, torch.Tensor)), default=0)
         self.layout, self.groups, self.axis, self.where = plan.layout, plan.groups, axis, plan.where
 
     def __torch_function__(

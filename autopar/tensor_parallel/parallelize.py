@@ -12,6 +12,7 @@ from torch import nn
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.digest import checksum
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -22,7 +23,7 @@ from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "full_state_dict", "load_full_state_dict", "sync_parameters", "undo"]
+__all__ = ["apply", "full_state_dict", "load_full_state_dict", "resize", "sync_parameters", "undo"]
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
@@ -50,7 +51,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 module._buffers[name] = layout.shard(buffer, axis.rank)
-        _resize(module, module_plan, axis.rank)
+        resize(module, module_plan, axis.rank)
         show_sizes(module)
     for path, module_plan in plan.modules.items():
         if module_plan.rule == "region":
@@ -71,7 +72,7 @@ def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> No
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
 
-def _resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
+def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one)."""
     if plan.rule == "sharded":
         _resize_plain(module, plan, rank)
@@ -141,7 +142,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                 parameter.grad = None if gradient is None else all_gather(gradient, axis, layout)
             if buffer is not None:
                 module._buffers[name] = all_gather(buffer, axis, layout)
-        _resize(module, module_plan, None)
+        resize(module, module_plan, None)
         module.__class__ = plain_class(module)
         for name in ("tp", "region", "autopar", "autopar_layouts", "chunk", WARNED):
             module.__dict__.pop(name, None)
@@ -157,7 +158,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     """The gradient; zeros where only other ranks have one. A collective of the axis."""
     present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
+    all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
 
 
@@ -181,7 +182,7 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
     first = sums.clone().to(mpu.device)
     dist.broadcast(first, src=0)
     differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+    all_reduce(differs, op=dist.ReduceOp.MAX)
     different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
     for name in different:
         tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]

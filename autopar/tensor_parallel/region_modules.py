@@ -29,10 +29,10 @@ from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
 from autopar.layout import Layout
-from autopar.plan.plan import ModulePlan
+from autopar.plan.plan import InputPlan, ModulePlan
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["RegionModule", "region_class"]
+__all__ = ["RegionModule", "region_class", "shard_input", "with_inputs"]
 
 
 class RegionModule:
@@ -45,7 +45,7 @@ class RegionModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.autopar
         if plan.inputs:
-            args, kwargs = self._shard_inputs(args, kwargs)
+            args, kwargs = with_inputs(type(self), plan.inputs, args, kwargs, self._shard_input)
         opens, closes = plan.rule == "region" and not plan.closes, plan.rule == "region" and not plan.opens
         if opens:  # readers of one tensor get the same copy where a layer closes the region
             args, kwargs = _map_floats(self.region.enter if plan.opens else self._enter, (args, kwargs))
@@ -89,27 +89,38 @@ class RegionModule:
         width = size // (layout.size if full else layout.local_size(self.tp.rank))
         return Layout.of(layout.dim, [replace(block, width=block.width * width) for block in layout.blocks])
 
-    def _shard_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = _argument_names(type(self))  # type: ignore[arg-type]
-        values = list(args)
-        for planned in self.autopar.inputs:
-            place = names.index(planned.name)
-            if place < len(values):
-                values[place] = self._shard_input(values[place], planned.layout)
-            elif planned.name in kwargs:
-                kwargs[planned.name] = self._shard_input(kwargs[planned.name], planned.layout)
-        return tuple(values), kwargs
+    def _shard_input(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        sharded = shard_input(x, layout, lambda x, dim: scatter(x, self.tp, layout, dim))
+        return x if sharded is x else self.region.mark_sharded(sharded)
 
-    def _shard_input(self, x: Any, layout: Layout) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        dim = layout.dim % x.ndim
-        if x.shape[dim] % layout.size or x.shape[dim] == 1:
-            return x  # the same for all units
-        if x.shape[dim] == layout.size:
-            return self.region.mark_sharded(scatter(x, self.tp, layout, dim))
-        parts = x.unflatten(dim, (-1, layout.size))  # [..., batch, heads, ...]
-        return self.region.mark_sharded(scatter(parts, self.tp, layout, dim + 1).flatten(dim, dim + 1))
+
+def with_inputs(
+    kind: Any,
+    inputs: tuple[InputPlan, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shard: Callable[[torch.Tensor, Layout], torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module of class ``kind`` with those tensors sharded that are planned to be."""
+    names = _argument_names(kind)
+    values, named = list(args), dict(kwargs)
+    for planned in inputs:
+        place = names.index(planned.name)
+        if place < len(values) and isinstance(values[place], torch.Tensor):
+            values[place] = shard(values[place], planned.layout)
+        elif isinstance(named.get(planned.name), torch.Tensor):
+            named[planned.name] = shard(named[planned.name], planned.layout)
+    return tuple(values), named
+
+
+def shard_input(x: torch.Tensor, layout: Layout, shard: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return a rank's units of an argument, as often as they lie in the dim of ``layout``; ``shard(x, dim)`` cuts."""
+    dim = layout.dim % x.ndim
+    if x.shape[dim] % layout.size or x.shape[dim] == 1:
+        return x  # the same for all units
+    if x.shape[dim] == layout.size:
+        return shard(x, dim)
+    return shard(x.unflatten(dim, (-1, layout.size)), dim + 1).flatten(dim, dim + 1)  # [..., batch, heads, ...]
 
 
 def _map_floats(function: Callable[[torch.Tensor], Any], values: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["TOLERANCES", "Distance", "measure", "tolerance_of"]
+__all__ = ["OF_GRADIENTS", "TOLERANCES", "Distance", "measure", "tolerance_of"]
 
 TOLERANCES: dict[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -19,7 +19,9 @@ TOLERANCES: dict[torch.dtype, float] = {
     torch.float16: 2e-2,
     torch.bfloat16: 8e-2,
 }
-"""Largest difference that other orders of adding up explain, as a part of the largest element."""
+"""Largest difference of outputs that other orders of adding up explain, as a part of the largest element."""
+OF_GRADIENTS = 10
+"""Gradients have passed through every layer twice: times so much."""
 
 
 class Distance(NamedTuple):

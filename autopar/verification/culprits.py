@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import ConsistencyError, PolicyError, clip
-from autopar.plan.plan import Plan
+from autopar.plan.listing import rule_of
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.verification.bisection import Found
 from autopar.verification.report import Culprit
 
@@ -93,10 +94,17 @@ def _own_lines(plan: Plan, path: str) -> list[str]:
     rule = plan.modules.get(path)
     lines = [f"{a.where}: {path}.{a.name} is {a.whole}, on ranks {_few(a.values)}" for a in plan.attributes
              if a.path == path]  # fmt: skip
+    of_tensors = [t for t in plan.tensors.values() if t.name.rpartition(".")[0] == path and _where(t)]
+    if rule is None and of_tensors:
+        lines.append(f"{_where(of_tensors[0])}: {path}: {rule_of(plan, of_tensors[0])}")
     if rule is not None:
         named = rule.rule or (f"summed {', '.join(sorted(rule.summed))}" if rule.summed else "parameters")
         lines.append(f"{rule.where}: {path}: {named}")
     return lines
+
+
+def _where(tensor: TensorPlan) -> str:
+    return str(getattr(tensor, "where", ""))
 
 
 def _near_lines(plan: Plan, path: str) -> Iterator[str]:

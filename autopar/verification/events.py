@@ -11,7 +11,7 @@ from torch import nn
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.verification.bisection import Event
-from autopar.verification.closeness import Distance, measure
+from autopar.verification.closeness import OF_GRADIENTS, Distance, measure
 from autopar.verification.recording import Entry, Recording
 from autopar.verification.slices import Slices, local_part
 
@@ -67,7 +67,7 @@ class Comparison:
                 if actual is not None and self.slices.mpu.cp.size > 1:  # of own rows, as many times as there are ranks
                     actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
                 distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
-                unknown = partial and distance is not None and distance.relative > self.tolerance
+                unknown = partial and distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
                 readers = [entry.path] if entry.kind == "input" else _innermost(entry.readers.get(name, []))
                 events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
             if entry.kind == "input" and entry.call == 0:
@@ -108,7 +108,8 @@ class Comparison:
     def _event(
         self, entry: Entry, kind: str, name: str, distance: Distance | None, readers: tuple[str, ...] = ()
     ) -> Event:
-        verdict = None if distance is None else distance.relative <= self.tolerance
+        allowed = self.tolerance * (OF_GRADIENTS if kind in ("gradient", "parameter") else 1)
+        verdict = None if distance is None else distance.relative <= allowed
         difference = 0.0 if distance is None else distance.relative
         return Event(entry.path, kind, verdict, name, difference, entry.call, readers)
 

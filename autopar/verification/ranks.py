@@ -18,7 +18,7 @@ from autopar.verification.draws import dropout
 from autopar.verification.generation import generate
 from autopar.verification.report import Culprit, Report, Row, merged
 from autopar.verification.saving import reshard, save
-from autopar.verification.session import Batch, Session
+from autopar.verification.session import Batch, PlainModelError, Session
 from autopar.verification.training import backward, forward, step, traffic_of, weights
 
 __all__ = ["CHECKS", "checks_of", "verify_on_ranks"]
@@ -63,15 +63,19 @@ def verify_on_ranks(
     """Compare on the ranks of a job that runs; every rank calls it with the same arguments.
 
     Args:
-        model: whole, only read; all ranks take the weights of rank 0.
+        model: whole, only read; all ranks take the weights and batches of rank 0.
         change: called with the session before the first check.
         alarm: called on a rank that raises an error, while others may wait for it, with what it knows.
     """
     start = time.monotonic()
     start_process_group()
     facts = _Facts(model, config)
+    shared = [[dict(batch) for batch in batches]]
+    dist.broadcast_object_list(shared)  # a script may have drawn others on each rank
     try:
-        session = Session(model, config, policy, batches)
+        session = Session(model, config, policy, shared[0])
+    except PlainModelError as error:
+        raise ConfigError(f"{facts.model} does not run with these batches: {error}") from error
     except AutoparError as error:
         own = Row("plan", type(error).__name__, False, note=" ".join(str(error).split()))
         culprit = culprit_of_error(error, model, None, "")
@@ -142,6 +146,8 @@ def _run(session: Session, checks: Sequence[str], tell: _Tell) -> tuple[list[Row
         found, error = _tried(session, check, lambda own, who: tell([*rows, *own], culprit or who))  # noqa: B023
         rows += found
         wrong = [row for row in found if row.holds is False]
+        if all(row.holds is None for row in found):
+            failed[check] = found[0].note
         if wrong:
             failed[check] = f"{check} differs already"
             if error is not None or any("raises" in row.what for row in wrong):
@@ -156,10 +162,12 @@ def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], 
     error: Exception | None = None
     try:
         mine = _CHECKS[check](session)
+    except PlainModelError as raised:  # the same on all ranks
+        return (Row(check, "left out", None, note=str(raised)),), None
     except Exception as raised:
         error = raised
         text = clip(" ".join(str(raised).split()), 400)
-        mine = [Row(check, f"raises {type(raised).__name__}", False, note=text)]
+        mine = [Row(check, f"raises {type(raised).__name__}", False, note=text, rank=dist.get_rank())]
         tell(mine, culprit_of_error(raised, session.parallel, session.plan, session.policy))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, error is not None))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
@@ -77,12 +78,16 @@ def _allowed(session: Session) -> float:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder that all ranks know; they are on one machine, or share where temporary files are."""
+    """A folder that all ranks know; they are on one machine, or share where temporary files are. No progress bars."""
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
     place = [tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(place)
     try:
         yield Path(place[0])
     finally:
+        if shown:
+            transformers.logging.enable_progress_bar()
         if dist.get_rank() == 0:
             shutil.rmtree(place[0], ignore_errors=True)
 

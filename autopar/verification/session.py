@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import autopar.api
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import average_gradients
 from autopar.data_parallel.master_weights import DTYPES
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, clip
 from autopar.pipeline_parallel.microbatch import default_reduction, label_count, own_loss
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.parallelize import sync_parameters
@@ -27,7 +28,7 @@ from autopar.verification.report import RankMemory
 from autopar.verification.slices import Slices
 from autopar.verification.traffic import Collective
 
-__all__ = ["Batch", "Session", "make_optimizer"]
+__all__ = ["Batch", "PlainModelError", "Session", "make_optimizer"]
 
 Batch = Mapping[str, Any]
 
@@ -37,6 +38,10 @@ _RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of both models."""
     return torch.optim.AdamW(parameters, lr=_RATE)
+
+
+class PlainModelError(Exception):
+    """The plain model does not run: nothing can be compared."""
 
 
 class Session:
@@ -103,7 +108,19 @@ class Session:
         """Run a forward without gradients, in evaluation mode."""
         model.eval()
         reseed(0)
-        return named(model(**copy.deepcopy(dict(batch))))  # some models write into their labels
+        with self._own_failure(model):
+            return named(model(**copy.deepcopy(dict(batch))))  # some models write into their labels
+
+    @contextmanager
+    def _own_failure(self, model: nn.Module) -> Iterator[None]:
+        """Raise PlainModelError where the plain model raises an error."""
+        try:
+            yield
+        except Exception as error:
+            if model is not self.plain:
+                raise
+            text = f"{type(error).__name__}: {clip(' '.join(str(error).split()), 200)}"
+            raise PlainModelError(f"the plain model raises {text}") from error
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -113,7 +130,8 @@ class Session:
         reseed(number)
         losses = []
         for part in range(self.parts):
-            output = named(self.plain(**_part(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
+            with self._own_failure(self.plain):
+                output = named(self.plain(**_part(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
             losses.append(self.loss_of(output) / self.parts)
             losses[-1].backward()
         return output, torch.stack(losses).sum().detach()
@@ -192,10 +210,13 @@ def _part(batch: Batch, number: int, parts: int) -> dict[str, Any]:
 def _fit(model: nn.Module, config: ParallelConfig, batch: Batch) -> tuple[int, ParallelConfig]:
     """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
 
-    A loss that is no mean over labels is not that of its micro-batches put together: then there is one micro-batch, and
-    the plain model's loss is the mean of the replicas'.
+    A loss that is no mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of its
+    micro-batches put together: then there is one micro-batch, and the plain model's is the mean of the replicas'.
     """
+    apart = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     try:
+        if apart or "labels" not in batch:
+            raise ConfigError("one micro-batch")
         inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
         default_reduction(inner, batch, 2)
         return 1, config

@@ -61,6 +61,8 @@ def _shrink(config: PretrainedConfig) -> None:
     _set_states(config)
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
+        config.decoder_start_token_id = 0
     if "vocab_size" in changes and getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = 0  # classifiers want one
 
@@ -206,7 +208,10 @@ def build_small(
     try:
         wanted: Any = kind.config_class or PretrainedConfig
         config = config if isinstance(config, wanted) else config.get_text_config()  # of a model with several towers
-        model: PreTrainedModel = kind._from_config(small_config(config))
+        small: Any = small_config(config)
+        if callable(getattr(small, "validate", None)):
+            small.validate()  # what it would say only when it is saved
+        model: PreTrainedModel = kind._from_config(small)
     except Exception as error:  # whatever a constructor stumbles over
         raise ConfigError(
             f"{kind.__name__} cannot be built small: {type(error).__name__}: {clip(' '.join(str(error).split()))}\n"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.verification.closeness import Distance, measure
+from autopar.verification.closeness import OF_GRADIENTS, Distance, measure
 from autopar.verification.outputs import same_floats
 from autopar.verification.report import RankMemory, Row, Traffic
 from autopar.verification.session import Session
@@ -118,7 +118,8 @@ def backward(session: Session) -> list[Row]:
     session.sent = [*sent, *averaged]
     rows = [worst_row("backward", "loss", losses, session.tolerance, show=False)]
     rows += [row for row in _output_rows("backward", outputs, session.tolerance) if row.what != "loss"]
-    return [*rows, worst_row("backward", "worst gradient", _gradients(session), session.tolerance)]
+    allowed = OF_GRADIENTS * session.tolerance
+    return [*rows, worst_row("backward", "worst gradient", _gradients(session), allowed)]
 
 
 def _gradients(session: Session) -> Iterator[Named]:
@@ -150,7 +151,8 @@ def step(session: Session) -> list[Row]:
     with recording_of(session.mpu.tp) as sent:
         parallel.step()
     session.sent += sent
-    row = worst_row("step", "worst change of a weight", _changes(session, before), session.tolerance)
+    allowed = OF_GRADIENTS * session.tolerance
+    row = worst_row("step", "worst change of a weight", _changes(session, before), allowed)
     session.memory = memory_of(session.mpu.rank, session.parallel, parallel)
     session.plain_memory = memory_of(session.mpu.rank, session.plain, plain)
     return [row]
@@ -178,7 +180,9 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
     for name, mine_, theirs_, weight in changes:
         rounding = torch.finfo(weight.dtype).eps if weight.is_floating_point() else 0.0
         size = weight.abs().max().item() if weight.numel() else 0.0
-        yield Named(name, measure(mine_, theirs_, max(_SMALL * largest, 2 * rounding * size / session.tolerance)))
+        yield Named(
+            name, measure(mine_, theirs_, max(_SMALL * largest, 2 * rounding * size / session.tolerance / OF_GRADIENTS))
+        )
 
 
 def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
+from autopar.distributed.rng import kept
 from autopar.errors import ConfigError
 from autopar.policy.schema import Policy
 from autopar.verification.batches import make_batches
@@ -48,7 +49,7 @@ def verify(
         model: in memory, with weights. Dropout is off while it is compared, but for the check of dropout.
         config, policy: as for :func:`autopar.initialize`.
         batches: arguments of the model's forward, a dict each, of all replicas together, with labels if there shall be
-            a loss. By default two are made at random; a module that is no Hugging Face model needs some.
+            a loss; rank 0's count. By default two are made at random, for Hugging Face models.
         checks: some of ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``, ``step`` and
             ``dropout``; by default all.
         data_parallel_size: replicas that processes are started for.
@@ -75,7 +76,10 @@ def verify(
     if not listed:
         raise ConfigError("batches is empty: give at least one dict of the model's arguments")
     work = _Work(model, parsed, policy, listed, chosen)
-    return work() if job > 1 else run_on_ranks(work, world, device=device, timeout=timeout)
+    if job == 1:
+        return run_on_ranks(work, world, device=device, timeout=timeout)
+    with kept():  # the script goes on with its own random states
+        return work()
 
 
 @dataclass

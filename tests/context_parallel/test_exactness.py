@@ -92,6 +92,9 @@ def test_masks_and_lengths(name: str, method: str) -> None:
 def test_four_ranks(method: str) -> None:
     for build_one in (llama, CAUSAL["some windows"], CAUSAL["one key"]):  # fewer keys, and fewer heads, than ranks
         check(build_one, batches(), 1, config=sizes(4, method), step=False).mpu.destroy()
+    if method == "ulysses":  # heads of one rank look at two keys
+        parts = functools.partial(made, "llama", "LlamaForCausalLM", 6, 2)
+        check(parts, batches()[1:2], 1, config=sizes(4, method), step=False).mpu.destroy()
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,26 @@ def test_other_heads(model_type: str, head: str) -> None:
 def test_with_tensor_parallelism() -> None:
     for name in ("grouped keys", "learned positions", "experts with a loss"):
         check(CAUSAL[name], batches(), 2, config=sizes(2, tensor_parallel_size=2), step=False).mpu.destroy()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pooled(world_size=4)
+def test_with_sequence_parallelism(method: str) -> None:
+    """Rows of rows between the regions, also recomputed; of 3 tokens one rank has one, which is not shared out."""
+    listed = [*batches(), *language_batches(131, count=1, seq=3)]
+    config = sizes(2, method, tensor_parallel_size=2, sequence_parallel=True)
+    for name in ("grouped keys", "experts with a loss") if method == "ulysses" else ("learned positions",):
+        check(CAUSAL[name], listed, 2, config=config, step=False).mpu.destroy()
+    config["activation_checkpointing"] = {"enable": True}
+    listed = [{**batch, "output_hidden_states": True} for batch in listed[:2]]
+    check(CAUSAL["some windows"], listed, 2, config=config, first=_same_hidden_states).mpu.destroy()
+
+
+def _same_hidden_states(plain: nn.Module, parallel: nn.Module) -> None:
+    batch = {**language_batches(131, count=1, seq=9)[0], "output_hidden_states": True}
+    with torch.no_grad():
+        for ours, theirs in zip(parallel(**batch).hidden_states, plain(**batch).hidden_states, strict=True):
+            close(ours, theirs, "hidden states")
 
 
 @pooled(world_size=4)
@@ -163,7 +186,7 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
         close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after three steps")
 
 
-@pytest.mark.parametrize("planted", ["mask", "rows", "gradient"])
+@pytest.mark.parametrize("planted", ["mask", "keys", "rows", "gradient"])
 @pooled(world_size=2)
 def test_what_is_planted_is_seen(planted: str) -> None:
     """A dropped mask, rows in another order, a gradient that counts twice: each makes the comparison fail."""
@@ -174,13 +197,17 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         setattr(owner, name, value)
 
     if planted == "mask":
-        plant(attention, "_of_rows", lambda mask, rows, rank: None)
+        plain_attention = attention.masked_attention
+        dropped = lambda *args: plain_attention(*args[:5], torch.ones_like(args[5]), *args[6:])  # noqa: E731
+        plant(attention, "masked_attention", dropped)
+    elif planted == "keys":
+        plant(causal, "seen_keys", lambda mask: (0, mask.shape[-1] - 1))
     elif planted == "rows":
         plant(causal, "_pieces", _front)
     else:
         plain = collectives.gather_sum
         plant(row_logits, "gather_sum", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
-    listed = [padded_left(16)] if planted == "mask" else [packed(16)]
+    listed = [padded_left(16)] if planted in ("mask", "keys") else [packed(16)]
     try:
         with pytest.raises(AssertionError, match="off by"):
             check(llama, listed, 1, config=sizes(2, "gather"), step=False)

@@ -18,22 +18,23 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 4, 4
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor whose last dim is the vocabulary."""
+    """Elements of the largest tensor of each width: logits, and what is ``[batch, rows, width]``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements = 0
+        self.elements: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[-1] == VOCAB:
-                self.elements = max(self.elements, leaf.numel())
+            if isinstance(leaf, torch.Tensor) and (leaf.ndim == 3 or (leaf.ndim == 2 and leaf.shape[-1] == VOCAB)):
+                width = leaf.shape[-1]
+                self.elements[width] = max(self.elements.get(width, 0), leaf.numel())
         return result
 
 
-def saved_and_largest(n: int, method: str) -> tuple[int, int]:
-    """Bytes that the backward of a step keeps, besides weights; elements of the largest logits."""
+def saved_and_largest(n: int, method: str) -> tuple[int, dict[int, int]]:
+    """Bytes that the backward of a step keeps, besides weights; elements of the largest tensors by width."""
     model: Any = llama(
         hidden_size=HEADS * HEAD_DIM,
         num_attention_heads=HEADS,
@@ -65,8 +66,10 @@ def saved_and_largest(n: int, method: str) -> tuple[int, int]:
 @pooled(world_size=4)
 def test_with_as_many_rows_a_rank_keeps_as_much_for_whatever_length() -> None:
     """Exactly so: 2 ranks keep attention's output once more than one does; 4 keep what 2 do, and more token ids."""
-    (one, logits), (two, logits_of_two), (four, logits_of_four) = (saved_and_largest(n, "ulysses") for n in (1, 2, 4))
-    assert logits == logits_of_two == logits_of_four == BATCH * ROWS * VOCAB, "of no other rank's rows"
+    (one, sizes), (two, sizes_of_two), (four, sizes_of_four) = (saved_and_largest(n, "ulysses") for n in (1, 2, 4))
+    for width, sequences in {VOCAB: BATCH, HEADS * HEAD_DIM: BATCH, HEAD_DIM: 1}.items():  # embeddings, angles
+        largest = [each[width] for each in (sizes, sizes_of_two, sizes_of_four)]
+        assert largest == [sequences * ROWS * width] * 3, f"of no other rank's rows, {width} wide"
     outputs = LAYERS * BATCH * ROWS * HEADS * HEAD_DIM * 4
     assert 0 <= two - one - outputs <= 0.005 * one, (one, two)
     assert 0 <= four - two <= 0.005 * two, (two, four)
@@ -74,8 +77,8 @@ def test_with_as_many_rows_a_rank_keeps_as_much_for_whatever_length() -> None:
 
 @pooled(world_size=4)
 def test_gather_keeps_keys_values_and_masks_up_to_the_last_row_of_a_run() -> None:
-    (two, logits_of_two), (four, logits_of_four) = (saved_and_largest(n, "gather") for n in (2, 4))
-    assert logits_of_two == logits_of_four == BATCH * ROWS * VOCAB
+    (two, sizes), (four, sizes_of_four) = (saved_and_largest(n, "gather") for n in (2, 4))
+    assert sizes[VOCAB] == sizes_of_four[VOCAB] == BATCH * ROWS * VOCAB
     repeated, masks = 2 * BATCH * 2 * ROWS * HEADS * HEAD_DIM * 4, ROWS // 2 * 2 * ROWS * 4  # of two runs
     if dist.get_rank() == 0:  # the runs of the last rank touch: they are one, with fewer keys
         assert 0 <= four - two - LAYERS * (repeated + masks) <= 0.005 * two, (two, four)

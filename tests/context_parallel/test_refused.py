@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.config import ParallelConfig
 from autopar.context_parallel import row_logits
-from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.policy.match import find_policy
 from tests.pool import pooled
@@ -19,18 +21,25 @@ from tests.small import llama
 from tests.worlds import raises_everywhere
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"compile": {"enable": True}}, "context_parallel_size=2 does not go with compile"),
-        ({"sequence_parallel": True, "tensor_parallel_size": 2}, "context_parallel_size=2 cuts the sequence already"),
-    ],
-)
-def test_contradictions_of_the_config(more: dict[str, object], words: str) -> None:
-    sizes = {"context_parallel_size": 2, **{k: v for k, v in more.items() if k != "compile"}}
-    config = {"model_parallelism": sizes, **{k: v for k, v in more.items() if k == "compile"}}
-    with pytest.raises(ConfigError, match=words):
+def test_a_contradiction_of_the_config() -> None:
+    config = {"model_parallelism": {"context_parallel_size": 2}, "compile": {"enable": True}}
+    with pytest.raises(ConfigError, match="context_parallel_size=2 does not go with compile"):
         ParallelConfig.parse(config)
+
+
+def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
+    model = build(Case("bloom", "BloomForCausalLM"), 6, 3)
+    plan = plan_rows(model, find_policy(model), "", 2)
+    words = (
+        "context_parallel_size=2 does not fit BloomForCausalLM: beside sequence_parallel: "
+        "transformer.h.0.self_attention mixes rows, so it runs with all of them: of 2 modules the first.\n"
+        "  Leave sequence_parallel out"
+    )
+    with pytest.raises(ConfigError, match=words):
+        check_beside_sequence(model, plan, 2)
+    with pytest.raises(ConfigError, match="so each block's are joined"):
+        check_beside_sequence(model, replace(plan, whole={}, between=True), 2)
+    check_beside_sequence(model, replace(plan, whole={}), 2)
 
 
 @pooled(world_size=2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from autopar.context_parallel.attention import _causal_rows, _of_rows
+from autopar.context_parallel.causal import seen_keys
 from autopar.context_parallel.row_logits import _clipped
-from autopar.context_parallel.rows import heads_layout, rows_layout
+from autopar.context_parallel.rows import heads_layout, keys_layout, rows_layout
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -53,3 +56,31 @@ def test_shifted_rows_stay_on_their_ranks(start: int, stop: int, zigzag: bool) -
 def test_heads_go_with_their_key() -> None:
     layout = heads_layout(3, 4, 2)  # 3 keys of 4 query heads each
     assert [layout.ranges(rank) for rank in range(2)] == [((0, 8),), ((8, 12),)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "needed"),
+    [
+        (8, 2, [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (8, 1, [(0, 1)] * 4),
+        (6, 2, [(0, 1), (0, 2), (1, 2), (1, 2)]),  # 2, 2, 1 and 1 heads: the second rank's are of two groups
+        (3, 3, [(0, 1), (1, 2), (2, 3), None]),
+    ],
+)
+def test_of_few_keys_each_rank_gets_those_of_its_heads(heads: int, kv_heads: int, needed: list[Any]) -> None:
+    layout = keys_layout(heads_layout(heads, 1, 4), kv_heads)
+    assert [layout.ranges(rank) for rank in range(4)] == [() if each is None else (each,) for each in needed]
+
+
+def test_keys_that_no_row_sees_are_left_out() -> None:
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    window = (causal & ~causal.tril(-4))[None, None]  # 4 keys each
+    additive = torch.zeros(1, 1, 12, 12).masked_fill(~window, torch.finfo(torch.float32).min)
+    for mask in (window, additive):
+        assert seen_keys(mask[:, :, 6:9]) == (3, 9)
+    assert seen_keys(additive[:, :, 6:9] / 2) == (0, 12), "large, but not what stands for nothing"
+    nothing = window.clone()
+    nothing[:, :, 7] = False  # a row of padding: its softmax depends on all keys
+    assert seen_keys(nothing[:, :, 6:9]) == (0, 12)
+    two = torch.cat([window, causal[None, None]])  # sequences of one batch
+    assert seen_keys(two[:, :, 6:9]) == (0, 9)

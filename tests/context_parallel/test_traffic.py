@@ -33,7 +33,7 @@ def of_a_block(method: str, n: int, kv_heads: int) -> int:
     """The formula, forward and backward: they send as much."""
     rows = BATCH * LENGTH // n
     if method == "ulysses":
-        exchanged = kv_heads if kv_heads >= n else HEADS
+        exchanged = max(kv_heads, n)
         return 2 * 2 * rows * (HEADS + exchanged) * HEAD_DIM * (n - 1) * BYTES // n
     return 2 * 2 * rows * kv_heads * HEAD_DIM * (n - 1) * BYTES
 
@@ -58,9 +58,9 @@ def counted(n: int, kv_heads: int, method: str, batch: dict[str, torch.Tensor]) 
         model(**batch).loss.backward()
 
     step()
-    found = record(step)
-    assert all(each.name in SENT or each.dtype == torch.int64 for each in found), found
-    return sent([each for each in found if each.name in SENT], n)
+    found = [each for each in record(step) if each.dtype != torch.int64]  # without what the checks compare
+    assert all(each.name in SENT for each in found), found
+    return sent(found, n)
 
 
 @pooled(world_size=4)

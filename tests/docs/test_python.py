@@ -39,6 +39,7 @@ RUN = {
     DOCS / "policies.md": 3,
     DOCS / "trainer.md": 1,
     DOCS / "training.md": 2,
+    DOCS / "verify.md": 1,
 }
 
 
@@ -113,6 +114,11 @@ def test_planner(tmp_path: Path) -> None:
     held = names["plan"].ranks[0, 0, names["model"].mpu.tp.rank]
     assert held.weights == sum(parameter.nbytes for parameter in names["model"].parameters())
     assert names["step"]["tokens_per_second"] == 256 and names["step"]["mfu"] > 0
+
+
+@distributed(world_size=2)
+def test_verify(tmp_path: Path) -> None:
+    assert run(DOCS / "verify.md", tmp_path)["report"].ok
 
 
 @distributed(world_size=2)

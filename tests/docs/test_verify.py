@@ -27,7 +27,8 @@ def words(printed: str) -> list[str]:
     """The lines without numbers, which of the tensors is the worst, and the widths of columns."""
     text = re.sub(r"(worst [\w ]+): [\w.]+", r"\1", printed)
     text = re.sub(r"\d+(\.\d+)?(e-\d+)?|equal", "#", re.sub(r"─+", "-", text))
-    return [" ".join(line.split()) for line in text.splitlines()]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return [line for line in lines if not line.startswith("all-")]  # what carries collectives depends on the machine
 
 
 def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

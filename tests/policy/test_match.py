@@ -109,6 +109,7 @@ def test_a_plain_model_under_an_unknown_type(kind: str) -> None:
     with torch.device("meta"):
         model = model_class(config_class(**({"num_hidden_layers": 1} if kind != "whisper" else {})))
     model.config.model_type = "my_model"
+    model._tp_plan, model.config.base_model_tp_plan = {}, {}  # with one that would be the policy
     with pytest.raises(UnsupportedModelError) as info:
         find_policy(model)
     assert f"\n  Closest in structure is {name} (" in str(info.value)

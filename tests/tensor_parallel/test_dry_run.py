@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import yaml
 from torch import nn
 
+from autopar.dry_run.garbage import uncollected
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
@@ -135,3 +137,16 @@ def test_initialize_refuses_it_on_every_rank():
         autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
     assert not hasattr(model, "mpu")
     assert autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=LLAMA) is model
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_as_before_a_plan_was_made(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), uncollected():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

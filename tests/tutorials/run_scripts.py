@@ -24,12 +24,17 @@ def _keep(*_: Any) -> None:
 
 def run_script(script: str, arguments: list[str]) -> str:
     """Runs one as ``python script argument ...`` would; returns what this rank printed."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))  # as python does for a script
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(script, run_name="__main__")
+        start_script(script, arguments)
     return printed.getvalue()
+
+
+def start_script(script: str, arguments: list[str]) -> None:
+    """Runs one in this process."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as python does for a script
+    runpy.run_path(script, run_name="__main__")
 
 
 def main(jobs: Path) -> None:

@@ -1,4 +1,8 @@
-"""The outputs printed in tutorials/README.md are those of the scripts there, run as the README says."""
+"""The outputs printed in tutorials/README.md are those of the scripts there, run as the README says.
+
+Two are run by torchrun, one of them with its restarts. The others run on as many ranks of the fork server, which have
+torch and transformers imported: torchrun's processes would import them for longer than most scripts run.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,14 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from tests.tutorials.run_scripts import start_script
+from tests.worlds import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\d.]*\d)")
+BY_TORCHRUN = ("02", "17")
 TIME = re.compile(r"in \d+\.\d+ s$|[\d,]+ tokens/s$")
 
 
@@ -44,7 +53,7 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 17
+    assert set(documented()) == scripts and len(scripts) == 18
 
 
 def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
@@ -82,6 +91,36 @@ def _kept(script: str) -> list[object]:
     return [pytest.param(script, marks=marks + ([pytest.mark.slow] if script[:2] in ("06", "08") else []))]
 
 
+def by_torchrun(arguments: list[str], folder: Path) -> str:
+    """What all ranks print."""
+    settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        env={**os.environ, **settings},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def on_this_rank(command: list[str], folder: Path) -> None:
+    """Run a script on a rank of a world, with the environment that torchrun makes.
+
+    What the rank and the processes that it starts print goes to a file.
+    """
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, CUDA_VISIBLE_DEVICES="")
+    os.chdir(folder)
+    with (folder / f"printed-{rank}").open("w") as printed:
+        os.dup2(printed.fileno(), 1)
+    with open(1, "w", buffering=1, closefd=False) as sys.stdout:
+        start_script(command[0], command[1:])
+
+
 @pytest.mark.parametrize("script", [case for script in sorted(documented()) for case in _kept(script)])
 def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
     if script == "16_deepspeed":
@@ -89,22 +128,16 @@ def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -
     command, output = documented()[script]
     pattern = r"torchrun --nproc-per-node (\d+) (--max-restarts \d+ )?(\S+) ?(.*)"
     processes, restarts, path, options = re.fullmatch(pattern, command).groups(default="")  # type: ignore[union-attr]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *restarts.split()]
     arguments = [str(ROOT / path), *options.split(), "--output", str(tmp_path / "tutorials" / "out")]
-    settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        env={**os.environ, **settings},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    if script[:2] in BY_TORCHRUN:
+        run = by_torchrun(["--nproc-per-node", processes, *restarts.split(), *arguments], tmp_path)
+    else:
+        assert not restarts
+        spawn(__name__, "on_this_rank", int(processes), timeout=900, args=(arguments, tmp_path))
+        run = "".join(file.read_text() for file in sorted(tmp_path.glob("printed-*")))
     different = [
-        f"{printed!r} in the README, {run!r} in this run: {what}"
-        for printed, run in zip_longest(output.splitlines(), done.stdout.splitlines(), fillvalue="")
-        if (what := difference(printed, run))
+        f"{printed!r} in the README, {line!r} in this run: {what}"
+        for printed, line in zip_longest(output.splitlines(), run.splitlines(), fillvalue="")
+        if (what := difference(printed, line))
     ]
     assert not different, "\n".join(different)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers.trainer_utils import has_length
 
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.integrations.trainer.base import ParallelBase
 from autopar.integrations.trainer.steps import rows_of
@@ -80,7 +80,7 @@ class EvaluationMixin(ParallelBase):
         dp = self.model.mpu.dp
         share = loss.double() * weight if weight else torch.zeros_like(loss, dtype=torch.float64)
         both = torch.stack([share, torch.full_like(share, weight)])
-        dist.all_reduce(both, group=dp.group)
+        all_reduce(both, group=dp.group)
         return (both[0] / both[1]).to(loss.dtype)
 
 

@@ -1,0 +1,252 @@
+"""A whole tensor in front of the blocks, of which a rank has some rows: embeddings, and rotary angles.
+
+It may be added to others, scaled, normed and projected, which is done to the rows, and the door of the blocks opens it.
+Whatever else touches it gets the whole tensor, which each rank computes by itself, as it would without rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from autopar.context_parallel.state import RowState
+from autopar.distributed.barrier import meet
+from autopar.distributed.collectives import gather_sum
+from autopar.layout import Layout
+from autopar.tensor_parallel.sharded_logits import FACTS, PATIENCE
+
+__all__ = ["MadeOf", "RowsAhead", "ahead", "version_of", "whole_tensors"]
+
+_ADVICE = (
+    "Dropout, or what has changed since, left rows of it on each context-parallel rank. They are gathered when it is\n"
+    "  read, which takes all of the ranks: read it on all of them"
+)
+
+
+class RowsAhead(torch.Tensor):
+    """A whole tensor in front of the blocks, of which this rank has some rows.
+
+    Attributes:
+        own: this rank's rows.
+        rows_dim: that of rows.
+        sources: paths of the modules that made it, for a rehearsal.
+    """
+
+    own: torch.Tensor
+    rows_dim: int
+    rows: Layout
+    sources: frozenset[str]
+    _state: RowState
+    _made_of: MadeOf | None
+    _version_of_own: int
+    _plain: torch.Tensor | None
+    _version_of_plain: int
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self._plain is not None:
+            return repr(self._plain)
+        axis = self._state.axis
+        held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
+        place = f"{axis.name} rank {axis.rank} of {axis.size}"
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"RowsAhead({list(self.shape)}, {self.dtype}: {place} has rows {held})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
+        """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""
+        if self._plain is not None or self.rows != rows or self.rows_dim != dim:
+            return None
+        self._state.opened |= self.sources
+        return self.own
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole tensor: computed on this rank the first time, gathered if that would be another by now."""
+        if self._plain is None:
+            self._state.spoiled |= self.sources
+            if self._made_of is not None and self._made_of.unchanged() and version_of(self.own) == self._version_of_own:
+                self._plain = self._made_of.again()
+            else:
+                meet(self._state.axis, f"a tensor of {list(self.shape)} in front of the blocks", PATIENCE, _ADVICE)
+                self._plain = gather_sum(self.own, self._state.axis, self.rows_dim, self.rows)
+            if self.own.requires_grad and self.own.is_leaf and not self._plain.requires_grad:
+                self._plain.requires_grad_()
+            self._version_of_plain = version_of(self._plain)
+        return self._plain
+
+    def unchanged(self) -> bool:
+        """Whether nobody has written into the whole tensor."""
+        return self._plain is None or version_of(self._plain) == self._version_of_plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer from this rank's rows what can be, compute the whole for everything else."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, RowsAhead)), None)
+        if lead is not None and lead._plain is None:
+            if name in ("requires_grad", "grad_fn", "is_leaf"):
+                return getattr(lead.own, name)
+            if name in FACTS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name == "requires_grad_":
+                lead.own.requires_grad_(*args[1:], **kwargs)
+                return lead
+            result = _of_own_rows(lead, func, name, args, kwargs)
+            if result is not None:
+                return result
+        args, kwargs = tree_map_only(RowsAhead, lambda x: x.whole(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute the whole for what does not come through Python."""
+        args, kwargs = tree_map_only(RowsAhead, lambda x: x.whole().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class MadeOf:
+    """How a tensor was made of others, and whether they are still the same."""
+
+    def __init__(self, again: Callable[[], torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+        self.again = again
+        self._ahead = [x for x in tensors if isinstance(x, RowsAhead)]
+        self._versions = [(x, version_of(x)) for x in tensors if not isinstance(x, RowsAhead)]
+
+    def unchanged(self) -> bool:
+        """Whether nobody has written into them."""
+        return all(x.unchanged() for x in self._ahead) and all(version_of(x) == seen for x, seen in self._versions)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Return how often a tensor was written into, as far as torch counts."""
+    return 0 if x.is_inference() else x._version
+
+
+def ahead(
+    own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str], made_of: MadeOf | None
+) -> RowsAhead:
+    """Return the whole tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
+    made: RowsAhead = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
+    made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
+    made._state, made._made_of, made._plain = state, made_of, None
+    made._version_of_own, made._version_of_plain = version_of(own), 0
+    return made
+
+
+class _Closed(torch.autograd.Function):
+    """What does not come through Python has no gradient to hand to rows: an error, not a gradient that is lost."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:
+        return torch.Tensor._make_wrapper_subclass(RowsAhead, shape, dtype=own.dtype, device=own.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank "
+            "has some rows: their\n  gradient would be lost. Give it the whole tensor: function.apply(embeddings[:])"
+        )
+
+
+def whole_tensors(value: Any) -> Any:
+    """Return a nested value with whole tensors in the place of those of which there are rows."""
+    if any(isinstance(x, RowsAhead) for x in tree_leaves(value)):
+        return tree_map_only(RowsAhead, lambda x: x.whole(), value)
+    return value
+
+
+# -- operations on own rows ---------------------------------------------------------------------------------------
+
+_UNARY = frozenset(
+    (
+        *("float", "double", "half", "bfloat16", "to", "contiguous", "clone", "neg", "__neg__", "abs"),
+        *("pow", "__pow__", "square", "sqrt", "rsqrt", "exp", "sigmoid", "tanh"),
+    )
+)
+_BINARY = frozenset(
+    f"{left}{name}{right}"
+    for name, left, right in (
+        *((name, "", "") for name in ("add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "divide")),
+        *((name, "__", "__") for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")),
+    )
+)
+
+
+def _of_own_rows(lead: RowsAhead, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what ``func`` makes, or None if it is not known to treat rows apart."""
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if kwargs.get("out") is not None:
+        return None
+    if name == "dropout":
+        return _dropout(lead, func, args, kwargs) if len(tensors) == 1 else None
+    if name in _BINARY:
+        parts = [_part(x, lead) if isinstance(x, torch.Tensor) else x for x in leaves]
+        if any(isinstance(x, torch.Tensor) and part is None for part, x in zip(parts, leaves, strict=True)):
+            return None
+    elif (name in _UNARY and len(tensors) == 1) or (leaves[0] is lead and _is_of_features(lead, name, args, kwargs)):
+        parts = [lead.own if x is lead else x for x in leaves]
+    else:
+        return None
+    if any(isinstance(x, RowsAhead) for x in parts):
+        return None
+    mine, named = tree_unflatten(parts, structure)
+    own = func(*mine, **named)
+    if own is lead.own:  # as it was
+        return lead
+    sources = frozenset[str]().union(*(x.sources for x in tensors if isinstance(x, RowsAhead)))
+
+    def again() -> torch.Tensor:
+        whole, names = tree_map_only(RowsAhead, lambda x: x.whole(), (args, kwargs))
+        made: torch.Tensor = func(*whole, **names)
+        return made
+
+    dim = own.ndim - (lead.ndim - lead.rows_dim)
+    return ahead(own, dim, lead.rows, lead._state, sources, MadeOf(again, tensors))
+
+
+def _is_of_features(lead: RowsAhead, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation works along the last dims, which are not the rows', with weights beside it."""
+    if name in ("layer_norm", "rms_norm"):
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return lead.rows_dim < lead.ndim - len(shape)
+    if name == "mean":  # over the features, which stay a dim
+        given = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
+        return given.get("keepdim") is True and given.get("dim") in (-1, (-1,), [-1]) and lead.rows_dim < lead.ndim - 1
+    return name == "linear" and lead.rows_dim < lead.ndim - 1
+
+
+def _part(x: torch.Tensor, lead: RowsAhead) -> torch.Tensor | None:
+    """Return this rank's rows of a tensor that is broadcast with ``lead``; itself if it is the same for all rows."""
+    dim = x.ndim - (lead.ndim - lead.rows_dim)
+    if isinstance(x, RowsAhead):
+        if x._plain is None:
+            return x.own if x.rows == lead.rows and x.rows_dim == dim else None
+        x = x._plain
+    if dim < 0 or x.shape[dim] == 1:
+        return x
+    return lead.rows.shard(x, lead._state.axis.rank, dim) if x.shape[dim] == lead.rows.size else None
+
+
+def _dropout(lead: RowsAhead, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsAhead | None:
+    """``F.dropout``: each rank draws for its own rows, as it does in the blocks."""
+    given = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
+    if not given.get("training", given.get("train", True)) or given.get("p", 0.5) == 0:
+        return lead
+    region = lead._state.region
+    if not args or given.get("inplace") or not region.draws(True):
+        return None
+    region.draw_per_rank(True)
+    own = func(lead.own, *args[1:], **kwargs)
+    region.draw_alike()
+    return ahead(own, lead.rows_dim, lead.rows, lead._state, lead.sources, None)

@@ -1,0 +1,207 @@
+"""Collectives over gloo against torch's own: values, bits, dtypes, shapes, groups, modes, graphs, errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.distributed import gloo_collectives
+from autopar.distributed.gloo_collectives import SUMMABLE, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
+from benchmarks.traffic import record
+from tests.pool import pooled
+from tests.small import llama
+
+RANKS = [2, 3, pytest.param(4, marks=pytest.mark.every), 5]
+SHAPES: list[tuple[int, ...]] = [(), (1, 1, 512), (3, 5, 7), (2, 0, 3), (7_001,)]
+LONG = (300_003,)  # goes over the ring
+OPERATIONS = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
+
+
+def values(shape: Sequence[int], dtype: torch.dtype, seed: int = 0, rank: int | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + (dist.get_rank() if rank is None else rank))
+    made = torch.randn(shape, generator=generator)
+    return made.to(dtype) if dtype.is_floating_point else (made * 10).to(dtype)
+
+
+def same_on_all(x: torch.Tensor) -> None:
+    """Assert that all ranks hold the same bits."""
+    bits = x.contiguous().view(-1).view(torch.uint8)
+    everyone = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, bits)
+    assert all(torch.equal(bits, other) for other in everyone)
+
+
+def names(*calls: object) -> list[str]:
+    """The collectives that torch's process groups are asked for."""
+    return [each.name for each in record(lambda: [call() for call in calls])]  # type: ignore[operator]
+
+
+def _sums_of_torch() -> None:
+    size = dist.get_world_size()
+    for number, dtype in enumerate(sorted(SUMMABLE, key=str)):
+        for shape in [*SHAPES, LONG] if dtype is torch.float32 else SHAPES:
+            mine = values(shape, dtype, number)
+            everyone = torch.stack([values(shape, dtype, number, rank) for rank in range(size)])
+            for operation in OPERATIONS if shape == (3, 5, 7) else OPERATIONS[:1]:
+                found, wanted = mine.clone(), mine.clone()
+                all_reduce(found, operation)
+                dist.all_reduce(wanted, operation)
+                same_on_all(found)
+                if size == 2 or not dtype.is_floating_point or operation != dist.ReduceOp.SUM:
+                    assert torch.equal(found, wanted), (dtype, shape, operation)
+                else:
+                    exact, whole = everyone.double().sum(0), everyone.double().abs().sum(0)
+                    steps = 1 if dtype.itemsize == 2 else size  # halves are rounded once
+                    assert ((found.double() - exact).abs() <= steps * torch.finfo(dtype).eps * whole).all()
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_an_all_reduce_is_that_of_torch(size: int) -> None:
+    pooled(size)(_sums_of_torch)()
+
+
+def _others_of_torch() -> None:
+    size, world = dist.get_world_size(), dist.group.WORLD
+    assert world is not None
+    for dtype in (*SUMMABLE, torch.bool):
+        for width in (0, 1, 7, 140_001 // size):
+            mine = values((width,), torch.uint8) > 3 if dtype is torch.bool else values((width,), dtype)
+            found, wanted = mine.new_empty(size * width), mine.new_empty(size * width)
+            all_gather_into_tensor(found, mine, world)
+            dist.all_gather(list(wanted.view(size, -1)), mine)
+            assert torch.equal(found, wanted)
+            if dtype is not torch.bool:
+                parts, part = values((size * width,), dtype), mine.new_empty(width)
+                reduce_scatter_tensor(part, parts, world)
+                all_reduce(parts)
+                if size == 2 or not dtype.is_floating_point or width < 10:
+                    assert torch.equal(part, parts.view(size, -1)[dist.get_rank()])
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_all_gather_and_reduce_scatter_are_those_of_torch(size: int) -> None:
+    pooled(size)(_others_of_torch)()
+
+
+@pooled(world_size=3)
+def test_what_is_sent_decides() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    most = gloo_collectives._SENT // 2 // 4  # elements of fp32 to each of two others
+    for elements, exchanged in ((1, True), (most, True), (most + 1, False)):
+        x, whole = torch.ones(elements), torch.empty(3 * elements)
+        calls = (
+            lambda x=x: all_reduce(x),
+            lambda x=x, whole=whole: all_gather_into_tensor(whole, x, world),
+            lambda x=x, whole=whole: reduce_scatter_tensor(x, whole, world),
+        )
+        torchs = ["allreduce", "allgather_base", "reduce_scatter_base"]
+        assert names(*calls) == (["alltoall_base"] * 3 if exchanged else torchs)
+    assert names(lambda: all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT)) == ["allreduce"]
+    assert names(lambda: all_reduce(torch.ones(0))) == []
+
+
+@pooled(world_size=5)
+def test_a_group_that_is_not_the_world() -> None:
+    groups = [dist.new_group(ranks) for ranks in ([3, 1], [0, 2, 4])]
+    ranks = [[1, 3], [0, 2, 4]][dist.get_rank() % 2 == 0]
+    group = groups[dist.get_rank() % 2 == 0]
+    x = torch.tensor([float(dist.get_rank())])
+    all_reduce(x, group=group)
+    assert x.item() == sum(ranks)
+    own, everyone = torch.tensor([dist.get_rank()]), torch.empty(len(ranks), dtype=torch.int64)
+    all_gather_into_tensor(everyone, own, group)
+    assert everyone.tolist() == ranks
+    part = torch.empty(1)
+    reduce_scatter_tensor(part, torch.arange(float(len(ranks))), group)
+    assert part.item() == len(ranks) * ranks.index(dist.get_rank())
+    silent = dist.new_group([0, 1], backend="fake")
+    if dist.get_rank() < 2:
+        x = torch.ones(3)
+        assert names(lambda: all_reduce(x, group=silent)) == ["allreduce"]
+
+
+@pooled(world_size=2)
+def test_modes_and_strides() -> None:
+    ranks = [values((4, 6), torch.float32, rank=rank) for rank in range(2)]
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
+        with mode:
+            strided = values((4, 6), torch.float32).t()
+            all_reduce(strided)
+            assert torch.equal(strided, (ranks[0] + ranks[1]).t())
+    leaf = values((4, 6), torch.float32).requires_grad_()
+    all_reduce(leaf)
+    assert leaf.requires_grad and leaf.is_leaf and torch.equal(leaf.detach(), ranks[0] + ranks[1])
+    bits = torch.tensor([0x7FC00001 + dist.get_rank(), 0x7F800000, 0x00000001], dtype=torch.int32)  # nan, inf, denormal
+    odd = bits.view(torch.float32)
+    all_reduce(odd)
+    same_on_all(odd)
+    assert odd.isnan().tolist() == [True, False, False]
+    flag = torch.tensor([float("nan") if dist.get_rank() else 1.0])
+    all_reduce(flag, dist.ReduceOp.MAX)
+    assert flag.isnan().all()
+
+
+def over_gloo() -> torch.nn.Module:
+    config = {"model_parallelism": {"tensor_parallel_size": 2, "cpu_transport": "gloo"}}
+    model: torch.nn.Module = autopar.initialize(llama(num_hidden_layers=1), config)
+    return model
+
+
+class _Follow(TensorTracking):
+    """Mark what is made of marked tensors."""
+
+    marked: set[int | None]
+    alive: list[object]
+
+    def track(self, func, args, kwargs, result):  # type: ignore[no-untyped-def]
+        self.alive.append((args, result))
+        if any(storage_key(tensor) in self.marked for tensor in tensors_in((args, kwargs))):
+            touched = [*tensors_in(result), *(tensors_in(args[:1]) if func._schema.is_mutable else ())]
+            self.marked.update(storage_key(tensor) for tensor in touched)
+
+
+@pooled(world_size=2)
+def test_who_follows_tensors_sees_what_a_sum_is_made_of() -> None:
+    followed, plain = torch.ones(4), torch.ones(4)
+    with _Follow() as follow:
+        follow.marked, follow.alive = {storage_key(followed)}, []
+        copies = [followed.clone(), plain.clone()]
+        for each in copies:
+            all_reduce(each)
+    assert [storage_key(each) in follow.marked for each in copies] == [True, False]
+
+
+@pooled(world_size=2)
+def test_a_group_that_was_in_a_graph_keeps_torchs_collectives() -> None:
+    """Then a rank that stops compiling goes on with those that do not."""
+    ids = torch.arange(14).view(2, 7)
+    model = over_gloo()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert "allreduce" not in names(lambda: model(ids))
+        wanted = model(ids).logits
+        run = torch.compile(copy.copy(model), backend="eager", fullgraph=True)
+        run(ids)
+        assert torch.equal(run(ids).logits, wanted)
+        if dist.get_rank() == 0:  # has given up compiling
+            logits = model(ids).logits
+        else:
+            logits = run(ids).logits
+        assert torch.equal(logits, wanted)
+        assert "allreduce" in names(lambda: model(ids))
+
+
+@pooled(world_size=2)
+def test_an_error_of_the_group_is_raised() -> None:
+    group = dist.new_group(timeout=dist.distributed_c10d.timedelta(seconds=0.2))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            all_reduce(torch.ones(1), group=group)
+    dist.barrier()
