@@ -30,11 +30,14 @@ def integers_of_modules(block: nn.Module) -> Iterator[tuple[str, str, int]]:
                 yield path, name, value
 
 
-def count_of(value: Sequence[int], config: Any, blocks: Sequence[nn.Module], like: str, near: str = "") -> str:
+def count_of(
+    value: Sequence[int], config: Any, blocks: Sequence[nn.Module], like: str, near: str = "", *, loose: bool = False
+) -> str:
     """Return how a policy writes a count that is ``value`` in each block.
 
     Args:
         like: ``heads``, ``keys`` (heads of keys and values) or ``width``: which names are preferred.
+        loose: any attribute will do that is the only one of that value.
         near: a path in the block; attributes of modules near it are preferred.
     """
     if len(set(value)) == 1:
@@ -50,6 +53,9 @@ def count_of(value: Sequence[int], config: Any, blocks: Sequence[nn.Module], lik
     if known:
         path, name = min(known, key=lambda one: (_rank(one[1], like), -_common(one[0], near), one))
         return ".".join(part for part in ("block", path, name) if part)
+    same = [name for name, number in integers(config).items() if len(set(value)) == 1 and number == value[0]]
+    if loose and len(same) == 1:
+        return same[0]
     if len(set(value)) == 1 and (found := _quotient(value[0], integers(config))):
         return found
     return str(value[0])

@@ -9,6 +9,7 @@ import torch
 from autopar.derivation.decisions import Decisions, Trace
 from autopar.derivation.marks import Meeting
 from autopar.derivation.trace import Traced, trace
+from autopar.errors import UnsupportedModelError
 
 __all__ = ["decide", "sources_of"]
 
@@ -24,7 +25,10 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
         if other is None:
             return seen, decisions
         decisions = other
-    raise RuntimeError("no end of decisions")
+    raise UnsupportedModelError(
+        f"no policy can be derived for {type(models[0].model).__name__}: {_ROUNDS} traces did not settle which of its "
+        "layers are columns; write one by hand, docs/policies.md leads through it"
+    )
 
 
 def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:

@@ -38,7 +38,7 @@ class FeatureTracking(ValuelessTracking):
         suspended: above 0 nothing is tracked (inside of layers, which give their outputs marks by themselves).
         stack: paths of the modules that run.
         touched: parameter -> for each dim pairs of index and feature that were computed with one another.
-        inside: parameters that work inside of a region.
+        inside: parameters that work inside of a region; ``near``: a feature that each was computed with.
         once: parameters that are added to partial sums.
         bare_source: asked whether a product with this parameter may number features.
     """
@@ -51,6 +51,7 @@ class FeatureTracking(ValuelessTracking):
         self.touched: dict[str, list[list[torch.Tensor]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.inside: set[str] = set()
+        self.near: dict[str, int] = {}
         self.once: set[str] = set()
         self.events: list[Meeting | Spoiled] = []
         self.first_of: dict[str, int] = {}
@@ -89,6 +90,8 @@ class FeatureTracking(ValuelessTracking):
         while len(listed) <= dim:
             listed.append([])
         listed[dim].append(pairs)
+        if len(pairs):
+            self.near[name] = int(pairs[0, 1])
         self.inside.add(name)
 
     def meet(self, producers: frozenset[str], others: list[Mark]) -> None:
@@ -265,6 +268,8 @@ class FeatureTracking(ValuelessTracking):
         if features is None:
             return [replace(base) for _ in outputs]
         joined = self.components.join_along(features, dims)
+        for x in tensors_in(args[1:]):
+            self.near |= dict.fromkeys((self.mark_of(x) or base).places, int(joined.max()))
         made = []
         for output in outputs:
             if output.ndim == joined.ndim:

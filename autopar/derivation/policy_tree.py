@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -43,7 +44,7 @@ class Named:
 
     def parts(self, widths: tuple[int, ...]) -> list[str]:
         """Write runs of units as a rule does."""
-        smallest = min(w for m in self.first.members for w in m.widths)
+        smallest = _smallest(self.first)
         wide = [bool(self.heads) and w % self.ratio == 0 and w >= self.ratio * smallest for w in widths]
         each = [w // self.ratio if big else w for w, big in zip(widths, wide, strict=True)]
         names = [self.heads if big else self.unit for big in wide]
@@ -52,10 +53,15 @@ class Named:
         return [f"{name} * {w}" for name, w in zip(names, each, strict=True)]
 
 
+def _smallest(family: Family) -> int:
+    layers = [m for m in family.members if m.kind in ("column", "row")]
+    return min(w for m in layers or family.members for w in m.widths)
+
+
 def policy_tree(
     root: PreTrainedModel, lists: list[BlockList], found: list[Family], seen: Trace, decisions: Decisions
 ) -> tuple[dict[str, Any], list[list[Named]]]:
-    """Return the policy of a model as ``policies/README.md`` has it, without attributes, and each list's families."""
+    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families."""
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
     by_list = [(each, _named(root, each, found, seen)) for each in lists]
@@ -144,9 +150,9 @@ def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> No
         named.unit = name if name not in taken else _free(name, taken)
         named.counts[named.unit] = "inferred"
         return
-    keys_count = count_of(counts, config, blocks, "heads", near)
+    keys_count = count_of(counts, config, blocks, "heads", near, loose=True)
     row = next((m.widths[0] for m in first.members if m.kind == "row"), 0)
-    smallest = min(w for m in first.members for w in m.widths)
+    smallest = _smallest(first)
     if row > smallest and row % smallest == 0:
         heads = [count * (row // smallest) for count in counts]
         written = count_of(heads, config, blocks, "heads", near)
@@ -179,7 +185,7 @@ def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, deci
         holder, _, _ = name.rpartition(".")
         if not name.startswith(block + ".") or name in rules or holder in rules or not own:
             continue
-        unit = _nearest(own, block, name).unit
+        unit = _nearest(own, block, name, seen).unit
         module = root.get_submodule(holder)
         listed = [f"{holder}.{n}" for n, p in module._parameters.items() if p is not None]
         if name in seen.tracking.once:
@@ -195,7 +201,7 @@ def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, deci
             rules[name] = {"replicated": unit}
     for path in seen.entered:
         if path.startswith(block + ".") and path not in rules and own:
-            rules[path] = {"enter_output": _nearest(own, block, path).unit}
+            rules[path] = {"enter_output": _nearest(own, block, path, seen).unit}
     for path, _ in root.named_modules():
         if path.startswith(block + ".") and seen.names(path) in decisions.regions:
             near = [n for n in own if any(m.path.startswith(path + ".") for m in n.of_blocks[block].members)]
@@ -204,7 +210,14 @@ def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, deci
     return rules
 
 
-def _nearest(named: list[Named], block: str, path: str) -> Named:
+def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
+    """The family that a module was computed with; else the one that lies beside it."""
+    tracking = seen.tracking
+    met = tracking.near.get(path, 0)
+    unit = int(tracking.components.of(torch.tensor(met))) if met else 0
+    if unit and (found := [each for each in named if unit in each.of_blocks[block].units]):
+        return found[0]
+
     def common(each: Named) -> int:
         own = path.split(".")
         return max(
@@ -330,7 +343,7 @@ def _covered(
     def visit(path: str, module: nn.Module) -> None:
         if path in rules:
             result[path] = rules[path]
-            opens = isinstance(rules[path], dict) and "region" in rules[path]
+            opens = isinstance(rules[path], dict) and {"region", "column", "row", "embedding"} & set(rules[path])
             if not opens:
                 return
         for name, parameter in module._parameters.items():

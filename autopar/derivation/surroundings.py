@@ -26,6 +26,8 @@ def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
             words: Any = module.get_input_embeddings()
         except (NotImplementedError, AttributeError):
             words = None
+        if not isinstance(words, nn.Embedding) and module is root:
+            words = next((m for m in root.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == size), None)
         if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
             tables.add(id(words.weight))
             same = size == getattr(root.config, "vocab_size", None)
@@ -36,6 +38,10 @@ def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
     for _, module in root.named_modules():
         if isinstance(module, PreTrainedModel):
             made: Any = module.get_output_embeddings()
+            if made is None and module is root:
+                size = getattr(root.config, "vocab_size", None)
+                linear = [child for child in root.children() if isinstance(child, nn.Linear)]
+                made = next((child for child in linear if child.out_features == size), None)
             own = next((p for p, m in root.named_modules() if m is made), "") if made is not None else ""
             sizes = {t.num_embeddings for t in root.modules() if isinstance(t, nn.Embedding) and id(t.weight) in tables}
             if own and isinstance(made, nn.Linear) and made.out_features in sizes:

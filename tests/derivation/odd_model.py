@@ -1,4 +1,4 @@
-"""A model as nobody wrote one before: odd names, one projection for all, a table beside the blocks."""
+"""A model as nobody wrote one before: odd names, fused projections, a table beside the blocks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class OddConfig(PretrainedConfig):
 
 
 class Mix(nn.Module):
-    """``v0 q0 k0 v1 q1 k1 ... | gate | up`` in one projection, and one back from both."""
+    """``v0 q0 k0 v1 q1 k1 ...`` in one projection, ``gate0 up0 gate1 up1 ...`` in another."""
 
     def __init__(self, config: OddConfig) -> None:
         super().__init__()
         self.voices, self.inner, self.each = config.voices, config.inner, 4
-        self.all = nn.Linear(config.width, config.voices * 3 * self.each + 2 * config.inner)
+        self.all = nn.Linear(config.width, config.voices * 3 * self.each)
+        self.both = nn.Linear(config.width, 2 * config.inner)
         self.loudness = nn.Parameter(torch.rand(config.voices))
         self.calm = nn.LayerNorm(self.each)
         self.back, self.down = nn.Linear(config.voices * self.each, config.width), nn.Linear(config.inner, config.width)
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        both, gate, up = self.all(x).split([self.voices * 3 * self.each, self.inner, self.inner], -1)
-        v, q, k = both.unflatten(-1, (self.voices, 3 * self.each)).transpose(1, 2).split(self.each, -1)
+        gate, up = self.both(x).unflatten(-1, (-1, 2)).unbind(-1)
+        v, q, k = self.all(x).unflatten(-1, (self.voices, 3 * self.each)).transpose(1, 2).split(self.each, -1)
         scores = self.calm(q) @ k.transpose(-1, -2) + table.T[None, :, None, : x.shape[1]]
         mixed = (scores.softmax(-1) @ v) * self.loudness[:, None, None]
         return self.back(mixed.transpose(1, 2).flatten(-2)) + self.down(gate.tanh() * up)

@@ -1,4 +1,4 @@
-"""Policies derived from structure: the sharding of the hand-written ones, and the numbers of the plain model."""
+"""Policies derived from structure: the sharding of those by hand, and the numbers of the plain model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIKE_BY_HAND = {
     "gpt2": ("GPT2LMHeadModel", "q, k, v fused in one Conv1D; attributes"),
     "phi3": ("Phi3ForCausalLM", "q, k, v of different widths fused; gate and up fused"),
     "qwen3": ("Qwen3ForCausalLM", "a norm over each head"),
-    "bloom": ("BloomForCausalLM", "q, k, v fused head by head"),
+    "gpt_neox": ("GPTNeoXForCausalLM", "q, k, v fused head by head"),
     "bert": ("BertForMaskedLM", "an encoder, a tied head"),
     "t5": ("T5ForConditionalGeneration", "two towers, a table of biases by head that all blocks read"),
     "mixtral": ("MixtralForCausalLM", "experts in 3-D parameters"),
@@ -59,11 +59,17 @@ def odd() -> Any:
 
 
 def test_a_structure_that_nobody_stored_before() -> None:
-    tree = derive(odd()).tree
+    model = odd()
+    tree = derive(model).tree
     modules = tree["blocks"]["modules"]
-    assert tree["blocks"]["path"] == "stack"
-    assert "column" in modules["all"] or modules["all"] == "replicated"
-    assert tree["prefix"]["words"] == {"embedding": "vocab"}
+    unit = next(name for name, count in tree["units"].items() if count == "voices")
+    assert modules["all"] == {"column": unit} and modules["back"] == {"row": unit}
+    assert modules["loudness"] == {"sharded": unit} and modules["calm"] == {"replicated": unit}
+    assert tree["prefix"]["table"] == {"sharded": unit, "dim": 1}
+    assert tree["head"]["logits?"] == {"column": "vocab", "gather_output": True}
+    shards = sharding(read_user_policy(tree), model)
+    assert shards["stack.2.all.weight"] == (0, [((0, 36),), ((36, 60),)])  # three voices and two
+    assert shards["stack.2.both.weight"] == (0, [((0, 18),), ((18, 34),)])
 
 
 @pooled(world_size=2)
@@ -76,7 +82,7 @@ def test_the_text_is_the_policy() -> None:
     model = build(Case("llama", "LlamaForCausalLM"), 4, 2)
     tree = derive(model).tree
     short = composed(model, tree)
-    assert "fragments/mlp_gated" in short["extends"] and "ffn" not in short["units"]
+    assert "fragments/mlp_gated" in short["extends"] and "ffn" not in short.get("units", {})
     text = yaml_text(short, ["A line about it."])
     assert text.startswith("# A line about it.\nextends: [")
     assert sharding(read_user_policy(text), model) == sharding(read_user_policy(tree), model)
