@@ -230,6 +230,6 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim == 1 and parameter.is_floating_point():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-            elif parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
+            elif not parameter.is_meta and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
