@@ -11,6 +11,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks for GPUs wit
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.passed import Passed
 
@@ -29,3 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put those with long set-ups first, so that workers which share a list do not both need them at its end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None and "tutorials" not in item.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the world of one process that a file's tests may have left behind: another file starts without one."""
+    if (nextitem is None or nextitem.path != item.path) and dist.is_initialized():
+        dist.destroy_process_group()

@@ -36,6 +36,8 @@ class Settings:
     """The state of this process as it is now: ``restore`` makes it so again."""
 
     def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()  # modules and caches of before the first body: no later collection need go through them
         self.world = dist.group.WORLD
         self.torch_state = torch.get_rng_state()
         self.python_state = random.getstate()
@@ -66,7 +68,6 @@ class Settings:
             torch._dynamo.reset()  # graphs keep their models
             counters.clear()
         gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
-        gc.freeze()  # what is left is kept by a module or a cache: the next collection need not go through it
         gloo_collectives._IN_GRAPHS.clear()  # the world's own group is one
         process_hooks._listeners.clear()  # also of a model that a cache of another library still holds
         torch.set_rng_state(self.torch_state)

@@ -35,7 +35,7 @@ def shipped_plan(model: PreTrainedModel) -> dict[str, str]:
     plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     name, base = base_of(model)
     start = f"{name}." if name else ""
-    for pattern, style in (getattr(base.config, "base_model_tp_plan", None) or {}).items():
+    for pattern, style in (getattr(getattr(base, "config", None), "base_model_tp_plan", None) or {}).items():
         plan.setdefault(f"{start}{pattern}", style)
     return {str(pattern): str(style) for pattern, style in plan.items()}
 

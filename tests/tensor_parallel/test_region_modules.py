@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.errors import PolicyError
+from autopar.tensor_parallel.region_modules import with_inputs
 from tests.parity import check
 from tests.pool import pooled
 from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, share, toy, toy_policy
@@ -323,8 +324,11 @@ def test_an_argument_that_is_exact_repeated_or_the_same_for_all() -> None:
     whole = torch.arange(4.0).view(4, 1)  # heads 0 1 | 2 | 3
     assert layer._shard_input(whole, planned.layout).tolist() == [[2.0]]
     assert layer._shard_input(torch.cat([whole, whole + 10]), planned.layout).tolist() == [[2.0], [12.0]]
-    for other in (whole[:1], torch.zeros(6), None, "text", 3):
+    for other in (whole[:1], torch.zeros(6)):
         assert layer._shard_input(other, planned.layout) is other
+    for other in (None, "text", 3):
+        _, given = with_inputs(type(layer), (planned,), (), {planned.name: other}, layer._shard_input)
+        assert given == {planned.name: other}
 
 
 def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from autopar.distributed import collectives
+from autopar.distributed import gloo_collectives
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import even_shards
@@ -183,11 +183,11 @@ def test_every_rank_gets_bitwise_the_same_loss_from_one_all_gather(transport):
     low, high = even_shards(1000, 4)[mpu.tp.rank]
     logits = whole((64,), 1000)[:, low:high].requires_grad_()
     target = torch.arange(64) * 15
-    flat = collectives._all_gather_flat
+    flat = gloo_collectives.all_gather_into_tensor
     forbidden = {
         name: mock.patch.object(dist, name, side_effect=AssertionError) for name in ("all_reduce", "broadcast")
     }
-    with mock.patch.object(collectives, "_all_gather_flat", side_effect=flat) as all_gather:
+    with mock.patch.object(gloo_collectives, "all_gather_into_tensor", side_effect=flat) as all_gather:
         with forbidden["all_reduce"], forbidden["broadcast"]:
             loss = vocab_parallel_cross_entropy(logits, target, label_smoothing=0.1, vocab_size=1000, group=mpu)
             loss.sum().backward()
