@@ -36,6 +36,7 @@ class Settings:
     """The state of this process as it is now: ``restore`` makes it so again."""
 
     def __init__(self) -> None:
+        gloo_collectives._POLL = 0.0  # several worlds share the cores
         gc.collect()
         gc.freeze()  # modules and caches of before the first body: no later collection need go through them
         self.world = dist.group.WORLD

@@ -7,7 +7,8 @@ the same without the sum, and a small reduce-scatter sends each rank only its pa
 decide alike; ``benchmarks/collectives.py`` measures where it pays.
 
 **Waiting.** gloo works in a thread of its own, and to sleep until it is done takes longer than the work. So the caller
-asks for a while whether it is, giving the core to whoever wants it, before it sleeps.
+asks for a while whether it is, giving the core to whoever wants it, before it sleeps. Not where a machine has more
+ranks than cores: there it would take them from ranks that compute.
 
 Tensors on GPUs, other backends, and graphs of torch.compile get torch's own collectives. So does, from then on, a group
 that was in a graph: a rank may stop compiling before the others (``recompile_limit``), and must still do as they do.
@@ -38,7 +39,8 @@ __all__ = [
 
 _SENT = 1 << 19  # bytes that a rank sends in an exchange
 _RANKS = 16  # more of them have too many messages
-_POLL = 1e-3  # seconds; who waits longer sleeps
+_CROWDED = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > (os.cpu_count() or 1)
+_POLL = 0.0 if _CROWDED else 1e-3  # seconds; who waits longer sleeps, and leaves the core to another rank
 _HALF = (torch.float16, torch.bfloat16)
 SUMMABLE = frozenset({*_HALF, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64})
 _BETWEEN_TWO: dict[Any, Callable[..., torch.Tensor]] = {
