@@ -1,4 +1,4 @@
-"""A module that mixes rows, shared out by what its policy shards: each rank computes all rows of some heads.
+"""A module that mixes rows, sharded as its policy says: each rank computes all rows of some heads.
 
 Attention that does not go through transformers' functions (BLOOM, GPT-J, T5), and recurrent layers, run with all rows.
 Where the tensor-parallel rules of the policy shard such a module, they also say which heads (or channels) a rank can
@@ -78,7 +78,7 @@ class Heads:
 
 
 def heads_of(path: str, module: nn.Module, plan: Plan) -> Heads | None:
-    """Return how the module at ``path`` is shared out by ``plan``, one for as many tensor-parallel ranks; None if not.
+    """Return how the module at ``path`` is sharded by ``plan``, one for as many tensor-parallel ranks; None if not.
 
     It is where the plan does nothing inside but cut parameters, sizes and arguments, and a row-parallel layer ends it.
     """

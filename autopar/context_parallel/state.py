@@ -28,7 +28,7 @@ class WholeModule:
         inputs: path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the rehearsal.
         outputs: path in what it returns -> dim of rows; ``shapes``: what it had in the rehearsal.
         table: whether it returns something that has rows in several dims: a bias for each pair of rows.
-        heads: how it is shared out over the ranks by heads; None: each rank computes all of it.
+        heads: how it is sharded over the ranks by heads; None: each rank computes all of it.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)

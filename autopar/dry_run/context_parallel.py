@@ -23,9 +23,9 @@ from autopar.context_parallel.own_rows import may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
+from autopar.dry_run.head_shards import modules_by_heads
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
-from autopar.dry_run.shared_heads import shared_modules
 from autopar.errors import ConfigError
 from autopar.plan.blocks import Blocks, dropped_blocks
 from autopar.policy.schema import Policy
@@ -41,7 +41,7 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     Args:
         model: the Hugging Face model, not yet sharded.
         prefix: its path in the names of the policy.
-        by_heads: whether modules that need all rows may be shared out by heads; not if tensor parallelism does it.
+        by_heads: whether modules that need all rows may be sharded by heads; not if tensor parallelism does it.
 
     Raises:
         ConfigError: it does not, with what mixes rows.
@@ -60,11 +60,11 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     with kept():
         search = _Search(model, _first_plan(model, lists), ranks)
         search.run()
-        return search.shared_by_heads(policy) if by_heads else search.plan
+        return search.sharded_by_heads(policy) if by_heads else search.plan
 
 
 def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
-    """Check that a block's rows can be shared out once more over the tensor-parallel ranks, between its regions.
+    """Check that a block's rows can be cut once more over the tensor-parallel ranks, between its regions.
 
     Raises:
         ConfigError: a module needs all rows, of which each rank would gather those of its tensor-parallel rank only.
@@ -145,12 +145,12 @@ class _Search:
         assert first is not None
         raise _refusal(self.model, self.ranks, self._words(first))
 
-    def shared_by_heads(self, policy: Policy) -> RowPlan:
+    def sharded_by_heads(self, policy: Policy) -> RowPlan:
         """Return the plan in which modules with all rows compute some heads each, where the policy's rules shard them.
 
         If a forward then does not fit any more, it is the plan as it was.
         """
-        plan, modules = self.plan, shared_modules(self.model, policy, self.plan, self.ranks)
+        plan, modules = self.plan, modules_by_heads(self.model, policy, self.plan, self.ranks)
         if not modules:
             return plan
         before = deepcopy(plan.whole)

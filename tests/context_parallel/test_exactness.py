@@ -130,7 +130,7 @@ def test_with_tensor_parallelism() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pooled(world_size=4)
 def test_with_sequence_parallelism(method: str) -> None:
-    """Rows of rows between the regions, also recomputed; of 3 tokens one rank has one, which is not shared out."""
+    """Rows of rows between the regions, also recomputed; of 3 tokens one rank has one, which is not cut."""
     listed = [*batches(), *language_batches(131, count=1, seq=3)]
     config = sizes(2, method, tensor_parallel_size=2, sequence_parallel=True)
     for name in ("grouped keys", "experts with a loss") if method == "ulysses" else ("learned positions",):

@@ -1,4 +1,4 @@
-"""Modules that need all rows, shared out by heads: which ones are, that each rank computes its own, and equality."""
+"""Modules that need all rows, sharded by heads: which ones are, that each rank computes its own, and equality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules that need all rows of a sequence the ranks of context parallelism share out by heads."""
+"""Which modules that need all rows of a sequence the ranks of context parallelism shard by heads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.schema import Policy
 
-__all__ = ["shared_modules"]
+__all__ = ["modules_by_heads"]
 
 
-def shared_modules(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:
-    """Return how modules that need all rows are shared out by heads, as tensor-parallel ranks would; none if not."""
+def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:
+    """Return how modules that need all rows are sharded by heads, as tensor-parallel ranks would; none if not."""
     if not plan.whole:
         return {}
     try:
