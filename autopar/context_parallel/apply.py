@@ -37,7 +37,8 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
     register()
     state = RowState(axis, method, plan)
     state.gathers_logits = gather_logits
-    state.region.model = str(next(_MODELS))
+    if axis.group is not None:  # not in a rehearsal, which some ranks may leave out
+        state.region.model = str(next(_MODELS))
     state.region.find_dropout(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     for number, blocks in enumerate(plan.lists):
@@ -141,8 +142,10 @@ class AfterRows:
 def _explain(error: Exception, state: RowState) -> None:
     """Say beside an error of shapes that blocks had rows: inputs may lead where no rehearsal came."""
     lengths = ", ".join(f"{layout.local_size(state.axis.rank)} of {layout.size}" for layout in state.layouts())
+    if not lengths:
+        return  # in front of the blocks
     error.add_note(
-        f"context_parallel_size={state.axis.size}: the blocks had {lengths or 'no'} rows of the sequence on this rank. "
+        f"context_parallel_size={state.axis.size}: the blocks had {lengths} rows of the sequence on this rank. "
         "Inputs that the rehearsal of initialize\n  did not have (images, sound) may need all rows there: then use "
         "tensor_parallel_size, or sequence_parallel."
     )
