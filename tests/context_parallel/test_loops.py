@@ -195,6 +195,30 @@ def test_loss_scalers_step_and_skip_alike() -> None:
     close(losses[1], losses[0], "loss in bf16", 1e-2)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pooled(world_size=2)
+def test_half_precision(dtype: str) -> None:
+    """Beside two replicas of one batch: fp32 weights, one loss scale, clipped; values only, since rounding differs."""
+    common = {"precision": {"dtype": dtype}, "gradient_clipping": 0.5}
+    runs = []
+    for mesh in ({}, sizes(2)):
+        model = llama().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        model, optimizer = autopar.initialize(model, {**mesh, **common}, optimizer=optimizer)
+        losses = []
+        for step in range(STEPS):
+            loss = model(**padded(step, 0)).loss
+            optimizer.scale_loss(loss).backward()
+            autopar.average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().float())
+        runs.append((torch.stack(losses), optimizer.gradient_norm, optimizer.skipped_steps, optimizer.loss_scale))
+    close(runs[1][0], runs[0][0], "losses", 2e-3 if dtype == "fp16" else 1e-2)
+    close(runs[1][1], runs[0][1], "norm", 2e-2)
+    assert runs[0][2:] == runs[1][2:]
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pooled(world_size=2)
 def test_adapters(late: bool) -> None:
