@@ -158,7 +158,7 @@ def _checked(
         raise ConfigError(f"model_config must be a config of transformers, not {model_config!r}")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise ConfigError(
-            f"optimizer= must be a function of the model, not {clip(repr(optimizer), 60)}: the parameters are made here\n"
+            f"optimizer= must be a function of the model, not {clip(repr(optimizer), 60)}: parameters are made here\n"
             "  optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)"
         )
     for name, value in kwargs.items():
