@@ -205,8 +205,8 @@ def test_what_is_planted_is_seen(planted: str) -> None:
     elif planted == "rows":
         plant(causal, "_pieces", _front)
     else:
-        plain = collectives.gather_sum
-        plant(row_logits, "gather_sum", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
+        plain = row_logits.join
+        plant(row_logits, "join", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
     listed = [padded_left(16)] if planted in ("mask", "keys") else [packed(16)]
     try:
         with pytest.raises(AssertionError, match="off by"):
