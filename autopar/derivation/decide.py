@@ -42,7 +42,7 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
             name for name in tracking.bare_sinks if not _may_be_region(root.get_submodule(name.rpartition(".")[0]))
         }
         if single:
-            features = torch.cat([pairs[:, 1] for name in single for dim in tracking.touched[name] for pairs in dim])
+            features = torch.cat([tracking.bare_sinks[name] for name in single])
             return decisions.without(map(seen.names, sources_of(seen, features)))
         return replace(decisions, regions=decisions.regions | regions)
     enters: set[str] = set()
@@ -52,7 +52,7 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
             enters |= {seen.names(path) for path in event.producers}
         elif enters - decisions.enters:
             break
-        elif found := sources_of(seen, event.features):
+        elif found := [p for p in sources_of(seen, event.features) if tracking.first_of[p] < event.before]:
             return decisions.without(map(seen.names, found))
         elif decisions.enters and block is not None:  # behind something that entered, and no row sums it
             near = [path for path in tracking.first_of if path.startswith(block + ".")]

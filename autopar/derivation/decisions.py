@@ -21,7 +21,7 @@ class Names:
         self._blocks = tuple(blocks)
         stars = set(self._blocks)
         for path, module in root.named_modules():
-            if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1:
+            if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
                 stars |= {f"{path}.{name}" for name, _ in module.named_children()}
         self._stars = stars
         self._known: dict[str, str] = {}

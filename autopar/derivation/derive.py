@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from autopar.derivation.attributes import Candidate, candidates, choices
 from autopar.derivation.block_lists import BlockList, block_lists
 from autopar.derivation.decide import components, decide
 from autopar.derivation.decisions import Decisions, Names, Trace
-from autopar.derivation.families import families
-from autopar.derivation.policy_tree import Named, marked, missing, policy_tree
+from autopar.derivation.families import Family, families
+from autopar.derivation.named_families import Named
+from autopar.derivation.policy_tree import marked, missing, policy_tree
 from autopar.derivation.trace import traced
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
@@ -58,23 +60,37 @@ def derive(model: PreTrainedModel) -> Derived:
     root: Any = models[0].model
     lists = block_lists(root)
     blocks = tuple(block for each in lists for block in each.blocks)
-    decisions = Decisions()
+    decisions, gathered = Decisions(), list[Family]()
     while True:
         seen, decisions = decide(models, blocks, decisions)
         _refuse_unseen(model, seen)
         found, bad = families(seen, blocks)
         if not bad:
-            tree, named = policy_tree(root, lists, found, seen, decisions)
+            taken = {member.path for family in found for member in family.members}
+            gathered = [each for each in gathered if not taken & {member.path for member in each.members}]
+            tree, named = policy_tree(root, lists, [*found, *gathered], seen, decisions)
             trial = _Trial(model, root, tree, lists, named, seen)
             bad = trial.refused()
             if not bad:
                 return _derived(trial, decisions, lists, seen)
+            refused = trial.families_of(bad)
+            if any(each.gathered for each in refused):
+                gathered = [each for each in gathered if each not in refused]
+                continue
+            gathered += [replace(each, gathered=True) for each in refused if _may_be_gathered(root, each, seen)]
         names = set(map(seen.names, bad))
         if names <= decisions.whole:
             raise UnsupportedModelError(
                 f"no policy can be derived for {type(model).__name__}: {trial.reason if not bad else 'no rule fits'}"
             )
         decisions = decisions.without(names)
+
+
+def _may_be_gathered(root: nn.Module, family: Family, seen: Trace) -> bool:
+    """Whether a family holds linear layers alone that are called with whole inputs."""
+    columns = family.columns
+    plain = all(isinstance(root.get_submodule(path), nn.Linear | Conv1D) and not seen.sources[path] for path in columns)
+    return bool(columns) and plain
 
 
 def _refuse_unseen(model: PreTrainedModel, seen: Trace) -> None:
@@ -145,9 +161,15 @@ class _Trial:
                 self.chosen[group] = left[group].pop(0)
             if error is not None and size == _SIZES[0]:
                 return self._columns_near(str(error))
-            if error is not None:  # right for fewer ranks
-                self.chosen = passed
+            if error is not None or (self.chosen != passed and self._try(_SIZES[0]) is not None):
+                self.chosen = passed  # right for fewer ranks
         return []
+
+    def families_of(self, columns: list[str]) -> list[Family]:
+        """Return the families of all blocks that have these columns in one of them."""
+        every = [n for many in self.named for n in many]
+        own = [n for n in every if any(set(family.columns) & set(columns) for family in n.of_blocks.values())]
+        return [family for n in own for family in n.of_blocks.values()]
 
     def _try(self, size: int) -> AutoparError | None:
         try:
@@ -173,9 +195,11 @@ class _Trial:
     def _key(self, candidate: Candidate, each: BlockList) -> str:
         """The entry under ``attributes``, with marks for what some blocks lack."""
         path = candidate.module
-        lacking = {p for block in each.blocks for p in missing(self.root.get_submodule(block), path)} if path else set()
+        blocks = [self.root.get_submodule(block) for block in each.blocks]
+        lacking = {p for block in blocks for p in missing(block, path)} if path else set()
         shown = marked(path, lacking) if path else ""
-        return ".".join(part for part in (shown, candidate.name + "?") if part) if lacking else candidate.key
+        everywhere = not lacking and all(_has(block, path, candidate.name) for block in blocks)
+        return candidate.key if everywhere else ".".join(part for part in (shown, candidate.name + "?") if part)
 
     def _place(self, text: str) -> str:
         """The first path in an error that is one of the model's."""
@@ -207,13 +231,22 @@ class _Trial:
         scored: list[tuple[int, list[str]]] = []
         for family in (n.of_blocks[block] for many in self.named for n in many if block in n.of_blocks):
             alike = max(_common(place, member.path) for member in family.members)
-            wanted = {int(unit) for unit in family.units}
+            wanted = set(family.units)
             sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
-            scored.append((alike, sources))
+            scored.append((alike, family.columns if family.gathered else sources))
         if scored:
             most = max(score for score, _ in scored)
             return [path for score, paths in scored if score == most for path in paths]
         return list(self.seen.tracking.first_of)
+
+
+def _has(block: nn.Module, path: str, name: str) -> bool:
+    """Whether all modules of a block at a path with ``*`` have an integer of that name (``config.NAME``)."""
+    found = [block]
+    for part in path.split(".") if path else ():
+        found = [m for one in found for n, m in one._modules.items() if part in ("*", n) and m is not None]
+    last = name.removeprefix("config.")
+    return all(type(getattr(m.config if name != last else m, last, None)) is int for m in found)
 
 
 def _common(one: str, other: str) -> int:

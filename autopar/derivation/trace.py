@@ -116,10 +116,11 @@ def _hooks(
         norm = not layer and is_norm(module)
         region = seen.names(path) in decisions.regions
         state: list[bool] = []
+        entered: list[list[tuple[Any, Mark]]] = []
 
         def before(
             m: nn.Module, args: Any, kwargs: Any, path: str = path, layer: bool = layer, norm: bool = norm,
-            region: bool = region, state: list[bool] = state,
+            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
         ) -> None:  # fmt: skip
             seen.order.append(path)
             tracking.stack.append(path)
@@ -127,6 +128,8 @@ def _hooks(
                 state.append(False)
                 return
             tensors = list(tensors_in((args, kwargs)))
+            if region:
+                entered.append([(x, mark) for x in tensors if (mark := tracking.mark_of(x)) is not None])
             if path in starts or region:
                 for x in tensors if region else tensors[:1]:
                     mark = tracking.mark_of(x)
@@ -142,7 +145,7 @@ def _hooks(
 
         def after(
             m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path, layer: bool = layer,
-            region: bool = region, state: list[bool] = state,
+            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
         ) -> None:  # fmt: skip
             tracking.stack.pop()
             taken = state.pop()
@@ -150,6 +153,8 @@ def _hooks(
                 tracking.suspended -= 1
             if tracking.suspended:
                 return
+            for x, known in entered.pop() if region else ():  # what others compute with it is outside
+                tracking.set_mark(x, known)
             results = [x for x in tensors_in(out) if x.is_floating_point()]
             if taken and layer:
                 tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
