@@ -19,6 +19,7 @@ from typing import Any
 import transformers
 
 from autopar.derivation.derive import derive
+from autopar.dry_run.imported_plan import rehearse
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
@@ -83,9 +84,9 @@ def prove(case: Case, tree: dict[str, Any], sizes: tuple[int, int]) -> None:
 def proven(case: Case, tree: dict[str, Any]) -> str:
     """Return what is wrong with a derived policy in numbers; an empty text if nothing is."""
     sizes = _UNEVEN
-    try:  # a policy is for all sizes of its type
+    try:  # a policy is for all sizes of its type, but for those that initialize refuses
         model = build(case, *sizes)
-        make_plan(model, read_user_policy(tree), _TP)
+        rehearse(model, "", make_plan(model, read_user_policy(tree), _TP))
     except Exception:  # counts that are no heads, or a config that has but one size
         sizes = _EVEN
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,6 +79,8 @@ class Trace:
         sources: column -> whether its input lies inside of a region.
         norms: norm over sharded features -> the feature of each weight.
         order: paths of modules as they were called.
+        suspended: paths of layers whose inside was not looked at.
+        runs: paths of models that ran to their end, with their inputs.
     """
 
     tracking: FeatureTracking
@@ -89,6 +92,8 @@ class Trace:
     order: list[str] = field(default_factory=list)
     contradictory: set[str] = field(default_factory=set)
     ran: list[str] = field(default_factory=list)
+    suspended: set[str] = field(default_factory=set)
+    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failure: str = ""
 
 

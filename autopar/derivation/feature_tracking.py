@@ -33,15 +33,23 @@ class FeatureTracking(MarkedTensors):
 
     Args:
         bare_source: asked whether a product with this parameter may number features.
+        record: called behind each operator with its arguments and the tensors that it has made.
     """
 
-    def __init__(self, names: dict[int, str], bare_source: Callable[[str], bool]) -> None:
+    def __init__(
+        self, names: dict[int, str], bare_source: Callable[[str], bool], record: Callable[..., None] | None = None
+    ) -> None:
         super().__init__(names)
-        self._bare_source = bare_source
+        self._bare_source, self._record = bare_source, record
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or func in SHAPE_ONLY:
             return
+        self._follow(func, args, kwargs, result)
+        if self._record is not None:
+            self._record(func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         marked = [(x, mark) for x in tensors_in((args, kwargs)) if (mark := self.mark_of(x)) is not None]
         if not marked:
             return

@@ -21,15 +21,25 @@ __all__ = ["marked", "missing", "policy_tree"]
 
 
 def policy_tree(
-    root: PreTrainedModel, lists: list[BlockList], found: list[Family], seen: Trace, decisions: Decisions
+    root: PreTrainedModel,
+    lists: list[BlockList],
+    found: list[Family],
+    seen: Trace,
+    decisions: Decisions,
+    *,
+    words: bool = True,
 ) -> tuple[dict[str, Any], list[list[Named]]]:
-    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families."""
+    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families.
+
+    Args:
+        words: whether tables of words and of their logits are sharded.
+    """
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
     by_list = [(each, named_families(root, each, found, seen)) for each in lists]
     rules: dict[str, Any] = {}
     towers: list[dict[str, Any]] = []
-    vocab = note_vocabulary(root, rules)
+    vocab = note_vocabulary(root, rules) if words else ""
     for each, named in by_list:
         towers.append(_tower(root, each, named, seen, decisions, start))
     names_taken = {unit for tower in towers for unit in tower["units"]}
@@ -169,10 +179,9 @@ def _covered(
                 return
         for name, parameter in module._parameters.items():
             own = join(path, name)
-            if parameter is not None and not (path in rules and own not in rules):
+            of_layer = path in rules and name in ("weight", "bias") and own not in rules
+            if parameter is not None and not of_layer:
                 result[own] = rules.get(own, "replicated")
-            elif parameter is not None and own in rules:
-                result[own] = rules[own]
         for name, child in module._modules.items():
             if child is None:
                 continue

@@ -45,11 +45,20 @@ def traced(model: PreTrainedModel) -> list[Traced]:
     return found
 
 
-def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> Trace:
+def trace(
+    models: list[Traced],
+    blocks: tuple[str, ...],
+    decisions: Decisions,
+    known: Trace | None = None,
+    record: Callable[..., None] | None = None,
+) -> Trace:
     """Run the models.
 
     Args:
         blocks: paths of the blocks; layers outside of them stay replicated.
+        known: a trace of the same decisions, of which the components are taken: all that ever met are together from
+            the start.
+        record: called behind each operator with the tracking, its arguments and the tensors that it has made.
 
     Returns:
         what was seen.
@@ -62,7 +71,10 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
     def bare_source(name: str) -> bool:
         return name.startswith(inside) and decisions.may_be_column(shared(name))
 
-    tracking = FeatureTracking(names, bare_source)
+    tracking = FeatureTracking(names, bare_source, record and (lambda *operator: record(tracking, *operator)))
+    if known is not None:
+        tracking.components = known.tracking.components
+        tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
     seen = Trace(tracking, shared)
     hooks = list(_hooks(root, blocks, inside, decisions, seen))
     ran = seen.ran
@@ -80,7 +92,7 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
                 seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 tracking.stack.clear()
                 tracking.suspended = 0
-                base = each.model.base_model
+                base: Any = each.model.base_model
                 if base is each.model or each.path:
                     continue
                 try:
@@ -90,6 +102,9 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
                     tracking.stack.clear()
                     tracking.suspended = 0
                     continue
+                seen.runs.append((_path_in(root, base), each.inputs))
+            else:
+                seen.runs.append((each.path, each.inputs))
             ran.append(each.path)
             for tensor in tensors_in(out):
                 features = tracking.features_of(tensor)
@@ -99,6 +114,10 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def _path_in(root: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in root.named_modules() if module is wanted)
 
 
 def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
@@ -141,6 +160,7 @@ def _hooks(
             taken = layer or (norm and is_over_features(m, tensors, tracking))
             state.append(taken)
             if taken:
+                seen.suspended.add(path)
                 tracking.suspended += 1
 
         def after(
