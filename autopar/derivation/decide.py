@@ -36,6 +36,8 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
 def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:
     """What has to change; None if nothing."""
     tracking = seen.tracking
+    if cut_off := [p for p in tracking.first_of if not {p, p.rpartition(".")[0]} & seen.proven]:
+        return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
     holders = {name.rpartition(".")[0] for name in tracking.bare_sinks}
     regions = {seen.names(holder) for holder in holders} - decisions.regions
     if regions:

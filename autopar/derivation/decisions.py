@@ -80,6 +80,7 @@ class Trace:
         norms: norm over sharded features -> the feature of each weight.
         order: paths of modules as they were called.
         suspended: paths of layers whose inside was not looked at.
+        proven: paths of modules that were called by models that ran to their end.
         runs: paths of models that ran to their end, with their inputs.
     """
 
@@ -93,6 +94,7 @@ class Trace:
     contradictory: set[str] = field(default_factory=set)
     ran: list[str] = field(default_factory=list)
     suspended: set[str] = field(default_factory=set)
+    proven: set[str] = field(default_factory=set)
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failure: str = ""
 

@@ -85,6 +85,7 @@ def trace(
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
                 tracking.set_mark(tensor, Mark(INPUT))
+            before = len(seen.order)
             try:
                 with tracking:
                     out = run(each.model, (), each.inputs)
@@ -95,6 +96,7 @@ def trace(
                 base: Any = each.model.base_model
                 if base is each.model or each.path:
                     continue
+                before = len(seen.order)
                 try:
                     with tracking:
                         out = run(base, (), each.inputs)
@@ -106,6 +108,7 @@ def trace(
             else:
                 seen.runs.append((each.path, each.inputs))
             ran.append(each.path)
+            seen.proven.update(seen.order[before:])
             for tensor in tensors_in(out):
                 features = tracking.features_of(tensor)
                 if features is not None:
@@ -122,7 +125,7 @@ def _path_in(root: nn.Module, wanted: nn.Module) -> str:
 
 def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
     own = [block for block in blocks if block.startswith(path + ".")]
-    return bool(own) and all(block in seen.order for block in own)
+    return bool(own) and seen.proven.issuperset(own)
 
 
 def _hooks(
