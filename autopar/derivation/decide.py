@@ -36,7 +36,8 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
 def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:
     """What has to change; None if nothing."""
     tracking = seen.tracking
-    if cut_off := [p for p in tracking.first_of if not {p, p.rpartition(".")[0]} & seen.proven]:
+    called = set(seen.order)
+    if cut_off := [path for path in tracking.first_of if _called_at(path, called) not in seen.proven]:
         return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
     holders = {name.rpartition(".")[0] for name in tracking.bare_sinks}
     regions = {seen.names(holder) for holder in holders} - decisions.regions
@@ -68,6 +69,13 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     if few := _too_few(models, blocks, decisions, seen):
         return decisions.without(map(seen.names, few))
     return None
+
+
+def _called_at(path: str, called: set[str]) -> str:
+    """The layer, or the module nearest around a layer or parameter, that was called."""
+    while path and path not in called:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _may_enter(event: Meeting, block: str | None) -> bool:
