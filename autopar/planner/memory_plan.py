@@ -91,7 +91,7 @@ def plan_memory(
     replicas = parsed.data_parallel_size(tp * cp * pp if gpus is None else gpus)
     planned = PlannedModel(
         model,
-        policy,
+        parsed.policy or None if policy is None else policy,
         sequence=sequence,
         precision=parsed.precision,
         optimizer=optimizer,

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
 from autopar.context_parallel.state import RowPlan
+from autopar.derivation.given_policy import given_policy
 from autopar.distributed.failures import first_line
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import plan_rows
@@ -32,7 +33,6 @@ from autopar.planner.model_states import ModelStates
 from autopar.planner.shards import Shard, make_shard
 from autopar.planner.units import ForwardCount
 from autopar.policy.described_model import model_inside
-from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 
@@ -69,7 +69,7 @@ class PlannedModel:
         fp32_gradients: bool = True,
         dry_run: bool = True,
     ) -> None:
-        own = None if policy is None else read_user_policy(policy)
+        own = given_policy(model, policy)
         self.prefix, inner = model_inside(model, own)
         self.policy = find_policy(inner, own)
         if not isinstance(inner, PreTrainedModel):
