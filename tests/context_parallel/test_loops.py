@@ -17,7 +17,7 @@ from transformers import MistralConfig, MistralForCausalLM, get_cosine_schedule_
 
 import autopar
 from tests.compare import same_weights
-from tests.context_parallel.test_exactness import sizes
+from tests.context_parallel.test_exactness import made, sizes
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -241,3 +241,24 @@ def test_adapters(late: bool) -> None:
     assert len(trained) == 2 * 7 * 2 and all("lora" in name for name in trained)
     for name in trained:
         close(model.get_parameter(name).grad, plain.get_parameter(name).grad, name)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"context_parallel_size": 2}, {"tensor_parallel_size": 2, "sequence_parallel": True}], ids=["cp", "sp"]
+)
+@pooled(world_size=2)
+def test_adapters_of_the_weights_of_experts(mesh: dict[str, Any]) -> None:
+    """PEFT turns autocast off around them, on whichever device they are: a rehearsal has none."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    plain = peft.get_peft_model(made("qwen3_moe", "Qwen3MoeForCausalLM"), config).train()
+    assert any("experts" in name and parameter.requires_grad for name, parameter in plain.named_parameters())
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": mesh}).train()
+    losses = [each(**padded(0, 0)).loss for each in (plain, model)]
+    close(losses[1], losses[0], "loss")
+    for loss in losses:
+        loss.backward()
+    autopar.average_gradients(model)
+    norms = [torch.nn.utils.clip_grad_norm_(list(each.parameters()), 1.0) for each in (plain, model)]
+    close(norms[1], norms[0], "norm")
