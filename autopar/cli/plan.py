@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import Json, app, errors
+from autopar.cli.app import Json, Trust, app, errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,6 +54,7 @@ def plan(
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
@@ -61,7 +62,7 @@ def plan(
         from autopar.planner.hardware import find_gpu
 
         machine = find_gpu(gpu, gpu_memory)
-        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node)
+        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
         from autopar.planner.report import to_json
         from autopar.planner.search import Space, rehearsed, search
 
@@ -89,6 +90,7 @@ def _estimator(
     policy: Path | None,
     gpu: Gpu,
     gpus_per_node: int,
+    trust: bool,
 ) -> Estimator:
     from autopar.cli.models import heads
     from autopar.config import ParallelConfig
@@ -99,7 +101,7 @@ def _estimator(
     if sequence < 1:
         raise ConfigError(f"sequence must be at least 1, not {sequence}")
     ParallelConfig(precision=precision, zero_stage=zero or 0)
-    head = heads(source)[0]
+    head = heads(source, trust=trust)[0]
     planned = PlannedModel(
         head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False
     )
