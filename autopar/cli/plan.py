@@ -51,6 +51,10 @@ def plan(
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="By default either.")
     ] = None,
+    by_expert: Annotated[
+        bool | None,
+        typer.Option("--by-expert/--no-by-expert", help="Whole experts on each rank; by default either, in mixtures."),
+    ] = None,
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
@@ -67,7 +71,10 @@ def plan(
         from autopar.planner.search import Space, rehearsed, search
 
         space = Space(
-            *(gpus, gpus_per_node, global_batch, zero, checkpointing), cp=cp, sequence_parallel=sequence_parallel
+            *(gpus, gpus_per_node, global_batch, zero, checkpointing),
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+            by_expert=by_expert if by_expert is not None or estimator.model.has_experts else False,
         )
         found = search(estimator, space)
         rehearsed(estimator, found)
@@ -169,9 +176,13 @@ def _tables(found: Found, space: Space) -> Iterator[Table]:
     def table(*columns: str) -> Table:
         return Table("", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
-    rare = {"cp": 1, "sequence_parallel": False}  # columns that are left out where no candidate has it
+    rare = {
+        "cp": 1,
+        "sequence_parallel": False,
+        "by_expert": False,
+    }  # columns that are left out where no candidate has it
     rare = {name: value for name, value in rare.items() if all(getattr(b.candidate, name) == value for b in found.best)}
-    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "pp": "pp", "dp": "dp"}
+    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "by_expert": "EP", "pp": "pp", "dp": "dp"}
     axes = {name: title for name, title in titles.items() if name not in rare}
     sent = [axis for axis, _ in found.best[0].bytes if axis not in rare]
     run = ("schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU", "bubble")
