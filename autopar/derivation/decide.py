@@ -39,6 +39,8 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     called = set(seen.order)
     if cut_off := [path for path in tracking.first_of if _called_at(path, called) not in seen.proven]:
         return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
+    if idle := _idle_in_regions(models, decisions, seen, called):
+        return decisions.without(map(seen.names, idle))
     holders = {name.rpartition(".")[0] for name in tracking.bare_sinks}
     regions = {seen.names(holder) for holder in holders} - decisions.regions
     if regions:
@@ -69,6 +71,19 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     if few := _too_few(models, blocks, decisions, seen):
         return decisions.without(map(seen.names, few))
     return None
+
+
+def _idle_in_regions(models: list[Traced], decisions: Decisions, seen: Trace, called: set[str]) -> list[str]:
+    """Columns in regions of which a module was not run: what it adds to the partial sums is not known."""
+    regions = [p for p, _ in models[0].model.named_modules() if seen.names(p) in decisions.regions and p in called]
+    idle = [
+        path
+        for path in regions
+        if any(
+            f"{path}.{below}" not in called for below, _ in models[0].model.get_submodule(path).named_modules() if below
+        )
+    ]
+    return [p for p in seen.tracking.first_of if p.startswith(tuple(path + "." for path in idle))]
 
 
 def _called_at(path: str, called: set[str]) -> str:

@@ -38,11 +38,13 @@ class Derived:
 
     Attributes:
         tree: the policy as plain data, in the form of ``policies/README.md``.
+        gathered: layers that are sharded, and whose features are gathered for a forward that wants all of them.
         whole: layers that could not be sharded, with ``*`` for the numbers of blocks.
         unseen: lists of blocks that the forward did not reach; they stay whole.
     """
 
     tree: dict[str, Any]
+    gathered: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
@@ -118,8 +120,11 @@ def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: 
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
     called = {seen.names(path) for path in ran}
-    whole = tuple(sorted(name for name in decisions.whole if name in called or name.rpartition(".")[0] in called))
-    return Derived(tree, whole, unseen)
+    families = [family for many in trial.named for n in many if n.gathered for family in n.of_blocks.values()]
+    gathered = {seen.names(m.path) for family in families for m in family.members if m.kind in ("column", "row")}
+    left = decisions.whole - gathered
+    whole = tuple(sorted(name for name in left if name in called or name.rpartition(".")[0] in called))
+    return Derived(tree, tuple(sorted(gathered)), whole, unseen)
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -120,6 +120,10 @@ class FeatureTracking(MarkedTensors):
                     made: Any = stand_in(args[0])
                 elif _name(func) == "embedding":
                     made = torch.ops.aten.embedding.default(stand_in(args[0]), stand_in(args[1]))
+                elif _name(func) == "view_as_complex":
+                    made = stand_in(args[0]).select(-1, 0)
+                elif _name(func) == "view_as_real":
+                    made = stand_in(args[0])[..., None].expand(*args[0].shape, 2)
                 elif _name(func) == "constant_pad_nd":
                     made = func(stand_in(args[0]), args[1], none)
                 else:
@@ -130,7 +134,7 @@ class FeatureTracking(MarkedTensors):
             same = len(listed) == len(outputs) and all(a.shape == b.shape for a, b in zip(listed, outputs, strict=True))
             return listed if same else None
 
-        indexed = _indexed_dims(func, args)
+        indexed = _indexed_dims(func, args) or ([-1] if _name(func) == "view_as_complex" else [])  # pairs
 
         def features(x: torch.Tensor) -> torch.Tensor | None:
             found = self.features_of(x)
@@ -142,13 +146,16 @@ class FeatureTracking(MarkedTensors):
         moved = run(features, 0) if numbered else None
         if numbered and moved is None:
             return self._mixed_up(_name(func), args, kwargs, outputs, base)
-        made = [replace(base, features=None if moved is None else moved[n], fresh=fresh) for n in range(len(outputs))]
+        made = [
+            replace(base, features=None if moved is None else moved[n], fresh=fresh, places={})
+            for n in range(len(outputs))
+        ]
         for name in {name for x in leaves for name in (self.mark_of(x) or base).places}:
             for dim in range(len(self.shapes[name])):
                 places = run(lambda x, n=name, d=dim: _place(self.mark_of(x), n, d), -1)  # type: ignore[misc]
                 for mark, found in zip(made, places or (), strict=False):
                     mark.places.setdefault(name, []).append(found)
-        return [replace(mark, places=dict(mark.places)) for mark in made]
+        return made
 
     def _pointwise(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor, base: Mark

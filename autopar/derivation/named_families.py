@@ -97,6 +97,11 @@ def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> No
         named.unit = name if name not in taken else _free(name, taken)
         named.counts[named.unit] = "inferred"
         return
+    row_path = next((m.path[len(first.block) + 1 :] for m in first.members if m.kind == "row" and m.widths == (1,)), "")
+    if row_path and "in_features" in vars(blocks[0].get_submodule(row_path)):  # gate0 up0 gate1 up1 ...
+        named.unit = _free("ffn", taken)
+        named.counts[named.unit] = f"block.{row_path}.in_features"
+        return
     keys_count = count_of(counts, config, blocks, "heads", near, loose=True)
     row = next((m.widths[0] for m in first.members if m.kind == "row"), 0)
     smallest = _smallest(first)
