@@ -169,6 +169,7 @@ class _Trial:
         }
         self.chosen = dict.fromkeys(own, ())
         left = {group: options[1:] for group, options in own.items()}
+        held: list[int] = []
         for size in _SIZES:
             passed = dict(self.chosen)
             for _ in range(_TRIES if size == _SIZES[0] else _FEW_TRIES):
@@ -187,8 +188,20 @@ class _Trial:
                 return self._columns_near(str(error))
             if error is not None or (self.chosen != passed and self._try(_SIZES[0]) is not None):
                 self.chosen = passed  # right for fewer ranks
+            else:
+                held.append(size)
+        self._leave_out_idle(held)
         self.passed = True
         return []
+
+    def _leave_out_idle(self, sizes: list[int]) -> None:
+        """Divide no attribute that the dry runs do without: a number that only has the value of a count is a number."""
+        for group in list(self.chosen):
+            for candidate in self.chosen[group]:
+                before = self.chosen[group]
+                self.chosen[group] = tuple(each for each in before if each is not candidate)
+                if any(self._try(size) is not None for size in sizes):
+                    self.chosen[group] = before
 
     def families_of(self, columns: list[str]) -> list[Family]:
         """Return the families of all blocks that have these columns in one of them."""

@@ -20,16 +20,16 @@ class TrickyConfig(PretrainedConfig):
 
 
 class Halved(nn.Module):
-    """Views features as ``(heads, -1)``: of half the features, as many heads of half the width."""
+    """Views features as ``(heads, -1)``: of half the features, heads of half the width. ``sharpness`` is no count."""
 
     def __init__(self, config: TrickyConfig) -> None:
         super().__init__()
-        self.heads, width = config.heads, config.width
+        self.heads, self.sharpness, width = config.heads, config.heads, config.width
         self.query, self.key, self.back = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query(x), self.key(x)))
-        return x + self.back(((q @ k.mT).softmax(-1) @ k).transpose(1, 2).flatten(-2))
+        return x + self.back(((q @ k.mT * self.sharpness).softmax(-1) @ k).transpose(1, 2).flatten(-2))
 
 
 class Width(Halved):
