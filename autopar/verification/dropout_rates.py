@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from transformers import PretrainedConfig
 __all__ = ["Rate", "rates", "switch_off", "switched_on"]
 
 _USUAL = ("p", "dropout", "attention_dropout")
+
+
+_LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
@@ -70,10 +74,12 @@ def switch_off(model: nn.Module) -> list[Rate]:
 def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: float) -> Iterator[bool]:
     """Switch dropout on inside, with the rates that were ``known``; gives whether any is on.
 
+    Whole layers are not dropped: which of them are, the plain model's generator and the parallel one's tell apart.
+
     Args:
         default: for all dropouts of the modules, where the model had none that was on.
     """
-    values = {(rate.place, rate.name): rate.value for rate in known if rate.value}
+    values = {(rate.place, rate.name): rate.value for rate in known if rate.value and not _LAYERS.search(rate.name)}
     if all(place == "config" and "att" not in name for place, name in values):
         values = {}  # modules have copied theirs, and the others belong to no module
     found = [rate for model in models for rate in rates(model)]
