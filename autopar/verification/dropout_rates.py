@@ -42,7 +42,11 @@ def rates(model: nn.Module) -> list[Rate]:
     seen = set[int]()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            called = "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            called = (
+                "drop" in name
+                or "jitter" in name
+                or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            )
             if called and type(value) in (float, int):
                 found.append(Rate(path, module, name, value))
         config = getattr(module, "config", None)
@@ -58,7 +62,7 @@ def _of_config(config: PretrainedConfig, seen: set[int]) -> Iterator[Rate]:
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             yield from _of_config(value, seen)
-        elif "drop" in name and type(value) in (float, int):
+        elif ("drop" in name or "jitter" in name) and type(value) in (float, int):
             yield Rate("config", config, name, value)
 
 
