@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from autopar.dry_run.equal_blocks import EqualBlocks
 
-__all__ = ["meta_copy", "sample_inputs"]
+__all__ = ["meta_copy", "pixel_shape", "sample_inputs"]
 
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 
@@ -68,13 +68,18 @@ def _text(model: PreTrainedModel, batch: int, length: int) -> dict[str, Any]:
     return inputs
 
 
-def _pixels(config: Any, batch: int) -> torch.Tensor:
+def pixel_shape(config: Any, batch: int) -> list[int]:
+    """Return the shape of images, or of frames of videos, for a model with this config."""
     config = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     size = getattr(config, "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
     frames = getattr(config, "num_frames", None)
-    return _empty(batch, *([frames] if frames else []), channels, height, width)
+    return [batch, *([frames] if frames else []), channels, height, width]
+
+
+def _pixels(config: Any, batch: int) -> torch.Tensor:
+    return _empty(*pixel_shape(config, batch))
 
 
 def _sound(main: str, config: Any, batch: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-__all__ = ["copy_caches", "find_cache", "kind_of_cache", "record_length", "record_lengths"]
+__all__ = ["copy_caches", "find_cache", "kind_of_cache", "record_length", "record_lengths", "tokens_of"]
 
 
 def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
@@ -36,18 +36,36 @@ def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
     return "cache", None
 
 
-def record_length(block: nn.Module, cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Extend the layer of a block that runs on another rank by the length of this call's hidden states."""
+def record_length(
+    block: nn.Module, cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tokens: torch.Tensor | None
+) -> None:
+    """Extend the layer of a block that runs on another rank by the length of this call.
+
+    Args:
+        args, kwargs: of the block; its hidden states are ``[batch, seq, width]``.
+        tokens: of the model's call, ``[batch, seq]``; for blocks whose hidden states are several streams.
+    """
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     index = _layer_index(block)
-    if index is not None and hidden is not None and hidden.ndim == 3:
+    if index is None or hidden is None:
+        return
+    if hidden.ndim == 3:
         _extend(cache, index, hidden)
+    elif hidden.ndim == 4 and tokens is not None:
+        _extend(cache, index, tokens)
+
+
+def tokens_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tokens among a model's arguments, or what they are embedded as: ``[batch, seq, ...]``."""
+    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+    found = (kwargs.get(name) for name in names)
+    return next((value for value in found if isinstance(value, torch.Tensor)), None)
 
 
 def record_lengths(cache: Any, kwargs: Mapping[str, Any]) -> None:
     """Extend all layers by the length of this call's tokens, on a rank that ran nothing of it."""
-    tokens = kwargs.get("decoder_input_ids", kwargs.get("input_ids"))
-    if isinstance(tokens, torch.Tensor):
+    tokens = tokens_of(kwargs)
+    if tokens is not None:
         for index in range(len(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))):
             _extend(cache, index, tokens)
 
@@ -64,7 +82,7 @@ def _extend(cache: Any, index: int, like: torch.Tensor) -> None:
 
 def _layer_index(block: nn.Module) -> int | None:
     for module in block.modules():
-        for name in ("layer_idx", "layer_index"):
+        for name in ("layer_idx", "layer_index", "layer_id"):
             value = vars(module).get(name)
             if type(value) is int:
                 return value

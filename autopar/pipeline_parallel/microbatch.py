@@ -39,6 +39,7 @@ __all__ = [
 
 _MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
 _LABELS = ("labels", "shift_labels")
+_LOSSES = frozenset(("CrossEntropyLoss", "cross_entropy", "loss_fct", "loss_function"))
 _OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indices", "observed_mask")  # parts of names
 
 
@@ -256,11 +257,35 @@ def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:
 
 def shifts_labels(model: Any) -> bool:
     """Check whether the model's own loss leaves out the first label of each sequence, as those of causal models do."""
+    code = _code_of_forward(model)
+    if code is None:
+        return False
+    if _is_encoder_decoder(model) and _names_an_argument(code, "shift_labels"):
+        return False  # they give their labels as those of a shift that has been done
     function = _loss_function(model)
     if function is not None:
         return function is ForCausalLMLoss
-    code = _code_of_forward(model)
-    return code is not None and "shift_labels" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+    if "shift_labels" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]:
+        return True
+    if not _LOSSES.isdisjoint(_names_in_forward(model)):
+        return False
+    inside = [module for name, module in model.named_children() if name in code.co_names]  # which get the labels
+    return any(
+        isinstance(module, PreTrainedModel) and shifts_labels(module)
+        for module in inside
+        if "labels" in inspect.signature(module.forward).parameters
+    )
+
+
+def _is_encoder_decoder(model: Any) -> bool:
+    config = getattr(model, "config", None)
+    configs = (config, getattr(config, "text_config", None))
+    return any(getattr(each, "is_encoder_decoder", False) for each in configs)
+
+
+def _names_an_argument(code: Any, name: str) -> bool:
+    """Whether a forward calls something with ``name=``."""
+    return any(isinstance(names, tuple) and name in names for names in code.co_consts)
 
 
 def _loss_function(model: Any) -> Any:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from autopar.class_swap import swap, unswap
 from autopar.errors import UnsupportedModelError
-from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length
+from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length, tokens_of
 from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.provenance import Provenance, check_padding, examine, explain
@@ -77,7 +77,7 @@ class StageForward:
         provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
             was received, and earlier ones a copy that is marked.
         before: earlier blocks that were called.
-        cache: KV cache that the model's blocks were called with.
+        cache: KV cache that the model's blocks were called with; ``tokens``: of the call, as the model got them.
         loss: computed from the result of the last stage.
     """
 
@@ -94,6 +94,7 @@ class StageForward:
         # the output of the last element so far, and the encoder's
         self.output, self.encoder = self.received or StageOutput(None)
         self.cache: Cache | None = None
+        self.tokens: torch.Tensor | None = None
         self.before: list[int] = []
         self._copies: list[tuple[int, torch.Tensor, int]] = []
 
@@ -104,7 +105,7 @@ class StageForward:
 
     def run(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage: returns its :class:`StageOutput`, or on the last stage what the model returns."""
-        self.context.forward = self
+        self.context.forward, self.tokens = self, tokens_of(kwargs)
         try:
             result = model(*args, **kwargs)
         except StageEnd as end:
@@ -160,7 +161,7 @@ class StageBoundary:
             if is_encoder:
                 return forward.encoder
             if forward.cache is not None:
-                record_length(self, forward.cache, args, kwargs)  # type: ignore[arg-type]
+                record_length(self, forward.cache, args, kwargs, forward.tokens)  # type: ignore[arg-type]
             return forward.output_before(place)
         if forward.provenance is not None:
             forward.check_copies()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -166,14 +167,12 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
     """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
 
     A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
-    weights agree already exchange one checksum per tensor and nothing else.
+    weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
+    the order of a set, which every process has its own of.
     """
     tensors = {
         name: tensor.data
-        for name, tensor in [
-            *model.named_parameters(),
-            *((name, buffer) for name, buffer in model.named_buffers() if buffer is not None),
-        ]
+        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
         if not tensor.is_meta
     }
     if mpu.world_size == 1 or not tensors:

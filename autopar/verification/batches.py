@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from autopar.dry_run.inputs import sample_inputs
 from autopar.errors import ConfigError, clip
+from autopar.verification.inputs import candidates
 from autopar.verification.outputs import named
 
 __all__ = ["make_batches"]
@@ -31,30 +31,36 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int, 
         ConfigError: no inputs are known that the model runs with.
     """
     generator = torch.Generator().manual_seed(seed)
+    problems: list[tuple[str, str]] = []
     try:
-        made = [_inputs(model, rows, length, generator) for _ in range(count)]
+        for empty in candidates(model, rows, length):
+            made = [_filled(model, empty, generator) for _ in range(count)]
+            problem: str | None = None
+            for labels in _labels(model, made, generator):
+                batches = [{**inputs, **targets} for inputs, targets in zip(made, labels, strict=True)]
+                problem = _why_not(model, batches[0], has_labels=bool(labels[0]))
+                if problem is None:
+                    return batches
+            shown = ", ".join(f"{name} {list(value.shape)}" for name, value in made[0].items())
+            problems.append((str(problem), shown))
     except ValueError as error:
         raise ConfigError(f"no inputs can be made for {type(model).__name__}: {error}. Give batches=[...]") from error
-    problems: list[str] = []
-    for labels in _labels(model, made, generator):
-        batches = [{**inputs, **targets} for inputs, targets in zip(made, labels, strict=True)]
-        problem = _why_not(model, batches[0], has_labels=bool(labels[0]))
-        if problem is None:
-            return batches
-        problems.append(problem)
+    problem, shown = problems[0]  # of the likeliest
     raise ConfigError(
-        f"{type(model).__name__} does not run with the inputs that were made for it: {clip(problems[-1], 300)}\n"
-        f"  They were {', '.join(f'{name} {list(value.shape)}' for name, value in made[0].items())}.\n"
+        f"{type(model).__name__} does not run with the inputs that were made for it: {clip(problem, 300)}\n"
+        f"  They were {shown}.\n"
         "  Give batches=[...] of your own to autopar.verify."
     )
 
 
-def _inputs(model: PreTrainedModel, rows: int, length: int, generator: torch.Generator) -> dict[str, Any]:
+def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
     vocabulary = _vocabulary(model)
     taken = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {}
-    for name, empty in sample_inputs(model, rows, length).items():
-        if empty.is_floating_point():
+    for name, empty in candidate.items():
+        if not empty.is_meta:
+            inputs[name] = empty.clone()
+        elif empty.is_floating_point():
             inputs[name] = torch.randn(empty.shape, generator=generator).to(empty.dtype)
         elif name == "bbox":
             inputs[name] = torch.randint(0, 8, empty.shape, generator=generator).sort(-1).values

@@ -117,6 +117,6 @@ def _run(session: Session, model: nn.Module) -> tuple[list[Draw], str]:
     """The draws of a forward in training mode, and a digest of what it returns."""
     model.train()
     reseed(7)
-    with running(model) as stack, _Draws(stack) as draws, torch.no_grad():
+    with session.own_failure(model), running(model) as stack, _Draws(stack) as draws, torch.no_grad():
         output = model(**session.own_part(session.batches[0]))
     return draws.found, repr([of_tensor(value + 0) for _, value in floats_of(output)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from transformers import PretrainedConfig
 __all__ = ["Rate", "rates", "switch_off", "switched_on"]
 
 _USUAL = ("p", "dropout", "attention_dropout")
+
+
+_LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
@@ -38,7 +42,11 @@ def rates(model: nn.Module) -> list[Rate]:
     seen = set[int]()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            called = "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            called = (
+                "drop" in name
+                or "jitter" in name
+                or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            )
             if called and type(value) in (float, int):
                 found.append(Rate(path, module, name, value))
         config = getattr(module, "config", None)
@@ -54,7 +62,7 @@ def _of_config(config: PretrainedConfig, seen: set[int]) -> Iterator[Rate]:
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             yield from _of_config(value, seen)
-        elif "drop" in name and type(value) in (float, int):
+        elif ("drop" in name or "jitter" in name) and type(value) in (float, int):
             yield Rate("config", config, name, value)
 
 
@@ -70,10 +78,12 @@ def switch_off(model: nn.Module) -> list[Rate]:
 def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: float) -> Iterator[bool]:
     """Switch dropout on inside, with the rates that were ``known``; gives whether any is on.
 
+    Whole layers are not dropped: which of them are, the plain model's generator and the parallel one's tell apart.
+
     Args:
         default: for all dropouts of the modules, where the model had none that was on.
     """
-    values = {(rate.place, rate.name): rate.value for rate in known if rate.value}
+    values = {(rate.place, rate.name): rate.value for rate in known if rate.value and not _LAYERS.search(rate.name)}
     if all(place == "config" and "att" not in name for place, name in values):
         values = {}  # modules have copied theirs, and the others belong to no module
     found = [rate for model in models for rate in rates(model)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from autopar.errors import UnsupportedModelError
 from autopar.tensor_parallel.consistency import leaves
 
-__all__ = ["floats_of", "named", "reseed", "same_floats", "total_loss"]
+__all__ = ["floats_of", "named", "reseed", "same_floats", "size_of_loss", "total_loss"]
 
 
 def named(output: Any) -> Any:
@@ -53,16 +53,25 @@ def total_loss(output: Any) -> torch.Tensor:
     """
     output = named(output)
     losses = [value for key, value in output.items() if str(key).endswith("loss") and value is not None]
-    if losses:
-        return torch.stack(losses).sum()
+    return torch.stack(losses).sum() if losses else torch.stack(list(_weighed(output))).sum()
+
+
+def size_of_loss(output: Any) -> float:
+    """Return how large the terms of :func:`total_loss` are, where they are weighed elements that may cancel; else 0."""
+    output = named(output)
+    if any(str(key).endswith("loss") and value is not None for key, value in output.items()):
+        return 0.0
+    with torch.no_grad():
+        return sum(each.item() for each in _weighed(output, of=torch.abs))
+
+
+def _weighed(output: Any, of: Callable[[torch.Tensor], torch.Tensor] = lambda terms: terms) -> Iterator[torch.Tensor]:
     tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
     rows = [tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(-1, 1) for tensor in tensors]
     most = max(max((row.shape[1] for row in rows), default=0) / 350, 1)  # a sum over many has gradients as large
-    sums = [
-        (row * torch.linspace(-1, 1, row.shape[1] + 1, device=row.device, dtype=row.dtype)[1:]).sum(1).mean()
-        for row in rows
-    ]
-    return torch.stack(sums).sum() / (5 * most)
+    for row in rows:
+        weights = torch.linspace(-1, 1, row.shape[1] + 1, device=row.device, dtype=row.dtype)[1:]
+        yield of(row * weights).sum(1).mean() / (5 * most)
 
 
 def reseed(seed: int) -> None:

@@ -17,6 +17,8 @@ import autopar.api
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import average_gradients
 from autopar.data_parallel.master_weights import DTYPES
+from autopar.distributed import gloo_collectives
+from autopar.distributed.collectives import run
 from autopar.errors import ConfigError, clip
 from autopar.pipeline_parallel.microbatch import default_reduction, label_count, own_loss
 from autopar.policy.schema import Policy
@@ -108,11 +110,11 @@ class Session:
         """Run a forward without gradients, in evaluation mode."""
         model.eval()
         reseed(0)
-        with self._own_failure(model):
+        with self.own_failure(model):
             return named(model(**copy.deepcopy(dict(batch))))  # some models write into their labels
 
     @contextmanager
-    def _own_failure(self, model: nn.Module) -> Iterator[None]:
+    def own_failure(self, model: nn.Module) -> Iterator[None]:
         """Raise PlainModelError where the plain model raises an error."""
         try:
             yield
@@ -130,7 +132,7 @@ class Session:
         reseed(number)
         losses = []
         for part in range(self.parts):
-            with self._own_failure(self.plain):
+            with self.own_failure(self.plain):
                 output = named(self.plain(**_part(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
             losses.append(self.loss_of(output) / self.parts)
             losses[-1].backward()
@@ -181,7 +183,7 @@ class Session:
         if self.parts == 1:
             count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.shifted)
         sums *= count
-        dist.all_reduce(sums, group=dp.group)
+        run(gloo_collectives.all_reduce, dp, sums)
         return (sums[0] / sums[1]).to(loss.dtype)
 
     def own_part(self, batch: Batch) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.errors import ConfigError, clip
+from autopar.verification.small_fields import FIELDS
 
 __all__ = ["build_small", "randomise", "small_config"]
 
@@ -29,12 +30,21 @@ _LAYER_COUNTS = re.compile(
     r"|(text|speech)_(encoder|decoder)_layers|num_(block|decoder|encoder)_layers|num_block"
 )
 _HEAD_COUNTS = re.compile(r"(num_)?((encoder|decoder|self|index|text|vision)_)?(attention_)?heads|n_heads?|num_heads")
-_HIDDEN = re.compile(r"hidden_size|n_embd|d_model|dim|embed_dim|d_embed|emb_dim|embedding_dim|hidden_dim_?|width")
+_HIDDEN = re.compile(
+    r"((out|text|encoder|cross)_)?hidden_size|hidden_size_global|n_embd|d_model|dim|embed_dim|d_embed|emb_dim|embedding_dim|hidden_dim_?"
+    r"|width|word_embed_proj_dim|adapter_in_dim"
+)
 _INNER = re.compile(r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|d_inner|inner_dim|ffn_embed_dim)")
 _HEAD_WIDTH = re.compile(r"(.*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size)|qk_(rope|nope)_head_dim")
 _EXPERT_COUNTS = re.compile(r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts_per_layer")
 _POSITIONS = re.compile(r"max_(.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|model_max_length")
 _RANKS = re.compile(r"(q|kv|o)_lora_rank")
+_STATE_HEADS = (
+    ("num_heads", "head_dim"),
+    ("mamba_n_heads", "mamba_d_head"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("mamba_num_heads", "mamba_head_dim"),
+)
 _TOKEN = re.compile(r".*_token_(id|index)|.*_token_ids")
 
 
@@ -46,8 +56,9 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _shrink(config: PretrainedConfig) -> None:
-    if any(isinstance(value, list) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
+    if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
         _set_stages(config)  # widths and heads of its stages follow from each other
+        _set_fields(config, FIELDS.get(config.model_type, {}))
         return
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     for each in inner:
@@ -57,8 +68,11 @@ def _shrink(config: PretrainedConfig) -> None:
     changes |= dict(_tokens(config, changes.get("vocab_size", getattr(config, "vocab_size", None))))
     for name, value in changes.items():
         setattr(config, name, value)
+    _set_unset(config)
+    _set_latent(config)
     _set_rotary(config)
     _set_states(config)
+    _set_fields(config, FIELDS.get(config.model_type, {}))
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
@@ -108,20 +122,26 @@ def _changes(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
             yield name, min(value, _PATCHES * config.patch_size)
         elif name in ("sliding_window", "attention_window_size", "local_attention"):
             yield name, min(value, 4)
+        elif re.fullmatch(r"mask_(time|feature)_length", name):
+            yield name, min(value, 2)
+        elif re.fullmatch(r"(mamba_)?chunk_size", name):
+            yield name, min(value, _WIDTH)
+        elif re.fullmatch(r"mamba_d_state|(ssm_)?state_size", name):
+            yield name, min(value, 2 * _WIDTH)
 
 
 def _set_layers(config: PretrainedConfig) -> None:
     """Keep few layers; of several kinds, in lists as long as there are layers, the first of each."""
     counts = {name: value for name, value in _numbers(config) if _LAYER_COUNTS.fullmatch(name) and value > _LAYERS}
     for name, count in counts.items():
-        listed = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+        listed = {key: value for key, value in vars(config).items() if _is_list(value) and len(value) == count}
         kinds: list[Any] = list(zip(*listed.values(), strict=True)) if listed else []
         kept = sorted({kinds.index(kind) for kind in kinds}) if _are_hashable(kinds) else []
         wanted = max(_LAYERS, *(len(pattern) for pattern in _patterns(config)), 0)
         kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, wanted - len(kept))]
         kept = sorted(kept)
         for key, of_layers in listed.items():
-            vars(config)[key] = [of_layers[place] for place in kept]
+            vars(config)[key] = type(of_layers)(of_layers[place] for place in kept)
         setattr(config, name, len(kept))
     last = max((getattr(config, name) for name in counts), default=_LAYERS) - 1
     for name, number in _numbers(config):  # a place among layers that are not there any more
@@ -143,29 +163,68 @@ def _patterns(config: PretrainedConfig) -> Iterator[Sequence[Any]]:
 def _set_stages(config: PretrainedConfig) -> None:
     """Keep one block in each stage of a model whose stages have other widths."""
     for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
+        if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
             setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
+
+
+def _set_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            _set_fields(inner, value)
+        else:
+            setattr(config, name, copy.deepcopy(value))
+
+
+def _set_unset(config: PretrainedConfig) -> None:
+    """Give what the code of some models wants, and their configs leave out, a value that follows from the others."""
+    found = vars(config)
+    heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
+    values = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}
+    if "hidden_size" in found:
+        values["head_dim"] = found["hidden_size"] // heads
+    for name, value in values.items():
+        if name in found and found[name] is None:
+            setattr(config, name, value)
+
+
+def _set_latent(config: PretrainedConfig) -> None:
+    """Let the width of a latent head be that of its parts, with and without rotary angles."""
+    parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
+    if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
+        config.qk_head_dim = sum(parts)
 
 
 def _set_states(config: PretrainedConfig) -> None:
     """Let the heads of a state space fill its width."""
-    width, heads = getattr(config, "head_dim", None), getattr(config, "num_heads", None)
-    inner = int(getattr(config, "expand", 0) or 0) * int(getattr(config, "hidden_size", 0) or 0)
-    if type(width) is int and type(heads) is int and inner and inner % width == 0:
-        config.num_heads = inner // width
+    found = vars(config)
+    inner = int(found.get("expand") or found.get("mamba_expand") or 0) * int(found.get("hidden_size") or 0)
+    for count, width in _STATE_HEADS:
+        if inner and type(found.get(count)) is int and type(found.get(width)) is int:
+            setattr(config, width, min(found[width], 2 * _WIDTH))
+            setattr(config, count, inner // found[width])
 
 
 def _set_rotary(config: PretrainedConfig) -> None:
     """Let the sections of rotary angles (of time, height, width) fill the small heads."""
     heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", _HEADS * _WIDTH) // heads
+    found = vars(config)
+    width = found.get("head_dim") or found.get("hidden_size", _HEADS * _WIDTH) // heads
+
+    def sectioned(rotary: Any) -> Any:
+        if not isinstance(rotary, dict) or not rotary:
+            return rotary
+        if all(isinstance(value, dict | None) for value in rotary.values()):  # one for each kind of layer
+            return {kind: sectioned(of_kind) for kind, of_kind in rotary.items()}
+        if "mrope_section" not in rotary and not _reads(config, "mrope_section"):
+            return rotary
+        half = int(width * (rotary.get("partial_rotary_factor") or 1.0)) // 2
+        count = len(rotary.get("mrope_section", (0, 0, 0)))
+        return {**rotary, "mrope_section": [*[half // count] * (count - 1), half - (count - 1) * (half // count)]}
+
     for name in ("rope_parameters", "rope_scaling"):
-        rotary = getattr(config, name, None)
-        if isinstance(rotary, dict) and ("mrope_section" in rotary or (rotary and _reads(config, "mrope_section"))):
-            half = int(width * (rotary.get("partial_rotary_factor") or 1.0)) // 2
-            count = len(rotary.get("mrope_section", (0, 0, 0)))
-            sections = [half - (count - 1) * (half // count), *[half // count] * (count - 1)]
-            setattr(config, name, {**rotary, "mrope_section": sections})
+        if isinstance(found.get(name), dict):
+            setattr(config, name, sectioned(found[name]))
 
 
 def _reads(config: PretrainedConfig, word: str) -> bool:
@@ -175,6 +234,10 @@ def _reads(config: PretrainedConfig, word: str) -> bool:
         return word in inspect.getsource(module)
     except (ImportError, OSError):
         return False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _are_hashable(kinds: list[Any]) -> bool:
@@ -207,8 +270,7 @@ def build_small(
     torch.manual_seed(seed)
     try:
         wanted: Any = kind.config_class or PretrainedConfig
-        config = config if isinstance(config, wanted) else config.get_text_config()  # of a model with several towers
-        small: Any = small_config(config)
+        small: Any = small_config(_config_for(wanted, config))
         if callable(getattr(small, "validate", None)):
             small.validate()  # what it would say only when it is saved
         model: PreTrainedModel = kind._from_config(small)
@@ -221,6 +283,12 @@ def build_small(
     if dtype is not None:
         nn.Module.to(model, dtype)
     return model
+
+
+def _config_for(wanted: Any, config: PretrainedConfig) -> PretrainedConfig:
+    """The config itself, or of a model with several towers the one of this class; some classes take another type's."""
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return next((each for each in (config, *inner) if isinstance(each, wanted)), config)
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:

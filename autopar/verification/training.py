@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.verification.closeness import OF_GRADIENTS, Distance, measure
-from autopar.verification.outputs import same_floats
+from autopar.verification.outputs import same_floats, size_of_loss
 from autopar.verification.report import RankMemory, Row, Traffic
 from autopar.verification.session import Session
 from autopar.verification.slices import local_part
@@ -110,7 +110,8 @@ def backward(session: Session) -> list[Row]:
         with recording_of(session.mpu.tp) as sent:  # the last one is kept
             actual, own = session.train_parallel(number)
         assert own is not None
-        losses.append(Named(f"batch {number}", measure(session.mean_loss(number, own), loss)))
+        floor = _SMALL * size_of_loss(expected)  # terms that cancel leave their rounding
+        losses.append(Named(f"batch {number}", measure(session.mean_loss(number, own), loss, floor)))
         if actual is not None and session.mpu.dp.size == 1:
             outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]
     with recording_of(session.mpu.tp) as averaged:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import autopar
@@ -48,3 +49,13 @@ def test_ranks_that_call_initialize_differently_learn_the_key_and_both_values():
     model.transformer.wpe.weight.requires_grad_(rank == 0)
     with raises_everywhere(ConsistencyError, "parameters.transformer.wpe.weight.requires_grad: rank 0: true, rank 1"):
         autopar.initialize(model, sizes)
+
+
+@pooled(world_size=2)
+def test_buffers_may_be_registered_in_another_order_on_each_rank():
+    """As by a model that goes through a set: every process has its own order."""
+    model = gpt2()
+    for value in (1.0, 2.0) if dist.get_rank() == 0 else (2.0, 1.0):
+        model.transformer.register_buffer(f"angles_{value:g}", torch.full((3,), value), persistent=False)
+    model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}})
+    assert [model.transformer.angles_1[0].item(), model.transformer.angles_2[0].item()] == [1.0, 2.0]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import autopar
+from autopar.cli.models import of_task
 from autopar.errors import ConfigError
+from autopar.verification.small_models import build_small
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pool import pooled
@@ -49,6 +51,26 @@ def test_generate(name: str, beams: int) -> None:
     expected = plain.generate(input_ids=ids, attention_mask=mask, do_sample=False, **settings)
     actual = piped.generate(input_ids=ids, attention_mask=mask, do_sample=False, **settings)
     assert torch.equal(actual, expected)
+    piped.mpu.destroy()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "hy_v4"])
+@pooled(world_size=2)
+def test_padding_stays_masked_where_layers_are_numbered_or_called_in_another_way(model_type: str) -> None:
+    """GPT-Neo's attentions have a layer_id; HYV4's hidden states are several streams, [batch, seq, streams, width]."""
+    head = of_task(model_type, None)
+    assert head.kind is not None and head.config is not None
+    plain = build_small(head.kind, head.config).eval()
+    piped = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"pipeline_parallel_size": 2}}).eval()
+    ids = torch.randint(3, 131, (2, 5), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    settings: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = plain.generate(input_ids=ids, attention_mask=mask, **settings)
+    actual = piped.generate(input_ids=ids, attention_mask=mask, **settings)
+    for number, (mine, theirs) in enumerate(zip(actual.logits, expected.logits, strict=True)):
+        close(mine, theirs, f"logits of token {number + 1}", 1e-6)
     piped.mpu.destroy()
 
 

@@ -17,7 +17,7 @@ from autopar.pipeline_parallel.microbatch import (
     weights_of,
 )
 from tests.pipeline_parallel.deep import deep
-from tests.random_models import Case, build
+from tests.random_models import Case, build, heads_of
 
 
 def test_batches_come_from_dicts_and_iterators() -> None:
@@ -73,6 +73,11 @@ def test_losses_count_by_their_labels() -> None:
     assert weights_of(regression, "input_ids", "tokens", shifted=False) == [2 / 3, 1 / 3]
 
 
+def auto(model_type: str) -> str:
+    """The class of a model type that makes text."""
+    return next(head for head in sorted(heads_of(model_type)) if head.endswith("ForConditionalGeneration"))
+
+
 def test_which_losses_shift_their_labels() -> None:
     assert all(shifts_labels(deep(name, 1)) for name in ("gpt2", "llama", "mixtral"))
     assert not any(shifts_labels(deep(name, 1)) for name in ("bert", "t5", "bart"))
@@ -80,6 +85,10 @@ def test_which_losses_shift_their_labels() -> None:
         assert not shifts_labels(build(Case("bert", head), 6, 3)), head
     assert shifts_labels(build(Case("bert", "BertLMHeadModel"), 6, 3))
     assert not shifts_labels(build(Case("t5gemma", "T5GemmaForConditionalGeneration"), 6, 3))
+    for model_type in ("florence2", "moonshine"):  # labels=labels, shift_labels=labels
+        assert not shifts_labels(build(Case(model_type, auto(model_type)), 6, 3)), model_type
+    for model_type in ("kosmos-2.5", "blip"):  # a model inside has the loss
+        assert shifts_labels(build(Case(model_type, auto(model_type)), 6, 3)), model_type
 
 
 def test_outputs_are_put_together() -> None:

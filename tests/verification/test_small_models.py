@@ -1,0 +1,60 @@
+"""Small models and batches for them: one model type for each thing that their configs and forwards need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+from autopar.cli.models import of_task
+from autopar.verification.batches import make_batches
+from autopar.verification.outputs import size_of_loss, total_loss
+from autopar.verification.small_models import build_small
+
+LARGEST = 5_000_000  # parameters
+
+
+@pytest.mark.parametrize(
+    ("model_type", "taken"),
+    [
+        ("ministral", {"input_ids", "attention_mask", "labels"}),  # a width of heads that its config leaves out
+        ("mistral4", {"input_ids", "attention_mask", "labels"}),  # latent heads
+        ("bamba", {"input_ids", "attention_mask", "labels"}),  # heads of a state space
+        ("gemma4_text", {"input_ids", "attention_mask", "labels"}),  # widths by layer
+        ("swin2sr", {"pixel_values"}),  # stages in tuples
+        ("hunyuan_vl", {"input_ids", "attention_mask", "labels"}),  # two towers of one width
+        ("shieldgemma2", {"input_ids", "attention_mask", "labels"}),  # another type's class
+        ("musicgen", {"input_ids", "attention_mask"}),  # the class of its decoder
+        ("dbrx", {"input_ids", "attention_mask", "labels"}),  # fields of an inner config
+        ("vilt", {"input_ids", "attention_mask", "labels", "pixel_values"}),  # an image beside the text
+        ("qwen3_vl_vision", {"hidden_states", "grid_thw"}),  # patches of images in one row
+        ("video_llama_3_vision", {"pixel_values", "grid_thw", "merge_sizes"}),
+        ("seamless_m4t", {"inputs_embeds"}),  # vectors in the place of tokens
+    ],
+)
+def test_a_small_model_runs_with_the_batches_made_for_it(model_type: str, taken: set[str]) -> None:
+    head = of_task(model_type, None)
+    assert head.kind is not None and head.config is not None
+    model = build_small(head.kind, head.config)
+    assert sum(parameter.numel() for parameter in model.parameters()) < LARGEST
+    with torch.no_grad():
+        batches = make_batches(model, count=2, rows=2, length=16)
+    assert len(batches) == 2 and taken <= set(batches[0])
+    with torch.no_grad():
+        assert torch.isfinite(total_loss(model.eval()(**batches[1])))
+
+
+def test_what_cannot_be_run_says_what_was_tried() -> None:
+    head = of_task("lxmert", None)
+    assert head.kind is not None and head.config is not None
+    with pytest.raises(autopar.ConfigError) as raised:
+        make_batches(build_small(head.kind, head.config), count=1, rows=2, length=16)
+    message = str(raised.value)
+    assert "LxmertForPreTraining does not run with the inputs that were made for it: " in message
+    assert "They were input_ids [2, 16]" in message and "Give batches=[...] of your own to autopar.verify." in message
+
+
+def test_terms_that_cancel_are_measured_by_their_size() -> None:
+    output = {"last_hidden_state": torch.tensor([[1.0, 1.0, 1.0, 1.0]])}
+    assert abs(total_loss(output).item()) < size_of_loss(output)
+    assert size_of_loss({"loss": torch.tensor(2.0), **output}) == 0.0
