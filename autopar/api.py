@@ -25,12 +25,12 @@ from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.replica_check import StepCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
-from autopar.derivation.derive import derive
+from autopar.derivation.given_policy import given_policy
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import kept, sync_generators
+from autopar.distributed.rng import sync_generators
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
 from autopar.dry_run.first_forward import FirstForward, warn_no_dry_run
@@ -45,8 +45,7 @@ from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
 from autopar.plan.summary import count, imported_notice, summarise
 from autopar.planner.allocated import allocated_line, planned_bytes
-from autopar.policy.described_model import hugging_face_model, model_inside
-from autopar.policy.load import read_user_policy
+from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import apply as tensor_parallel
@@ -103,8 +102,9 @@ def initialize(
             different random weights: all get those of rank 0.
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
-        policy: path, dict or YAML text of a policy of your own; None finds the one that lists the model type, or
-            imports the ``tp_plan`` that comes with the model. Without ``match`` it describes ``model`` as a whole.
+        policy: path, dict or YAML text of a policy of your own, before the config's ``policy``; None of both finds the
+            one that lists the model type, or imports the ``tp_plan`` that comes with the model. Without ``match`` it
+            describes ``model`` as a whole.
             ``"derive"`` derives one from the structure of a Hugging Face model and dry runs; ``autopar policy new``
             writes the same one down, and proves it.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``, made before. The config's ``zero``,
@@ -245,7 +245,7 @@ def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_s
     if in_lazy_init():
         raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)
-    own = None if policy is None else _derived(model) if policy == "derive" else read_user_policy(policy)
+    own = given_policy(model, policy, parsed.policy)
     prefix, inner = model_inside(model, own)
     if torch.is_inference_mode_enabled():
         raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
@@ -258,14 +258,6 @@ def _check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_s
     if parsed.compile:
         compiled_blocks.check(inner, elements_of(model, found)[0], found.where, parsed.compile_backend)
     return _Call(parsed, prefix, inner, found, own is not None, named)
-
-
-def _derived(model: nn.Module) -> Policy:
-    """The policy that follows from the model's structure, on every rank the same."""
-    _, inner = hugging_face_model(model)
-    with kept():  # some models draw from numpy
-        derived = derive(inner)
-    return read_user_policy(derived.tree)
 
 
 def _refuse_second(model: nn.Module) -> None:
@@ -363,7 +355,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     pp.attach(model)
     if rows is not None:
         rows = rows if mpu.pp.size == 1 else dataclasses.replace(rows, own={})  # what stages send is whole tensors
-        context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method)
+        always = config.loss_gather_logits == "always"
+        context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method, gather_logits=always)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
     model.mpu = mpu  # type: ignore[assignment]
     state = Parallelized(checked, plan, stages, mpu, pp, dp)

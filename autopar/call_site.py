@@ -9,12 +9,13 @@ from types import FrameType
 
 from autopar.errors import ShardWarning
 
-__all__ = ["calls", "frames_of", "is_library", "warn_user"]
+__all__ = ["calls", "frames_of", "is_library", "is_ours", "warn_user"]
 
 _OURS = __file__.rpartition("/")[0] + "/"
 
 
-def _is_ours(frame: FrameType) -> bool:
+def is_ours(frame: FrameType) -> bool:
+    """Return whether code of autopar runs there."""
     return frame.f_code.co_filename.startswith(_OURS)
 
 
@@ -22,7 +23,7 @@ def is_library(frame: FrameType) -> bool:
     """Return whether code of autopar, of an installed package, or of a model's own files from the hub runs there."""
     place = frame.f_code.co_filename
     return (
-        _is_ours(frame)
+        is_ours(frame)
         or "site-packages" in place
         or "dist-packages" in place
         or place.startswith("<")  # made at run time: dataclasses, torch.fx
@@ -33,9 +34,9 @@ def is_library(frame: FrameType) -> bool:
 def calls() -> Iterator[tuple[str, str]]:
     """Yield ``(module, function)`` of the calls that led to autopar, innermost first, up to one of autopar's own."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
+    while frame is not None and is_ours(frame):
         frame = frame.f_back
-    while frame is not None and not _is_ours(frame):
+    while frame is not None and not is_ours(frame):
         yield str(frame.f_globals.get("__name__")), frame.f_code.co_name
         frame = frame.f_back
 

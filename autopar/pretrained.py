@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from autopar.deferred_init.context import in_lazy_init, lazy_init
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MeshSizes
-from autopar.errors import AutoparError, CheckpointError, ConfigError
+from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.policy.schema import Policy
 
 __all__ = ["from_pretrained"]
@@ -50,6 +50,7 @@ def from_pretrained(
     config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
     *,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     model_config: PreTrainedConfig | None = None,
     dtype: str | torch.dtype | None = "auto",
     strict: bool = False,
@@ -67,6 +68,9 @@ def from_pretrained(
         path: a folder or a name on the hub; safetensors, or ``pytorch_model.bin``, of any number of files. Or a folder
             that ``save_parallelized`` wrote, on any mesh; that must hold exactly the model's tensors.
         config, policy: see :func:`autopar.initialize`.
+        optimizer: makes the optimizer of the model that it is given, whose weights have no values yet:
+            ``lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)``. The config's ``zero``, ``precision`` and
+            ``gradient_clipping`` happen inside of its ``step``, as with ``initialize(model, config, optimizer=...)``.
         model_config: what transformers calls ``config``; by default the checkpoint's own.
         dtype: of the model; "auto" takes what the checkpoint's config says, and of shards each tensor's own. What
             transformers keeps in float32 stays that.
@@ -76,7 +80,8 @@ def from_pretrained(
         kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
 
     Returns:
-        The parallelized model, in evaluation mode; with ``output_loading_info=True`` also what was missing.
+        The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
+        what was missing. In this order.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes.
@@ -85,14 +90,21 @@ def from_pretrained(
         ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
     """
     wanted_info = kwargs.pop("output_loading_info", False)
-    model, info = same_on_every_rank(
-        lambda: _load(
-            model_class, path, config, _checked(model_class, path, config, model_config, dtype, kwargs), strict, verify
-        ),
-        lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)},
+
+    def load() -> tuple[Any, dict[str, Any], torch.optim.Optimizer | None]:
+        given = _checked(model_class, path, config, model_config, dtype, optimizer, kwargs)
+        model, info = _load(model_class, path, config, given, strict, verify)
+        made = None if optimizer is None else optimizer(model)
+        if optimizer is not None and not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
+        return model, info, made
+
+    model, info, made = same_on_every_rank(
+        load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
     )
-    model = initialize(model, config, policy=policy)
-    return (model, info) if wanted_info else model
+    initialize(model, config, policy=policy, optimizer=made)
+    results = [model, *([made] if made is not None else []), *([info] if wanted_info else [])]
+    return tuple(results) if len(results) > 1 else model
 
 
 def _load(
@@ -124,7 +136,7 @@ def _load(
 
 
 def _checked(
-    model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, kwargs: Mapping[str, Any]
+    model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, optimizer: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keyword arguments for transformers."""
     if isinstance(model_class, type) and not callable(getattr(model_class, "from_pretrained", None)):
@@ -144,6 +156,11 @@ def _checked(
         raise ConfigError(f"config= is for autopar's; a {type(config).__name__} of transformers goes to model_config=")
     if model_config is not None and not isinstance(model_config, PreTrainedConfig):
         raise ConfigError(f"model_config must be a config of transformers, not {model_config!r}")
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise ConfigError(
+            f"optimizer= must be a function of the model, not {clip(repr(optimizer), 60)}: parameters are made here\n"
+            "  optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)"
+        )
     for name, value in kwargs.items():
         if name in _REFUSED and value is not None:
             raise ConfigError(f"from_pretrained does not take {name}: {_REFUSED[name]}.")

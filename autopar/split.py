@@ -20,6 +20,7 @@ from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained
 from autopar.deferred_init.sources import sources_of
+from autopar.derivation.given_policy import given_policy
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, nearest
 from autopar.plan.make_plan import make_plan
@@ -67,7 +68,7 @@ def split_checkpoint(
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
-    plan = make_plan(model, find_policy(model, policy), tp)
+    plan = make_plan(model, find_policy(model, given_policy(model, policy)), tp)
     sources = _sources(model, plan)
     bytes_of = {name: nbytes(dtype_of(tensor.dtype), tensor.shape) for name, tensor in plan.tensors.items()}
     with output_folder("split", folder, destination, force) as staging:

@@ -7,7 +7,8 @@ Variants, each in fresh processes, which touch every parameter after loading:
 
 * ``autopar``: ``autopar.from_pretrained``, which reads each rank's own byte ranges;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;
-* ``parallelized``: ``model.from_parallelized`` of the same weights, saved as shards by the same number of ranks;
+* ``shards``: ``autopar.from_pretrained`` of the same weights, saved as shards by the same number of ranks, verified;
+* ``parallelized``: ``model.from_parallelized`` of those, into a model that was built lazily, so with random weights;
 * ``transformers``: transformers' own tensor-parallel loading, where accelerate is installed (it needs that).
 
 Peak is that of the resident memory (VmHWM) above what the process had before it loaded; pages of a mapped file count,
@@ -28,7 +29,7 @@ from benchmarks.process_memory import bytes_read, high_water, status
 from benchmarks.ranks import run_ranks
 from benchmarks.variants import first_line
 
-VARIANTS = ("autopar", "parallelized", "initialize", "transformers")
+VARIANTS = ("autopar", "shards", "parallelized", "initialize", "transformers")
 MIB = 1 << 20
 
 
@@ -81,6 +82,8 @@ def load(variant: str, folder: str, world: int) -> Any:
     sizes = {"model_parallelism": {"tensor_parallel_size": world}}
     if variant == "autopar":
         return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, dtype=torch.float32)
+    if variant == "shards":
+        return autopar.from_pretrained(AutoModelForCausalLM, f"{folder}/parallelized", sizes, dtype=torch.float32)
     if variant == "parallelized":
         with autopar.lazy_init():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)

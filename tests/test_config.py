@@ -10,7 +10,7 @@ import yaml
 from autopar.config import ParallelConfig
 from autopar.config.foreign_keys import _ELSEWHERE, _RENAMED, explain
 from autopar.config.pipeline import PipelineConfig
-from autopar.config.sections import NUMBERS, SECTIONS
+from autopar.config.sections import PLAIN, SECTIONS
 from autopar.errors import ConfigError
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
@@ -245,7 +245,7 @@ def test_zero_precision_and_clipping():
 
 def test_null_is_the_default_of_every_key_and_section(tmp_path):
     sections = {name: dict.fromkeys(keys) for name, keys in SECTIONS.items()}
-    assert ParallelConfig.parse(dict.fromkeys([*SECTIONS, *NUMBERS])) == ParallelConfig()
+    assert ParallelConfig.parse(dict.fromkeys([*SECTIONS, *PLAIN])) == ParallelConfig()
     # A section that is present is on, whatever its keys say by default.
     assert ParallelConfig.parse(sections) == ParallelConfig(activation_checkpointing=True, compile=True)
     (tmp_path / "c.yaml").write_text(
@@ -321,7 +321,7 @@ def test_keys_of_other_libraries_say_what_to_write(source, message):
 
 
 def test_every_foreign_key_has_one_sentence_that_leads_somewhere():
-    own = {*SECTIONS, *NUMBERS, *(f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys)}
+    own = {*SECTIONS, *PLAIN, *(f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys)}
     assert {home for names in _RENAMED.values() for home in names.values()} <= own
     assert list(_RENAMED) == list(_ELSEWHERE)
     names = {name for table in (_RENAMED, _ELSEWHERE) for library in table.values() for name in library}

@@ -591,6 +591,16 @@ def test_the_page_says_how_many_model_types_have_rows() -> None:
     assert set(WHOLE) >= NOT_BY_ROWS
 
 
+def test_the_page_says_how_many_model_types_run_over_a_context_axis() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "long-sequences.md").read_text()
+    refused = NOT_IN_CONTEXT | LATE_IN_CONTEXT
+    causal = [name for name in WHOLE if any(kind(case.head) == "causal" for case in _main(name))]
+    run = [name for name in causal if name not in refused]
+    assert set(WHOLE) >= refused and len(run) >= 150
+    numbers = f"{len(WHOLE) - len(refused)} of the {len(WHOLE)} model types run, {len(run)} of the {len(causal)} causal"
+    assert numbers in " ".join(page.split()), numbers
+
+
 # -- nothing is left out ------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from autopar import __version__
 from autopar.errors import AutoparError
 from autopar.plan.listing import size
 
-__all__ = ["Json", "app", "errors", "size"]
+__all__ = ["Json", "Trust", "app", "errors", "size"]
 
 app = typer.Typer(
     name="autopar",
@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result or the error as JSON, without a progress bar.")]
+
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model's folder.")]
 
 
 @app.callback()

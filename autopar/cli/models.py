@@ -19,6 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from autopar.cli.remote_code import remote_classes
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, nearest
 
@@ -47,7 +48,7 @@ class Head(NamedTuple):
     make: Callable[[], nn.Module] | None = None
 
 
-def heads(source: str, *, every: bool = False) -> list[Head]:
+def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head]:
     """Find the models that ``source`` names.
 
     Args:
@@ -55,6 +56,7 @@ def heads(source: str, *, every: bool = False) -> list[Head]:
             default config), or code of the user,
             ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a model.
         every: every class of the same config, not only the one that is named (or, of a model type, the usual one).
+        trust: run code that comes with a folder.
 
     Raises:
         ConfigError: nothing is named like that, or it cannot be read.
@@ -63,7 +65,7 @@ def heads(source: str, *, every: bool = False) -> list[Head]:
     if path.name == "config.json" and path.is_file():
         path = path.parent
     if (path / "config.json").is_file():
-        return _of_folder(path, every)
+        return _of_folder(path, every, trust)
     if ":" in source:
         return _of_code(source, every)
     if source not in CONFIG_MAPPING and source.count("/") == 1 and not path.exists():
@@ -89,15 +91,15 @@ TASKS = {
 """Task -> endings of the classes for it."""
 
 
-def of_task(source: str, task: str | None) -> Head:
+def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
     """Find the class of ``source`` for a task of :data:`TASKS`, or with that name; None: the usual one.
 
     Raises:
         ConfigError: there is none; lists those that there are.
     """
     if task is None:
-        return heads(source)[0]
-    found = {head.name: head for head in heads(source, every=True)}
+        return heads(source, trust=trust)[0]
+    found = {head.name: head for head in heads(source, every=True, trust=trust)}
     if task in found:
         return found[task]
     named = sorted((name for ending in TASKS.get(task, ()) for name in found if name.endswith(ending)), key=len)
@@ -120,13 +122,19 @@ def named_object(source: str) -> Any:
     return getattr(module, name)
 
 
-def _of_folder(folder: Path, every: bool) -> list[Head]:
+def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
     path = folder / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, names = content.get("model_type"), content.get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if content.get("auto_map") and trust:
+        own, found = remote_classes(folder, content)
+        chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
+        return [Head(name, partial(_build, found[name], own), found[name], own, str(folder)) for name in chosen]
+    if kind not in CONFIG_MAPPING and content.get("auto_map"):
+        raise ConfigError(f"{folder} comes with code of its own: --trust-remote-code runs it")
     if kind not in CONFIG_MAPPING:
         raise ConfigError(
             f"{path} says model_type={kind!r}, which transformers {transformers.__version__} does not have."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import Json, app, errors
+from autopar.cli.app import Json, Trust, app, errors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,9 +51,14 @@ def plan(
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="By default either.")
     ] = None,
+    by_expert: Annotated[
+        bool | None,
+        typer.Option("--by-expert/--no-by-expert", help="Whole experts on each rank; by default either, in mixtures."),
+    ] = None,
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
@@ -61,12 +66,15 @@ def plan(
         from autopar.planner.hardware import find_gpu
 
         machine = find_gpu(gpu, gpu_memory)
-        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node)
+        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
         from autopar.planner.report import to_json
         from autopar.planner.search import Space, rehearsed, search
 
         space = Space(
-            *(gpus, gpus_per_node, global_batch, zero, checkpointing), cp=cp, sequence_parallel=sequence_parallel
+            *(gpus, gpus_per_node, global_batch, zero, checkpointing),
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+            by_expert=by_expert if by_expert is not None or estimator.model.has_experts else False,
         )
         found = search(estimator, space)
         rehearsed(estimator, found)
@@ -89,6 +97,7 @@ def _estimator(
     policy: Path | None,
     gpu: Gpu,
     gpus_per_node: int,
+    trust: bool,
 ) -> Estimator:
     from autopar.cli.models import heads
     from autopar.config import ParallelConfig
@@ -99,7 +108,7 @@ def _estimator(
     if sequence < 1:
         raise ConfigError(f"sequence must be at least 1, not {sequence}")
     ParallelConfig(precision=precision, zero_stage=zero or 0)
-    head = heads(source)[0]
+    head = heads(source, trust=trust)[0]
     planned = PlannedModel(
         head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False
     )
@@ -167,9 +176,13 @@ def _tables(found: Found, space: Space) -> Iterator[Table]:
     def table(*columns: str) -> Table:
         return Table("", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
-    rare = {"cp": 1, "sequence_parallel": False}  # columns that are left out where no candidate has it
+    rare = {
+        "cp": 1,
+        "sequence_parallel": False,
+        "by_expert": False,
+    }  # columns that are left out where no candidate has it
     rare = {name: value for name, value in rare.items() if all(getattr(b.candidate, name) == value for b in found.best)}
-    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "pp": "pp", "dp": "dp"}
+    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "by_expert": "EP", "pp": "pp", "dp": "dp"}
     axes = {name: title for name, title in titles.items() if name not in rare}
     sent = [axis for axis, _ in found.best[0].bytes if axis not in rare]
     run = ("schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU", "bubble")

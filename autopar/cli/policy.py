@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import Json, app, errors
+from autopar.cli.app import Json, Trust, app, errors
 from autopar.errors import AutoparError, ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def check(
     ] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Every class of the model's config, not only one.")] = False,
     by_expert: BY_EXPERT = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all holds.
@@ -76,7 +77,7 @@ def check(
         file, named = policy_and_model(source, model)
         from autopar.cli.models import heads as find_heads
 
-        found = find_heads(named, every=heads)
+        found = find_heads(named, every=heads, trust=trust)
         options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "by_expert": by_expert}
         reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
     if as_json:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.derivation.given_policy import given_policy
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.dry_run.imported_plan import rehearse
@@ -21,7 +22,6 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, make_stages
 from autopar.plan.summary import imported_notice
 from autopar.policy.described_model import model_inside
-from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 
@@ -146,7 +146,7 @@ def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
 
 
 def _find(model: nn.Module, policy: Any) -> tuple[str, nn.Module, Policy]:
-    given = None if policy is None else read_user_policy(policy)
+    given = given_policy(model, policy)
     prefix, inner = model_inside(model, given)
     return prefix, inner, find_policy(inner, given)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import errors
+from autopar.cli.app import Json, Trust, errors
 from autopar.cli.policy import policy
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from autopar.verification.report import Report
 
 __all__ = ["new"]
+
+_SHOWN = 8  # names in a comment
 
 
 @policy.command()
@@ -30,35 +34,65 @@ def new(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it there, not to the terminal.")] = None,
     tp: Annotated[int, typer.Option("--tp", min=2, help="Processes of the proof.")] = 2,
     proof: Annotated[bool, typer.Option(help="Compare with the plain model; takes most of the time.")] = True,
+    trust: Trust = False,
+    as_json: Json = False,
 ) -> None:
     """Derive a policy for a model that has none: units, rules and attributes from its modules and one forward.
 
     The policy is tried in dry runs and then proven: a small random model of the class, plain and on two processes, with
     the same outputs and gradients. Exit code 1, and no file, if it is not proven.
     """
-    with errors():
-        derived, text, report = _derived(model, tp if proof else 0)
-        if report is not None and not report.ok:
+    with errors(as_json):
+        draft = _drafted(model, tp if proof else 0, trust)
+        if draft.proof is not None and not draft.proof.ok:
             from autopar.errors import VerificationError
 
             try:
-                report.raise_if_failed()
+                draft.proof.raise_if_failed()
             except VerificationError as error:
                 raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
-        if output is None:
-            print(text, end="")
-        else:
-            output.write_text(text, encoding="utf-8")
-            print(f"wrote {output}; next: autopar policy check {output} --model {model}")
-    for name in derived.unseen:
+        if output is not None:
+            output.write_text(draft.text, encoding="utf-8")
+    if as_json:
+        print(json.dumps(draft.to_json(output), indent=1))
+        return
+    if output is None:
+        print(draft.text, end="")
+    else:
+        print(f"wrote {output}; next: autopar policy check {output} --model {model}")
+    for name in draft.derived.unseen:
         print(f"not seen: no forward of the model reached {name}, which stays whole", file=sys.stderr)
 
 
-def _derived(source: str, tp: int) -> tuple[Derived, str, Report | None]:
-    """The policy of the model that ``source`` names, its text, and the proof (None if ``tp`` is 0)."""
+@dataclass(frozen=True)
+class _Draft:
+    """A policy, its text, the part of the parameters that it shards, and the proof; None if there is none."""
+
+    derived: Derived
+    tree: dict[str, Any]
+    text: str
+    sharded: float
+    proof: Report | None
+
+    def to_json(self, output: Path | None) -> dict[str, Any]:
+        return {
+            "policy": self.tree,
+            "text": self.text,
+            "file": None if output is None else str(output),
+            "sharded": self.sharded,
+            "gathered": list(self.derived.gathered),
+            "whole": list(self.derived.whole),
+            "unseen": list(self.derived.unseen),
+            "proof": None if self.proof is None else self.proof.to_dict(),
+        }
+
+
+def _drafted(source: str, tp: int, trust: bool) -> _Draft:
+    """The policy of the model that ``source`` names, with its proof (none if ``tp`` is 0)."""
     from transformers import PreTrainedModel
 
     from autopar.cli.models import heads
+    from autopar.cli.policy import build
     from autopar.derivation.derive import derive
     from autopar.derivation.yaml_text import composed, yaml_text
     from autopar.errors import ConfigError
@@ -66,7 +100,7 @@ def _derived(source: str, tp: int) -> tuple[Derived, str, Report | None]:
     from autopar.policy.load import read_user_policy
     from autopar.verification.small_models import build_small
 
-    built: Any = heads(source)[0].build()
+    built: Any = build(heads(source, trust=trust)[0])
     if not isinstance(built, PreTrainedModel):
         raise ConfigError(
             f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the "
@@ -76,9 +110,11 @@ def _derived(source: str, tp: int) -> tuple[Derived, str, Report | None]:
     derived = derive(small)
     tree = composed(small, derived.tree)
     plan = make_plan(built, read_user_policy(tree), max(tp, 2))
+    sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
+    sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None) / sum(sizes.values())
     report = _proof(small, tree, tp) if tp else None
-    comments = _comments(source, built, plan, derived, report)
-    return derived, yaml_text(tree, comments), report
+    text = yaml_text(tree, _comments(type(built).__name__, derived, sharded, report))
+    return _Draft(derived, tree, text, sharded, report)
 
 
 def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:
@@ -88,19 +124,21 @@ def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:
     return verify(small, config, policy=tree, checks=("weights", "forward", "backward"))
 
 
-def _comments(source: str, built: Any, plan: Any, derived: Derived, report: Report | None) -> list[str]:
-    sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
-    total = sum(sizes.values())
-    sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None)
-    share = f"{sharded / total:.1%} of its parameters are sharded"
-    lines = [f"{type(built).__name__}: derived from its modules and a forward; {share}."]
+def _comments(kind: str, derived: Derived, sharded: float, report: Report | None) -> list[str]:
+    lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
     if report is None:
         lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
     else:
         lines.append("Proven on a small random model: outputs and gradients are those of the plain one.")
+    if derived.gathered:
+        lines.append(f"Sharded, and gathered for a forward that wants all heads: {_some(derived.gathered)}.")
     if derived.whole:
-        shown = ", ".join(derived.whole[:8]) + (f" and {len(derived.whole) - 8} more" if len(derived.whole) > 8 else "")
-        lines.append(f"Replicated, since no units were found that never meet: {shown}.")
+        lines.append(f"Replicated, since no units were found that never meet: {_some(derived.whole)}.")
     if derived.unseen:
         lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")
     return lines
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

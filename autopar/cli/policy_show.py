@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.app import Json, errors
+from autopar.cli.app import Json, Trust, errors
 from autopar.cli.policy import BY_EXPERT, MODEL, PP, TP, build, policy, policy_and_model
 
 __all__ = ["show"]
@@ -26,6 +26,7 @@ def show(
     tp: TP = 2,
     pp: PP = 1,
     by_expert: BY_EXPERT = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
@@ -34,7 +35,8 @@ def show(
         from autopar.cli.models import heads
         from autopar.cli.policy_check import resolve_policy
 
-        report: dict[str, Any] = resolve_policy(build(heads(named)[0]), file, tp=tp, pp=pp, by_expert=by_expert)
+        built = build(heads(named, trust=trust)[0])
+        report: dict[str, Any] = resolve_policy(built, file, tp=tp, pp=pp, by_expert=by_expert)
     if as_json:
         print(json.dumps(report, indent=1))
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.app import Json, app, errors
+from autopar.cli.app import Json, Trust, app, errors
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ def verify(
     sequence: Annotated[int, typer.Option(min=4, help="Tokens of each sample.")] = 16,
     batches: Annotated[str | None, typer.Option(help="my_model.py:NAME, a list of dicts, or what returns one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda with a GPU for each rank.")] = "cpu",
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Prove that parallelism leaves a model what it is: outputs, gradients, a step, tokens, checkpoints.
@@ -65,7 +66,7 @@ def verify(
             from autopar.errors import ConfigError
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
-        report = _verified(model, sections, task, small, dtype, batches, policy=policy, checks=_listed(checks),
+        report = _verified(model, sections, task, small, dtype, batches, trust, policy=policy, checks=_listed(checks),
                            data_parallel_size=dp, sequence=sequence, device=device)  # fmt: skip
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
@@ -98,6 +99,7 @@ def _verified(
     small: bool,
     dtype: str,
     batches: str | None,
+    trust: bool,
     **options: Any,
 ) -> Report:
     import torch
@@ -114,7 +116,7 @@ def _verified(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     given = None if batches is None else named_object(batches)
-    built = _build(of_task(source, task), small, getattr(torch, dtype))
+    built = _build(of_task(source, task, trust=trust), small, getattr(torch, dtype))
     return compare(built, sections, batches=given() if callable(given) else given, **options)
 
 

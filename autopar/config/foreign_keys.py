@@ -98,7 +98,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "overlap_communication": _TORCH_DECIDES,
         "overlap_p2p": "the pipeline sends in the background always; leave it out",
         "overlap_allgather": _TORCH_DECIDES,
-        "custom_policy": "autopar.initialize(model, config, policy=...) takes a policy, in YAML",
+        "custom_policy": "write policy: FILE, or autopar.initialize(model, config, policy=...), in YAML",
         "gradient_checkpoint_config": _RECOMPUTE,
         "enable_metadata_cache": "shapes travel with the activations always; leave it out",
         "make_vocab_size_divisible_by": _ALIGNED,

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.config.pipeline import PipelineConfig
 from autopar.config.sections import (
     FIELDS,
-    NUMBERS,
+    PLAIN,
     SECTIONS,
     check_section,
     check_value,
@@ -62,6 +62,7 @@ class ParallelConfig:
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
         gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
+        policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
         precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
         initial_scale, min_scale, max_scale: of the loss, with fp16.
         growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
@@ -99,6 +100,7 @@ class ParallelConfig:
     zero_stage: int = 0
     zero_cpu_offload: bool = False
     gradient_clipping: float = 0.0
+    policy: str = ""
     precision: str = "fp32"
     initial_scale: float = 65536.0
     min_scale: float = 1.0
@@ -145,10 +147,10 @@ class ParallelConfig:
         fields: dict[str, Any] = {}
         for section, content in loaded.items():
             known = SECTIONS.get(section) if isinstance(section, str) else None
-            if content is None and (known or section in NUMBERS):
+            if content is None and (known or section in PLAIN):
                 continue
-            if section in NUMBERS:
-                problem = check_value(section, content, float)
+            if section in PLAIN:
+                problem = check_value(section, content, PLAIN[section])
                 problems += [problem] if problem else []
                 fields[section] = content
             elif known is None:

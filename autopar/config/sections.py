@@ -12,7 +12,7 @@ from autopar.errors import clip, nearest
 
 __all__ = [
     "FIELDS",
-    "NUMBERS",
+    "PLAIN",
     "SECTIONS",
     "check_section",
     "check_value",
@@ -58,7 +58,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "chunks": int,
     },
 }
-NUMBERS = ("gradient_clipping",)  # plain numbers at the top level
+PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str}  # values at the top level, no sections
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
@@ -122,6 +122,8 @@ def check_section(
 
 def check_value(name: str, value: Any, kind: type) -> str | None:
     """Return what is wrong with a value, or None."""
+    if name == "policy" and type(value) is not str:
+        return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
     if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
         return f"{name} must be {_name(kind)}, not {describe(value)}"
     if name in _CHOICES:
@@ -134,7 +136,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
     if name in ("consistency_check.parameters", "consistency_parameters") and not _PARAMETERS.fullmatch(str(value)):
         return f"{name} must be auto or 'every N' (every 100), not {clip(str(value))}"
     number: Any = value
-    if kind is float and not (0 < number < math.inf or (name in NUMBERS and number == 0)):
+    if kind is float and not (0 < number < math.inf or (name in PLAIN and number == 0)):
         return f"{name} must be above 0, not {value}"
     least = 0 if name in _FROM_ZERO else 1
     return f"{name} must be at least {least}, not {value}" if kind is int and number < least else None
@@ -145,7 +147,7 @@ def explain_unknown(section: object, content: object) -> str:
     for name, keys in SECTIONS.items():
         if section in keys and section != "enable" and explain(section, content) is None:
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
-    known = [*SECTIONS, *NUMBERS]
+    known = [*SECTIONS, *PLAIN]
     return (
         explain(section, content)
         or f"unknown section '{clip(str(section))}'.{nearest(str(section), known)} Known: {', '.join(known)}"

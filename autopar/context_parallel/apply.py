@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -23,16 +24,21 @@ from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_c
 
 __all__ = ["apply", "undo"]
 
+_MODELS = itertools.count(1)
 
-def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str) -> RowState:
+
+def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
     """Put doors before the blocks of ``model`` and attention over rows into them, in place; no communication.
 
     Args:
         model: the Hugging Face model inside; names of the plan begin there.
+        gather_logits: in every forward, not only when they are read.
     """
     register()
     state = RowState(axis, method, plan)
-    state.region.model = "rows"
+    state.gathers_logits = gather_logits
+    if axis.group is not None:  # not in a rehearsal, which some ranks may leave out
+        state.region.model = str(next(_MODELS))
     state.region.find_dropout(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     for number, blocks in enumerate(plan.lists):
@@ -136,8 +142,10 @@ class AfterRows:
 def _explain(error: Exception, state: RowState) -> None:
     """Say beside an error of shapes that blocks had rows: inputs may lead where no rehearsal came."""
     lengths = ", ".join(f"{layout.local_size(state.axis.rank)} of {layout.size}" for layout in state.layouts())
+    if not lengths:
+        return  # in front of the blocks
     error.add_note(
-        f"context_parallel_size={state.axis.size}: the blocks had {lengths or 'no'} rows of the sequence on this rank. "
+        f"context_parallel_size={state.axis.size}: the blocks had {lengths} rows of the sequence on this rank. "
         "Inputs that the rehearsal of initialize\n  did not have (images, sound) may need all rows there: then use "
         "tensor_parallel_size, or sequence_parallel."
     )
@@ -213,7 +221,8 @@ class AfterHead:
             return None
         if state.tracking is not None:
             return logits.new_empty(logits.shape[0], layout.size, logits.shape[-1])
-        return row_logits(logits, state.axis, layout, f"forward {state.forwards}")
+        made = row_logits(logits, state.axis, layout, f"forward {state.forwards} of model {state.region.model}")
+        return made.whole() if state.gathers_logits else made
 
 
 _HOOKS = (BeforeRows, AfterRows, BeforeHead, AfterHead)

@@ -17,9 +17,10 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers.cache_utils import Cache
 
+from autopar.context_parallel.joined_rows import join
 from autopar.context_parallel.rows_ahead import RowsAhead, whole_tensors
 from autopar.context_parallel.state import RowState, WholeModule
-from autopar.distributed.collectives import all_gather, gather_sum
+from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
@@ -253,7 +254,7 @@ def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> to
         parts = x.unflatten(dim, (-1, own))
         return gather_all(parts, state, layout, dim + 1).flatten(dim, dim + 1)
     if x.is_floating_point():
-        return state.unmark(gather_sum(x, state.axis, dim, layout))
+        return state.unmark(join(x, state.axis, dim, layout))
     return state.unmark(all_gather(x, state.axis, layout, dim))
 
 

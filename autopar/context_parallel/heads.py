@@ -99,7 +99,7 @@ def heads_of(path: str, module: nn.Module, plan: Plan) -> Heads | None:
 
 
 def _only_cuts(plan: ModulePlan, module: nn.Module) -> bool:
-    if plan.rule not in _RULES or plan.once or plan.aside or plan.gather_output or plan.split_input:
+    if plan.rule not in _RULES or plan.once or plan.gather_output or plan.split_input:
         return False
     if plan.rule in ("column", "row") and not isinstance(module, nn.Linear | Conv1D):
         return False

@@ -13,96 +13,72 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
 
+from autopar.context_parallel.joined_rows import check_single_backward, join
 from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import meet
-from autopar.distributed.collectives import gather_sum
+from autopar.distributed.collectives import all_gather, reduce_scatter
+from autopar.distributed.whole_on_read import PATIENCE, WholeOnRead
 from autopar.layout import Block, Layout
-from autopar.tensor_parallel.sharded_logits import FACTS, PATIENCE
+from autopar.tensor_parallel.loss import check_targets
+from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
 
 __all__ = ["RowLogits", "row_logits"]
 
 
-class RowLogits(torch.Tensor):
+class RowLogits(WholeLogits):
     """The whole logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``, of which this rank has some rows.
+
+    Attributes:
+        own: this rank's, ``[batch, rows/cp, vocab]``.
+        title: which logits they are, in words that are the same on all ranks.
+        flat: whether they are ``[batch * rows, vocab]``.
 
     Raises:
         ConsistencyError: on reading, if other ranks of the axis do not read the same.
     """
 
-    _own: torch.Tensor  # [batch, rows/cp, vocab]
-    _axis: Axis
-    _rows: Layout
-    _name: str
-    _flat: bool
-    _plain: torch.Tensor | None
-    _source: RowLogits | None  # what it was made of, and how, for readers of both
-    _step: Callable[[torch.Tensor], torch.Tensor] | None
+    own: torch.Tensor
+    axis: Axis
+    rows: Layout
+    title: str
+    flat: bool
 
     @staticmethod
-    def __new__(cls, own: torch.Tensor, axis: Axis, rows: Layout, name: str, flat: bool) -> RowLogits:
-        """Make a tensor of the shape of the whole logits, without memory."""
+    def __new__(cls, own: torch.Tensor, axis: Axis, rows: Layout, title: str, flat: bool) -> RowLogits:
+        """Make a tensor of the shape of the whole logits, without memory; no graph, no family yet."""
         batch, _, vocab = own.shape
         shape = (batch * rows.size, vocab) if flat else (batch, rows.size, vocab)
         made: RowLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
-        made._own, made._axis, made._rows, made._name, made._flat = own, axis, rows, name, flat
-        made._plain = made._source = made._step = None
+        made.own, made.axis, made.rows, made.title, made.flat, made._whole = own, axis, rows, title, flat, None
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._plain is not None:
-            return repr(self._plain)
-        held = ", ".join(f"{start} to {stop - 1}" for start, stop in self._rows.ranges(self._axis.rank)) or "none"
-        place = f"{self._axis.name} rank {self._axis.rank} of {self._axis.size}"
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"RowLogits({list(self.shape)}, {self.dtype}: {place} has rows {held})"
+    def held(self) -> str:
+        """Return which rows this rank has."""
+        held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(self.axis.rank)) or "none"
+        return f"{self.axis.name} rank {self.axis.rank} of {self.axis.size} has rows {held}"
 
-    def __format__(self, spec: str) -> str:
-        return repr(self)
+    def gathered(self) -> torch.Tensor:
+        """Return a plain tensor of the same values. A collective of the axis."""
+        meet(self.axis, f"logits {list(self.shape)} of {self.title}", PATIENCE, _ADVICE)
+        gathered: torch.Tensor = _Gather.apply(self)
+        return gathered.flatten(0, 1) if self.flat else gathered
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def whole(self) -> torch.Tensor:
-        """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
-        if self._plain is None and self._source is not None and self._step is not None:
-            self._plain = self._step(self._source.whole())
-        if self._plain is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                shape = tuple(self.shape)
-            meet(self._axis, f"logits {list(shape)} of {self._name}", PATIENCE, _ADVICE)
-            own = self._own
-            own = own.whole() if hasattr(own, "whole") else own
-            self._plain = gather_sum(own, self._axis, 1, self._rows).view(shape)
-        return self._plain
+    def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation makes of this rank's rows, or None."""
+        if name == "cross_entropy":
+            return _cross_entropy(self, *args, **kwargs)
+        found = _OPERATIONS[name](self, *args, **kwargs) if name in _OPERATIONS else None
+        if found is None:
+            return None
+        own, rows, flat = found
+        if name in REPEATED:
+            return _made(self, own, rows, flat, lambda whole: func(whole, *args, **kwargs))
+        return self if own is self.own and name != "clone" else _made(self, own, rows, flat)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from this rank's rows what can be, gather for everything else."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
-        first = args[0] if args else kwargs.get("input") if name == "cross_entropy" else None
-        if isinstance(first, RowLogits) and first._plain is None:
-            if name in ("requires_grad", "grad_fn", "is_leaf"):
-                return getattr(first._own, name)
-            if name in FACTS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            operation = _OPERATIONS.get(name)
-            result = None if operation is None else operation(first, *_rest(args, first), **_but_input(kwargs))
-            if result is not None:
-                return result
-        args, kwargs = tree_map_only(RowLogits, lambda x: x.whole(), (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Gather for what does not come through Python."""
-        args, kwargs = tree_map_only(RowLogits, lambda x: x.whole().detach(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def hook_for_a_library(self, func: Any, hook: Any) -> Any:
+        """Register a hook for torch's own wrappers (FSDP): every gradient comes by this rank's rows."""
+        return self.own.register_hook(hook)
 
 
 _ADVICE = (
@@ -111,76 +87,96 @@ _ADVICE = (
 )
 
 
-def row_logits(own: torch.Tensor, axis: Axis, rows: Layout, name: str) -> RowLogits:
+def row_logits(own: torch.Tensor, axis: Axis, rows: Layout, title: str) -> RowLogits:
     """Return whole logits ``[batch, rows, vocab]`` of this rank's own, ``[batch, rows/cp, vocab]``."""
-    return RowLogits(own, axis, rows, name, False)
+    made: RowLogits = _Wrap.apply(own if torch.is_grad_enabled() else own.detach(), axis, rows, title, False)
+    return placed(made)
 
 
-def _rest(args: tuple[Any, ...], first: RowLogits) -> tuple[Any, ...]:
-    return args[1:] if args and args[0] is first else args
+def _made(source: RowLogits, own: torch.Tensor, rows: Layout, flat: bool, step: Any = None) -> RowLogits:
+    made: RowLogits = _Wrap.apply(own, source.axis, rows, source.title, flat)
+    return placed(made, source, step)
 
 
-def _but_input(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name != "input"}
+class _Wrap(torch.autograd.Function):
+    """From this rank's rows to the whole logits: their place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, axis: Axis, rows: Layout, title: str, flat: bool) -> RowLogits:
+        ctx.axis, ctx.rows, ctx.flat = axis, rows, flat
+        return RowLogits(own, axis, rows, title, flat)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Sum the gradients of all ranks, of which each has one of the whole."""
+        check_single_backward()
+        deep = grad.reshape(-1, ctx.rows.size, grad.shape[-1]) if ctx.flat else grad
+        return reduce_scatter(deep, ctx.axis, 1, ctx.rows), None, None, None, None
 
 
-def _made(source: RowLogits, own: torch.Tensor, step: Any, rows: Layout | None = None, flat: bool = False) -> RowLogits:
-    made = RowLogits(own, source._axis, rows or source._rows, source._name, flat)
-    made._source, made._step = source, step
-    return made
+class _Gather(torch.autograd.Function):
+    """From the whole logits to a plain tensor of the same values, ``[batch, rows, vocab]``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: RowLogits) -> torch.Tensor:
+        ctx.flat = logits.flat
+        own = logits.own.whole() if isinstance(logits.own, WholeOnRead) else logits.own
+        return all_gather(own.detach(), logits.axis, logits.rows, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.flatten(0, 1) if ctx.flat else grad
 
 
-def _elementwise(method: str) -> Callable[..., Any]:
-    def operate(logits: RowLogits, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, torch.Tensor) and x.ndim > 1 for x in (*args, *kwargs.values())):
-            return None  # may differ from row to row
+# -- operations on own rows: own, rows, flat, or None ---------------------------------------------------------------
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            done: torch.Tensor = getattr(x, method)(*args, **kwargs)
-            return done
+_Found = tuple[torch.Tensor, Layout, bool] | None
 
-        own = step(logits._own)
-        return _made(logits, own, step, flat=logits._flat) if own.shape == logits._own.shape else None
+
+def _elementwise(method: str) -> Callable[..., _Found]:
+    def operate(logits: RowLogits, *args: Any, **kwargs: Any) -> _Found:
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if any(x.ndim > 1 or x.requires_grad for x in others):
+            return None  # may differ from row to row; has a gradient of all rows
+        own = getattr(logits.own, method)(*args, **kwargs)
+        return (own, logits.rows, logits.flat) if own.shape == logits.own.shape else None
 
     return operate
 
 
-def _reshape(logits: RowLogits, *shape: Any, **kwargs: Any) -> Any:
+def _reshape(logits: RowLogits, *shape: Any, **kwargs: Any) -> _Found:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if kwargs or not all(type(size) is int for size in sizes):
         return None
-    batch, _, vocab = logits._own.shape
-    total = batch * logits._rows.size * vocab
+    batch, _, vocab = logits.own.shape
+    total = batch * logits.rows.size * vocab
     known = math.prod(size for size in sizes if size != -1)
-    full = tuple(size if size != -1 else total // known for size in sizes) if known else sizes
-    flat, deep = (batch * logits._rows.size, vocab), (batch, logits._rows.size, vocab)
-    if full not in (flat, deep):
-        return None
-    return _made(logits, logits._own, lambda x: x.view(full), flat=full == flat)
+    full = tuple(size if size != -1 else total // known for size in sizes) if known else tuple(sizes)
+    flat, deep = (batch * logits.rows.size, vocab), (batch, logits.rows.size, vocab)
+    return (logits.own, logits.rows, full == flat) if full in (flat, deep) else None
 
 
-def _index(logits: RowLogits, index: Any) -> Any:
+def _index(logits: RowLogits, index: Any) -> _Found:
     """Some rows of each sequence: ``[:, :-1]``, ``[..., 1:, :]``, ``[:, slice, :]``."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if logits._flat or not all(item is ... or isinstance(item, slice) for item in items):
+    if logits.flat or not all(item is ... or isinstance(item, slice) for item in items):
         return None
     if ... in items:
         place = items.index(...)
         items[place : place + 1] = [slice(None)] * (4 - len(items))
     items += [slice(None)] * (3 - len(items))
-    start, stop, step = items[1].indices(logits._rows.size)
+    start, stop, step = items[1].indices(logits.rows.size)
     if len(items) != 3 or items[0] != slice(None) or items[2] != slice(None) or step != 1:
         return None
-    rows = _clipped(logits._rows, start, max(stop, start))
-    rank = logits._axis.rank
-    held = [row for low, high in logits._rows.ranges(rank) for row in range(low, high)]
+    rows = _clipped(logits.rows, start, max(stop, start))
+    held = [row for low, high in logits.rows.ranges(logits.axis.rank) for row in range(low, high)]
     kept = [place for place, row in enumerate(held) if start <= row < stop]
-    own = logits._own
+    own = logits.own
     if len(kept) < len(held):
         runs = kept == list(range(kept[0], kept[0] + len(kept))) if kept else True
         first = kept[0] if kept else 0
         own = own[:, first : first + len(kept)] if runs else own[:, torch.tensor(kept, device=own.device)]
-    return _made(logits, own, lambda x: x[index], rows)
+    return own, rows, False
 
 
 def _clipped(rows: Layout, start: int, stop: int) -> Layout:
@@ -205,23 +201,26 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
     """``F.cross_entropy`` of ``[batch * rows, vocab]``."""
-    own, rows, axis = logits._own, logits._rows, logits._axis
+    own, rows, axis = logits.own, logits.rows, logits.axis
     batch, _, vocab = own.shape
-    if not logits._flat or target.is_floating_point() or target.shape != (batch * rows.size,):
+    if not logits.flat or target.is_floating_point() or target.shape != (batch * rows.size,):
         return None
     if any(x is not None for x in (weight, size_average, reduce)) or reduction not in ("none", "mean", "sum"):
         return None
+    ignored = target == ignore_index
+    check_targets(target, ignored, vocab)  # all of them, so that all ranks find the same
     targets = rows.shard(target.view(batch, rows.size), axis.rank, 1).reshape(-1)  # [batch * rows/cp]
     losses = F.cross_entropy(
         own.reshape(-1, vocab), targets, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    losses = gather_sum(losses.view(batch, -1), axis, 1, rows).view(-1)  # [batch * rows]
+    losses = join(losses.view(batch, -1), axis, 1, rows).view(-1)  # [batch * rows]
+    logits.lose()
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., _Found]] = {
     **{name: _elementwise(name) for name in ("float", "double", "half", "bfloat16", "to", "contiguous", "clone")},
     **{name: _elementwise(name) for name in ("detach", "tanh", "neg", "__neg__", "mul", "__mul__", "__rmul__")},
     **{name: _elementwise(name) for name in ("div", "true_divide", "__truediv__", "add", "__add__", "__radd__")},
@@ -229,5 +228,4 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "view": _reshape,
     "reshape": _reshape,
     "__getitem__": _index,
-    "cross_entropy": _cross_entropy,
 }

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from autopar.context_parallel.joined_rows import join
 from autopar.context_parallel.state import RowState
 from autopar.distributed.barrier import meet
-from autopar.distributed.collectives import gather_sum
+from autopar.distributed.whole_on_read import PATIENCE, WholeOnRead, name_of
 from autopar.layout import Layout
-from autopar.tensor_parallel.sharded_logits import FACTS, PATIENCE
 
 __all__ = ["MadeOf", "RowsAhead", "ahead", "version_of", "whole_tensors"]
 
@@ -26,7 +26,7 @@ _ADVICE = (
 )
 
 
-class RowsAhead(torch.Tensor):
+class RowsAhead(WholeOnRead):
     """A whole tensor in front of the blocks, of which this rank has some rows.
 
     Attributes:
@@ -45,17 +45,16 @@ class RowsAhead(torch.Tensor):
     _plain: torch.Tensor | None
     _version_of_plain: int
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._plain is not None:
-            return repr(self._plain)
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody has read it."""
+        return self._plain is not None
+
+    def held(self) -> str:
+        """Return which rows this rank has."""
         axis = self._state.axis
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
-        place = f"{axis.name} rank {axis.rank} of {axis.size}"
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"RowsAhead({list(self.shape)}, {self.dtype}: {place} has rows {held})"
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
+        return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
         """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""
@@ -68,15 +67,18 @@ class RowsAhead(torch.Tensor):
         """Return the whole tensor: computed on this rank the first time, gathered if that would be another by now."""
         if self._plain is None:
             self._state.spoiled |= self.sources
-            if self._made_of is not None and self._made_of.unchanged() and version_of(self.own) == self._version_of_own:
-                self._plain = self._made_of.again()
-            else:
-                meet(self._state.axis, f"a tensor of {list(self.shape)} in front of the blocks", PATIENCE, _ADVICE)
-                self._plain = gather_sum(self.own, self._state.axis, self.rows_dim, self.rows)
+            with torch.inference_mode(self.own.is_inference()), torch.set_grad_enabled(self.own.requires_grad):
+                self._plain = self._made()
             if self.own.requires_grad and self.own.is_leaf and not self._plain.requires_grad:
                 self._plain.requires_grad_()
             self._version_of_plain = version_of(self._plain)
         return self._plain
+
+    def _made(self) -> torch.Tensor:
+        if self._made_of is not None and self._made_of.unchanged() and version_of(self.own) == self._version_of_own:
+            return self._made_of.again()
+        meet(self._state.axis, f"a tensor of {list(self.shape)} in front of the blocks", PATIENCE, _ADVICE)
+        return join(self.own, self._state.axis, self.rows_dim, self.rows)
 
     def unchanged(self) -> bool:
         """Whether nobody has written into the whole tensor."""
@@ -85,33 +87,21 @@ class RowsAhead(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from this rank's rows what can be, compute the whole for everything else."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
-        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, RowsAhead)), None)
-        if lead is not None and lead._plain is None:
-            if name in ("requires_grad", "grad_fn", "is_leaf"):
-                return getattr(lead.own, name)
-            if name in FACTS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            if name == "requires_grad_":
-                lead.own.requires_grad_(*args[1:], **kwargs)
-                return lead
-            result = _of_own_rows(lead, func, name, args, kwargs)
-            if result is not None:
-                return result
-        args, kwargs = tree_map_only(RowsAhead, lambda x: x.whole(), (args, kwargs))
-        return func(*args, **kwargs)
+        first, name = args[0] if args else None, name_of(func)
+        if isinstance(first, RowsAhead) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
+            return getattr(first.own, name)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Compute the whole for what does not come through Python."""
-        args, kwargs = tree_map_only(RowsAhead, lambda x: x.whole().detach(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do to own rows what treats rows apart."""
+        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, RowsAhead)), None)
+        if lead is None or lead.is_whole:
+            return None
+        if name == "requires_grad_":
+            lead.own.requires_grad_(*args[1:], **kwargs)
+            return lead
+        return _of_own_rows(lead, func, name, args, kwargs)
 
 
 class MadeOf:

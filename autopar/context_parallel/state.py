@@ -102,6 +102,7 @@ class RowState:
     Attributes:
         cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
         keeping: whether rows stay on their ranks behind the last block, up to the logits.
+        gathers_logits: whether logits are gathered in every forward.
         resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
         tracking: of a rehearsal: marks rows.
@@ -115,6 +116,7 @@ class RowState:
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
         self.cutting = self.keeping = self.was_cut = self.resuming = False
+        self.gathers_logits = False
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
@@ -132,7 +134,7 @@ class RowState:
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
         copied = RowState(self.axis, self.method, self.plan)
         memo[id(self)] = copied
-        copied.region = deepcopy(self.region, memo)
+        copied.region, copied.gathers_logits = deepcopy(self.region, memo), self.gathers_logits
         return copied
 
     def start(self, *, cutting: bool, keeping: bool) -> None:

@@ -20,6 +20,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
+from autopar.storage.huge_pages import empty
 from autopar.storage.lazy_tensor import InMemory, read_shard
 from autopar.tensor_parallel.parallelize import sync_parameters
 
@@ -113,7 +114,7 @@ class Materializer:
             shard = pending.shard
             if shard is None:
                 assert pending.source is not None
-                shard = torch.empty(parameter.shape, dtype=parameter.dtype, device=mpu.device)
+                shard = empty(parameter.shape, parameter.dtype, mpu.device)
                 with torch.device("cpu"):  # for temporary tensors
                     read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
             vars(parameter).pop("_is_hf_initialized", None)

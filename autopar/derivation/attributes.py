@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.derivation.block_lists import BlockList
 from autopar.derivation.decisions import Names
-from autopar.derivation.policy_tree import Named
+from autopar.derivation.named_families import Named
 from autopar.policy.described_model import config_of
 
 __all__ = ["Candidate", "candidates", "choices"]
@@ -53,7 +53,7 @@ def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Name
         length = len(block.split("."))
         for path, module in root.get_submodule(block).named_modules():
             full = f"{block}.{path}" if path else block
-            families = [n for n in named if block in n.of_blocks and _around(full, block, n)]
+            families = [n for n in named if block in n.of_blocks and not n.gathered and _around(full, block, n)]
             shown = ".".join(names(full).split(".")[length:])
             for attribute, value in _integers(module):
                 key = f"{shown}.{attribute}"

@@ -28,6 +28,11 @@ class Components:
     def __init__(self) -> None:
         self._root = torch.zeros(1, dtype=torch.int32)
 
+    @property
+    def count(self) -> int:
+        """The number that the next feature gets."""
+        return len(self._root)
+
     def new(self, count: int) -> int:
         """Make ``count`` features, each a component of its own; returns the number of the first."""
         first = len(self._root)

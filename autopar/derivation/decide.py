@@ -21,6 +21,8 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
     """Return a trace in which every column leads to a row, and the decisions that made it so."""
     for _ in range(_ROUNDS):
         seen = trace(models, blocks, decisions)
+        if seen.tracking.bare_sinks:  # what is one unit in the end is no sum over several
+            seen = trace(models, blocks, decisions, seen)
         other = _next(models, blocks, decisions, seen)
         if other is None:
             return seen, decisions
@@ -34,6 +36,11 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
 def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:
     """What has to change; None if nothing."""
     tracking = seen.tracking
+    called = set(seen.order)
+    if cut_off := [path for path in tracking.first_of if _called_at(path, called) not in seen.proven]:
+        return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
+    if idle := _idle_in_regions(models, decisions, seen, called):
+        return decisions.without(map(seen.names, idle))
     holders = {name.rpartition(".")[0] for name in tracking.bare_sinks}
     regions = {seen.names(holder) for holder in holders} - decisions.regions
     if regions:
@@ -42,7 +49,7 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
             name for name in tracking.bare_sinks if not _may_be_region(root.get_submodule(name.rpartition(".")[0]))
         }
         if single:
-            features = torch.cat([pairs[:, 1] for name in single for dim in tracking.touched[name] for pairs in dim])
+            features = torch.cat([tracking.bare_sinks[name] for name in single])
             return decisions.without(map(seen.names, sources_of(seen, features)))
         return replace(decisions, regions=decisions.regions | regions)
     enters: set[str] = set()
@@ -52,7 +59,7 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
             enters |= {seen.names(path) for path in event.producers}
         elif enters - decisions.enters:
             break
-        elif found := sources_of(seen, event.features):
+        elif found := [p for p in sources_of(seen, event.features) if tracking.first_of[p] < event.before]:
             return decisions.without(map(seen.names, found))
         elif decisions.enters and block is not None:  # behind something that entered, and no row sums it
             near = [path for path in tracking.first_of if path.startswith(block + ".")]
@@ -64,6 +71,26 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     if few := _too_few(models, blocks, decisions, seen):
         return decisions.without(map(seen.names, few))
     return None
+
+
+def _idle_in_regions(models: list[Traced], decisions: Decisions, seen: Trace, called: set[str]) -> list[str]:
+    """Columns in regions of which a module was not run: what it adds to the partial sums is not known."""
+    regions = [p for p, _ in models[0].model.named_modules() if seen.names(p) in decisions.regions and p in called]
+    idle = [
+        path
+        for path in regions
+        if any(
+            f"{path}.{below}" not in called for below, _ in models[0].model.get_submodule(path).named_modules() if below
+        )
+    ]
+    return [p for p in seen.tracking.first_of if p.startswith(tuple(path + "." for path in idle))]
+
+
+def _called_at(path: str, called: set[str]) -> str:
+    """The layer, or the module nearest around a layer or parameter, that was called."""
+    while path and path not in called:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _may_enter(event: Meeting, block: str | None) -> bool:

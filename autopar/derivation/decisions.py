@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ class Names:
         self._blocks = tuple(blocks)
         stars = set(self._blocks)
         for path, module in root.named_modules():
-            if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1 and len(module) > 1:
+            if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
                 stars |= {f"{path}.{name}" for name, _ in module.named_children()}
         self._stars = stars
         self._known: dict[str, str] = {}
@@ -78,6 +79,9 @@ class Trace:
         sources: column -> whether its input lies inside of a region.
         norms: norm over sharded features -> the feature of each weight.
         order: paths of modules as they were called.
+        suspended: paths of layers whose inside was not looked at.
+        proven: paths of modules that were called by models that ran to their end.
+        runs: paths of models that ran to their end, with their inputs.
     """
 
     tracking: FeatureTracking
@@ -89,6 +93,9 @@ class Trace:
     order: list[str] = field(default_factory=list)
     contradictory: set[str] = field(default_factory=set)
     ran: list[str] = field(default_factory=list)
+    suspended: set[str] = field(default_factory=set)
+    proven: set[str] = field(default_factory=set)
+    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failure: str = ""
 
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from autopar.derivation.attributes import Candidate, candidates, choices
 from autopar.derivation.block_lists import BlockList, block_lists
 from autopar.derivation.decide import components, decide
 from autopar.derivation.decisions import Decisions, Names, Trace
-from autopar.derivation.families import families
-from autopar.derivation.policy_tree import Named, marked, missing, policy_tree
-from autopar.derivation.trace import traced
+from autopar.derivation.families import Family, families
+from autopar.derivation.named_families import Named
+from autopar.derivation.policy_tree import marked, missing, policy_tree
+from autopar.derivation.trace import Traced, traced
+from autopar.derivation.unit_shapes import check_units
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
+from autopar.policy.described_model import base_of
 from autopar.policy.load import read_user_policy
 
 __all__ = ["Derived", "derive"]
@@ -34,11 +38,13 @@ class Derived:
 
     Attributes:
         tree: the policy as plain data, in the form of ``policies/README.md``.
+        gathered: layers that are sharded, and whose features are gathered for a forward that wants all of them.
         whole: layers that could not be sharded, with ``*`` for the numbers of blocks.
         unseen: lists of blocks that the forward did not reach; they stay whole.
     """
 
     tree: dict[str, Any]
+    gathered: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
@@ -56,25 +62,43 @@ def derive(model: PreTrainedModel) -> Derived:
             f"(main_input_name is '{model.main_input_name}'); write one by hand, docs/policies.md leads through it"
         )
     root: Any = models[0].model
-    lists = block_lists(root)
+    base_path, _ = base_of(root)
+    lists = [each for each in block_lists(root) if not base_path or each.path.startswith(f"{base_path}.")]
     blocks = tuple(block for each in lists for block in each.blocks)
-    decisions = Decisions()
+    decisions, gathered, words = Decisions(), list[Family](), True
     while True:
         seen, decisions = decide(models, blocks, decisions)
         _refuse_unseen(model, seen)
         found, bad = families(seen, blocks)
         if not bad:
-            tree, named = policy_tree(root, lists, found, seen, decisions)
-            trial = _Trial(model, root, tree, lists, named, seen)
+            taken = {member.path for family in found for member in family.members}
+            gathered = [each for each in gathered if not taken & {member.path for member in each.members}]
+            tree, named = policy_tree(root, lists, [*found, *gathered], seen, decisions, words=words)
+            trial = _Trial(model, models, decisions, tree, lists, named, seen)
             bad = trial.refused()
-            if not bad:
+            if trial.passed:
                 return _derived(trial, decisions, lists, seen)
+            if words and trial.outside:  # of blocks: tables of words that forward does not only look up
+                words = False
+                continue
+            refused = trial.families_of(bad)
+            if any(each.gathered for each in refused):
+                gathered = [each for each in gathered if each not in refused]
+                continue
+            gathered += [replace(each, gathered=True) for each in refused if _may_be_gathered(root, each, seen)]
         names = set(map(seen.names, bad))
-        if names <= decisions.whole:
+        if not names or names <= decisions.whole:
             raise UnsupportedModelError(
                 f"no policy can be derived for {type(model).__name__}: {trial.reason if not bad else 'no rule fits'}"
             )
         decisions = decisions.without(names)
+
+
+def _may_be_gathered(root: nn.Module, family: Family, seen: Trace) -> bool:
+    """Whether a family holds linear layers alone that are called with whole inputs."""
+    columns = family.columns
+    plain = all(isinstance(root.get_submodule(path), nn.Linear | Conv1D) and not seen.sources[path] for path in columns)
+    return bool(columns) and plain
 
 
 def _refuse_unseen(model: PreTrainedModel, seen: Trace) -> None:
@@ -96,8 +120,11 @@ def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: 
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
     called = {seen.names(path) for path in ran}
-    whole = tuple(sorted(name for name in decisions.whole if name in called or name.rpartition(".")[0] in called))
-    return Derived(tree, whole, unseen)
+    families = [family for many in trial.named for n in many if n.gathered for family in n.of_blocks.values()]
+    gathered = {seen.names(m.path) for family in families for m in family.members if m.kind in ("column", "row")}
+    left = decisions.whole - gathered
+    whole = tuple(sorted(name for name in left if name in called or name.rpartition(".")[0] in called))
+    return Derived(tree, tuple(sorted(gathered)), whole, unseen)
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -109,16 +136,28 @@ def _leaves(value: Any) -> Iterator[str]:
 
 @dataclass
 class _Trial:
-    """A policy tried in dry runs, with more and more attributes."""
+    """A policy tried in dry runs, with more and more attributes.
+
+    Attributes:
+        passed: whether it holds on the fewest ranks; ``reason``: why not; ``outside``: what fails lies in no block.
+    """
 
     model: PreTrainedModel
-    root: nn.Module
+    models: list[Traced]
+    decisions: Decisions
     tree: dict[str, Any]
     lists: list[BlockList]
     named: list[list[Named]]
     seen: Trace
     reason: str = ""
+    passed: bool = False
+    outside: bool = False
     chosen: dict[tuple[int, str], tuple[Candidate, ...]] = field(default_factory=dict)
+
+    @property
+    def root(self) -> nn.Module:
+        """The model on the meta device."""
+        return self.models[0].model
 
     def refused(self) -> list[str]:
         """Find attributes with which the dry runs pass; else return the columns of the family that is refused."""
@@ -144,15 +183,26 @@ class _Trial:
                     break
                 self.chosen[group] = left[group].pop(0)
             if error is not None and size == _SIZES[0]:
+                self.outside = not self._place(str(error))
                 return self._columns_near(str(error))
-            if error is not None:  # right for fewer ranks
-                self.chosen = passed
+            if error is not None or (self.chosen != passed and self._try(_SIZES[0]) is not None):
+                self.chosen = passed  # right for fewer ranks
+        self.passed = True
         return []
+
+    def families_of(self, columns: list[str]) -> list[Family]:
+        """Return the families of all blocks that have these columns in one of them."""
+        every = [n for many in self.named for n in many]
+        own = [n for n in every if any(set(family.columns) & set(columns) for family in n.of_blocks.values())]
+        return [family for n in own for family in n.of_blocks.values()]
 
     def _try(self, size: int) -> AutoparError | None:
         try:
             plan = make_plan(self.model, read_user_policy(self.tree_with(self.chosen)), size)
             check_plan(self.model, "", plan)
+            if size == _SIZES[0]:
+                blocks = tuple(block for each in self.lists for block in each.blocks)
+                check_units(self.models, blocks, self.decisions, self.seen, plan)
         except AutoparError as error:
             return error
         return None
@@ -173,9 +223,11 @@ class _Trial:
     def _key(self, candidate: Candidate, each: BlockList) -> str:
         """The entry under ``attributes``, with marks for what some blocks lack."""
         path = candidate.module
-        lacking = {p for block in each.blocks for p in missing(self.root.get_submodule(block), path)} if path else set()
+        blocks = [self.root.get_submodule(block) for block in each.blocks]
+        lacking = {p for block in blocks for p in missing(block, path)} if path else set()
         shown = marked(path, lacking) if path else ""
-        return ".".join(part for part in (shown, candidate.name + "?") if part) if lacking else candidate.key
+        everywhere = not lacking and all(_has(block, path, candidate.name) for block in blocks)
+        return candidate.key if everywhere else ".".join(part for part in (shown, candidate.name + "?") if part)
 
     def _place(self, text: str) -> str:
         """The first path in an error that is one of the model's."""
@@ -207,13 +259,23 @@ class _Trial:
         scored: list[tuple[int, list[str]]] = []
         for family in (n.of_blocks[block] for many in self.named for n in many if block in n.of_blocks):
             alike = max(_common(place, member.path) for member in family.members)
-            wanted = {int(unit) for unit in family.units}
+            wanted = set(family.units)
             sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
-            scored.append((alike, sources))
+            scored.append((alike, family.columns if family.gathered else sources))
         if scored:
             most = max(score for score, _ in scored)
             return [path for score, paths in scored if score == most for path in paths]
         return list(self.seen.tracking.first_of)
+
+
+def _has(block: nn.Module, path: str, name: str) -> bool:
+    """Whether all modules of a block at a path with ``*`` have an integer of that name (``config.NAME``)."""
+    found = [block]
+    for part in path.split(".") if path else ():
+        found = [m for one in found for n, m in one._modules.items() if part in ("*", n) and m is not None]
+    last = name.removeprefix("config.")
+    holders = found if name == last else [getattr(m, "config", None) for m in found]
+    return all(type(getattr(holder, last, None)) is int for holder in holders)
 
 
 def _common(one: str, other: str) -> int:

@@ -14,7 +14,7 @@ from autopar.derivation.decisions import Trace
 __all__ = ["Family", "Member", "families"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One dim of what a family shards.
 
@@ -33,13 +33,24 @@ class Member:
     widths: tuple[int, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Family:
-    """Members whose components are the same."""
+    """Members whose components are the same.
+
+    Attributes:
+        units: their components, in order.
+        gathered: what forward does between them wants all units: they are sharded, and gathered for it.
+    """
 
     block: str
     members: list[Member]
     units: list[int] = field(default_factory=list)
+    gathered: bool = False
+
+    @property
+    def columns(self) -> list[str]:
+        """The paths of its columns."""
+        return [member.path for member in self.members if member.kind == "column"]
 
 
 def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[str]]:

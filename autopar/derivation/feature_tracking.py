@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.derivation.components import Components, unique_pairs
-from autopar.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark, Meeting, Spoiled, places_of
+from autopar.derivation.marked_tensors import MarkedTensors
+from autopar.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
 from autopar.derivation.operators import MOVES, SHAPE_ONLY, matrices_of, reduced_dims
-from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["FeatureTracking"]
@@ -30,85 +28,28 @@ __all__ = ["FeatureTracking"]
 _LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clone", "neg"}
 
 
-class FeatureTracking(ValuelessTracking):
-    """A dispatch mode that gives each tensor its mark.
+class FeatureTracking(MarkedTensors):
+    """A dispatch mode that gives each tensor its mark: what operators do to numbered features.
 
-    Attributes:
-        components: of all numbered features.
-        suspended: above 0 nothing is tracked (inside of layers, which give their outputs marks by themselves).
-        stack: paths of the modules that run.
-        touched: parameter -> for each dim pairs of index and feature that were computed with one another.
-        inside: parameters that work inside of a region; ``near``: a feature that each was computed with.
-        once: parameters that are added to partial sums.
+    Args:
         bare_source: asked whether a product with this parameter may number features.
+        record: called behind each operator with its arguments and the tensors that it has made.
     """
 
-    def __init__(self, names: dict[int, str], bare_source: Callable[[str], bool]) -> None:
-        super().__init__()
-        self.components = Components()
-        self.suspended = 0
-        self.stack: list[str] = []
-        self.touched: dict[str, list[list[torch.Tensor]]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.inside: set[str] = set()
-        self.near: dict[str, int] = {}
-        self.once: set[str] = set()
-        self.events: list[Meeting | Spoiled] = []
-        self.first_of: dict[str, int] = {}
-        self.count_of: dict[str, int] = {}
-        self.bare_sources: set[str] = set()
-        self.bare_sinks: set[str] = set()
-        self._names, self._bare_source = names, bare_source
-        self._marks = WeakTensorKeyDictionary()
-
-    # What hooks of layers use.
-
-    def mark_of(self, tensor: torch.Tensor) -> Mark | None:
-        """Return the mark of a tensor; of a parameter that nobody asked for yet, a new one."""
-        known = self._marks.get(tensor)
-        if known is None and (name := self._names.get(id(tensor))) is not None:
-            known = Mark(PARAMETER, places={name: places_of(tensor)})
-            self.shapes[name] = tuple(tensor.shape)
-            self._marks[tensor] = known
-        return known
-
-    def set_mark(self, tensor: torch.Tensor, mark: Mark) -> None:
-        """Give a tensor a mark."""
-        self._marks[tensor] = mark
-
-    def number(self, source: str, count: int) -> int:
-        """Number the features of a layer or bare parameter, once; returns the first number."""
-        if source not in self.first_of:
-            self.first_of[source], self.count_of[source] = self.components.new(count), count
-        return self.first_of[source]
-
-    def touch(self, name: str, dim: int, index: torch.Tensor, features: torch.Tensor) -> None:
-        """Note that a parameter was computed with features: its places along ``dim``."""
-        pairs = unique_pairs(index, features)
-        pairs = pairs[pairs[:, 1] != 0]
-        listed = self.touched.setdefault(name, [])
-        while len(listed) <= dim:
-            listed.append([])
-        listed[dim].append(pairs)
-        if len(pairs):
-            self.near[name] = int(pairs[0, 1])
-        self.inside.add(name)
-
-    def meet(self, producers: frozenset[str], others: list[Mark]) -> None:
-        """Note that a replicated activation meets what is inside."""
-        some = next((m.features for m in others if m.features is not None), None)
-        found = torch.zeros(0, dtype=torch.int32) if some is None else some[some != 0].unique()
-        self.events.append(Meeting(producers, found, self.stack[-1] if self.stack else ""))
-
-    def spoil(self, why: str, features: torch.Tensor) -> None:
-        """Note features that cannot be sharded."""
-        self.events.append(Spoiled(why, features[features != 0].unique()))
-
-    # Operators.
+    def __init__(
+        self, names: dict[int, str], bare_source: Callable[[str], bool], record: Callable[..., None] | None = None
+    ) -> None:
+        super().__init__(names)
+        self._bare_source, self._record = bare_source, record
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or func in SHAPE_ONLY:
             return
+        self._follow(func, args, kwargs, result)
+        if self._record is not None:
+            self._record(func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         marked = [(x, mark) for x in tensors_in((args, kwargs)) if (mark := self.mark_of(x)) is not None]
         if not marked:
             return
@@ -128,12 +69,12 @@ class FeatureTracking(ValuelessTracking):
                     self.once.update(mark.places)
         if not numbered and not any(m.places for m in marks):
             for output in outputs:
-                self._set(output, base)
+                self.mark(output, base)
             return
         for output, made in zip(outputs, self._marks_of(func, args, kwargs, outputs, base), strict=True):
-            self._set(output, made)
+            self.mark(output, made)
             if func._schema.is_mutable and output._base is not None and made.features is not None:
-                self._write_into(output._base, output, made)
+                self.write_into(output._base, output, made)
 
     def _marks_of(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
@@ -141,6 +82,8 @@ class FeatureTracking(ValuelessTracking):
         name = _name(func)
         if name in MOVES:
             return self._moved(func, args, kwargs, outputs, base)
+        if name.startswith("upsample_"):
+            return [self._resized(args[0], outputs[0], base)]
         if name == "convolution" and (made := self._per_channel(args, outputs[0], base)) is not None:
             return [made]
         matrices = matrices_of(name, args)
@@ -153,29 +96,6 @@ class FeatureTracking(ValuelessTracking):
             return [self._pointwise(name, args, kwargs, output, base) for output in outputs]
         return self._mixed_up(name, args, kwargs, outputs, base)
 
-    def _set(self, tensor: torch.Tensor, mark: Mark) -> None:
-        if not tensor.is_floating_point() and not tensor.is_complex():
-            mark = Mark(INPUT if mark.kind != CONSTANT else CONSTANT)
-        elif mark.kind != INSIDE and mark.features is not None:
-            mark = replace(mark, features=None)
-        self._marks[tensor] = mark
-
-    def _write_into(self, whole: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:
-        """A part of a tensor was written to: give the tensor the numbers of what was written."""
-        known = self._marks.get(whole)
-        if known is not None and known.features is not None:
-            features = known.features if known.features.is_contiguous() else known.features.contiguous()
-        else:
-            features = torch.zeros(whole.shape, dtype=torch.int32)
-        if features.stride() == whole.stride() and mark.features is not None:
-            features.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(mark.features)
-            self._marks[whole] = replace(mark, features=features, fresh=False)
-
-    def features_of(self, tensor: Any) -> torch.Tensor | None:
-        """Return the components of a tensor's elements; None if no element has one."""
-        mark = self.mark_of(tensor) if isinstance(tensor, torch.Tensor) else None
-        return None if mark is None or mark.features is None else self.components.of(mark.features)
-
     def _moved(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
@@ -186,22 +106,26 @@ class FeatureTracking(ValuelessTracking):
             k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "memory_format")
         }
 
-        def run(take: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor] | None:
+        def run(take: Callable[[torch.Tensor], torch.Tensor | None], none: int) -> list[torch.Tensor] | None:
             def stand_in(value: Any) -> Any:
                 if not isinstance(value, torch.Tensor):
                     return value
                 if not value.is_floating_point() and not value.is_complex():
                     return torch.zeros(value.shape, dtype=torch.long)
                 found = take(value)
-                return torch.zeros(value.shape, dtype=torch.int32) if found is None else found
+                return torch.full(value.shape, none, dtype=torch.int32) if found is None else found
 
             try:
                 if _name(func) in ("_to_copy", "clone", "contiguous"):
                     made: Any = stand_in(args[0])
                 elif _name(func) == "embedding":
                     made = torch.ops.aten.embedding.default(stand_in(args[0]), stand_in(args[1]))
+                elif _name(func) == "view_as_complex":
+                    made = stand_in(args[0]).select(-1, 0)
+                elif _name(func) == "view_as_real":
+                    made = stand_in(args[0])[..., None].expand(*args[0].shape, 2)
                 elif _name(func) == "constant_pad_nd":
-                    made = func(stand_in(args[0]), args[1], 0)
+                    made = func(stand_in(args[0]), args[1], none)
                 else:
                     made = func(*tree_map(stand_in, args), **tree_map(stand_in, kept))
             except (RuntimeError, IndexError, TypeError, NotImplementedError):
@@ -210,7 +134,7 @@ class FeatureTracking(ValuelessTracking):
             same = len(listed) == len(outputs) and all(a.shape == b.shape for a, b in zip(listed, outputs, strict=True))
             return listed if same else None
 
-        indexed = _indexed_dims(func, args)
+        indexed = _indexed_dims(func, args) or ([-1] if _name(func) == "view_as_complex" else [])  # pairs
 
         def features(x: torch.Tensor) -> torch.Tensor | None:
             found = self.features_of(x)
@@ -219,16 +143,19 @@ class FeatureTracking(ValuelessTracking):
             return found
 
         numbered = any(self.features_of(x) is not None for x in leaves)
-        moved = run(features) if numbered else None
+        moved = run(features, 0) if numbered else None
         if numbered and moved is None:
             return self._mixed_up(_name(func), args, kwargs, outputs, base)
-        made = [replace(base, features=None if moved is None else moved[n], fresh=fresh) for n in range(len(outputs))]
+        made = [
+            replace(base, features=None if moved is None else moved[n], fresh=fresh, places={})
+            for n in range(len(outputs))
+        ]
         for name in {name for x in leaves for name in (self.mark_of(x) or base).places}:
             for dim in range(len(self.shapes[name])):
-                places = run(lambda x, n=name, d=dim: _place(self.mark_of(x), n, d))  # type: ignore[misc]
+                places = run(lambda x, n=name, d=dim: _place(self.mark_of(x), n, d), -1)  # type: ignore[misc]
                 for mark, found in zip(made, places or (), strict=False):
                     mark.places.setdefault(name, []).append(found)
-        return [replace(mark, places=dict(mark.places)) for mark in made]
+        return made
 
     def _pointwise(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor, base: Mark
@@ -268,6 +195,9 @@ class FeatureTracking(ValuelessTracking):
         if features is None:
             return [replace(base) for _ in outputs]
         joined = self.components.join_along(features, dims)
+        for name, places in (self.mark_of(args[0]) or base).places.items():  # beside them in the same tensor
+            for dim, index in enumerate(places):
+                self.touch(name, dim, index, joined.expand(index.shape))
         for x in tensors_in(args[1:]):
             self.near |= dict.fromkeys((self.mark_of(x) or base).places, int(joined.max()))
         made = []
@@ -314,7 +244,7 @@ class FeatureTracking(ValuelessTracking):
                     index = listed.select(outer, 0)
                     if index.shape[-1] == features.shape[-1] and bool((index != index[..., :1]).any()):
                         self.touch(name, dim, index, features)
-                self.bare_sinks.add(name)
+                self.bare_sinks[name] = features.unique()
                 return Mark(INSIDE, None, base.producers, partial=True)
             self.inside.add(name)
             for dim, index in enumerate(places):
@@ -351,6 +281,19 @@ class FeatureTracking(ValuelessTracking):
                 self.touch(name, 0, torch.arange(groups), line)
         shape = [-1 if dim == 1 else 1 for dim in range(output.ndim)]
         return replace(base, features=line.to(torch.int32).reshape(shape).expand(output.shape), fresh=False)
+
+    def _resized(self, x: torch.Tensor, output: torch.Tensor, base: Mark) -> Mark:
+        """Interpolation along all dims but the first two: what varies along those has no place any more."""
+        features, spatial = self.features_of(x), list(range(2, x.ndim))
+        if features is not None:
+            features = self.components.join_along(features, spatial).expand(output.shape)
+        places = {}
+        for name, listed in (self.mark_of(x) or base).places.items():
+            first = [index.flatten(2)[..., :1].reshape(*index.shape[:2], *[1] * len(spatial)) for index in listed]
+            same = [bool((index == one).all()) for index, one in zip(listed, first, strict=True)]
+            found = [one if alike else torch.full_like(one, -1) for one, alike in zip(first, same, strict=True)]
+            places[name] = [one.expand(output.shape) for one in found]
+        return replace(base, features=features, places=places, fresh=False)
 
     def _mixed_up(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.derivation.decisions import Decisions, Trace
 from autopar.derivation.feature_tracking import FeatureTracking
-from autopar.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark
+from autopar.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
 
 __all__ = ["LayerMarks", "is_depthwise", "is_norm", "is_over_features", "mark_norm"]
 
@@ -64,7 +64,7 @@ class LayerMarks:
                 return self._row(mark, line)
             tracking.inside.update(names)
             return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
-        if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)) and mark.kind >= INPUT:
+        if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)):
             width = out.shape[1 if out.ndim == self._dims() + 2 else 0] if channels else out.shape[-1]
             first = tracking.number(path, width)
             within = mark.kind == INSIDE

@@ -44,19 +44,25 @@ class Mark:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A replicated activation met what is inside of a region; ``features``: some of those, if they are numbered."""
+    """A replicated activation met what is inside of a region.
+
+    Attributes:
+        features: some of what is inside, if they are numbered; ``before``: all that were numbered by then are below.
+    """
 
     producers: frozenset[str]
     features: torch.Tensor
     where: str
+    before: int
 
 
 @dataclass(frozen=True)
 class Spoiled:
-    """Features that cannot be sharded, and why."""
+    """Features that cannot be sharded, and why; ``before``: all that were numbered by then are below."""
 
     why: str
     features: torch.Tensor
+    before: int
 
 
 def places_of(parameter: torch.Tensor) -> list[torch.Tensor]:

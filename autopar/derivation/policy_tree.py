@@ -3,71 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.derivation.block_lists import BlockList
-from autopar.derivation.counts import count_of
-from autopar.derivation.decisions import Decisions, Trace, is_linear
-from autopar.derivation.families import Family, Member
+from autopar.derivation.block_rules import rule_of, rules_of_block
+from autopar.derivation.decisions import Decisions, Trace
+from autopar.derivation.families import Family
+from autopar.derivation.named_families import Named, named_families
 from autopar.derivation.surroundings import note_vocabulary, sections_around
 from autopar.plan.matching import join
 from autopar.policy.described_model import base_of, config_of
 
-__all__ = ["Named", "marked", "missing", "policy_tree"]
-
-
-@dataclass
-class Named:
-    """A family of a list of blocks, with names for its units.
-
-    Attributes:
-        unit: of its components; ``heads``: of query heads where several follow one component.
-        ratio: how many of those.
-        counts: unit -> its entry under ``units``.
-    """
-
-    of_blocks: dict[str, Family]
-    unit: str
-    heads: str = ""
-    ratio: int = 1
-    counts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def first(self) -> Family:
-        """The family in the first of the blocks that have it."""
-        return next(iter(self.of_blocks.values()))
-
-    def parts(self, widths: tuple[int, ...]) -> list[str]:
-        """Write runs of units as a rule does."""
-        smallest = _smallest(self.first)
-        wide = [bool(self.heads) and w % self.ratio == 0 and w >= self.ratio * smallest for w in widths]
-        each = [w // self.ratio if big else w for w, big in zip(widths, wide, strict=True)]
-        names = [self.heads if big else self.unit for big in wide]
-        if len(set(each)) == 1:
-            return names
-        return [f"{name} * {w}" for name, w in zip(names, each, strict=True)]
-
-
-def _smallest(family: Family) -> int:
-    layers = [m for m in family.members if m.kind in ("column", "row")]
-    return min(w for m in layers or family.members for w in m.widths)
+__all__ = ["marked", "missing", "policy_tree"]
 
 
 def policy_tree(
-    root: PreTrainedModel, lists: list[BlockList], found: list[Family], seen: Trace, decisions: Decisions
+    root: PreTrainedModel,
+    lists: list[BlockList],
+    found: list[Family],
+    seen: Trace,
+    decisions: Decisions,
+    *,
+    words: bool = True,
 ) -> tuple[dict[str, Any], list[list[Named]]]:
-    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families."""
+    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families.
+
+    Args:
+        words: whether tables of words and of their logits are sharded.
+    """
     base_path, _ = base_of(root)
     start = f"{base_path}." if base_path else ""
-    by_list = [(each, _named(root, each, found, seen)) for each in lists]
+    by_list = [(each, named_families(root, each, found, seen)) for each in lists]
     rules: dict[str, Any] = {}
     towers: list[dict[str, Any]] = []
-    vocab = note_vocabulary(root, rules)
+    vocab = note_vocabulary(root, rules) if words else ""
     for each, named in by_list:
         towers.append(_tower(root, each, named, seen, decisions, start))
     names_taken = {unit for tower in towers for unit in tower["units"]}
@@ -112,154 +84,13 @@ def _tower_names(lists: list[BlockList]) -> list[str]:
     return result
 
 
-def _named(root: nn.Module, each: BlockList, found: list[Family], seen: Trace) -> list[Named]:
-    """The families of a list of blocks, alike ones of all blocks together."""
-    owner = root.get_submodule(each.owner)
-    config = config_of(owner)
-    result: list[Named] = []
-    known: dict[str, Named] = {}
-    for block in each.blocks:
-        for family in (f for f in found if f.block == block):
-            rows = [seen.names(m.path) for m in family.members if m.kind == "row"]
-            rows = rows or [seen.names(m.path) for m in family.members if m.kind == "parameter"]
-            other = next((known[row] for row in rows if row in known), None)
-            if other is None:
-                other = Named({block: family}, "")
-            else:
-                other.of_blocks[block] = _merged(other.of_blocks.get(block), family)
-            known |= dict.fromkeys(rows, other)
-    for named in {id(named): named for named in known.values()}.values():
-        _name(root, config, named, result)
-        result.append(named)
-    return result
-
-
-def _merged(one: Family | None, other: Family) -> Family:
-    return other if one is None else Family(one.block, [*one.members, *other.members], one.units)
-
-
-def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> None:
-    blocks = [root.get_submodule(block) for block in named.of_blocks]
-    counts = [len(family.units) for family in named.of_blocks.values()]
-    first = named.first
-    near = next((m.path[len(first.block) + 1 :] for m in first.members if m.kind == "column"), "")
-    single = all(w == 1 for f in named.of_blocks.values() for m in f.members for w in m.widths)
-    taken = {unit for other in others for unit in other.counts}
-    if single:
-        name = "expert_ffn" if any("expert" in m.path for m in first.members) else "ffn"
-        named.unit = name if name not in taken else _free(name, taken)
-        named.counts[named.unit] = "inferred"
-        return
-    keys_count = count_of(counts, config, blocks, "heads", near, loose=True)
-    row = next((m.widths[0] for m in first.members if m.kind == "row"), 0)
-    smallest = _smallest(first)
-    if row > smallest and row % smallest == 0:
-        heads = [count * (row // smallest) for count in counts]
-        written = count_of(heads, config, blocks, "heads", near)
-        if not written.isdigit():
-            named.ratio = row // smallest
-            named.unit, named.heads = _free("kv_heads", taken), _free("heads", taken)
-            named.counts[named.unit] = {"count": count_of(counts, config, blocks, "keys", near), "replicate": True}
-            named.counts[named.heads] = {"count": written, "follows": named.unit}
-            return
-    named.unit = _free("heads", taken)
-    named.counts[named.unit] = keys_count
-
-
-def _free(name: str, taken: Iterable[str]) -> str:
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}_{number}"
-    return free
-
-
-def _rules_of(root: nn.Module, block: str, named: list[Named], seen: Trace, decisions: Decisions) -> dict[str, Any]:
-    """Path from the root -> rule, for what is not simply replicated in a block."""
-    rules: dict[str, Any] = {}
-    own = [n for n in named if block in n.of_blocks]
-    for each in own:
-        for member in each.of_blocks[block].members:
-            rules.update(_rule(root, member, each, seen))
-    for name in sorted(seen.tracking.inside):
-        holder, _, _ = name.rpartition(".")
-        if not name.startswith(block + ".") or name in rules or holder in rules or not own:
-            continue
-        unit = _nearest(own, block, name, seen).unit
-        module = root.get_submodule(holder)
-        listed = [f"{holder}.{n}" for n, p in module._parameters.items() if p is not None]
-        if name in seen.tracking.once:
-            rules[name] = {"once": unit}
-        elif (
-            not module._modules
-            and set(listed) <= seen.tracking.inside
-            and not set(listed) & set(rules)
-            and not set(listed) & seen.tracking.once
-        ):
-            rules[holder] = {"enter_output": unit} if holder in seen.entered else {"replicated": unit}
-        else:
-            rules[name] = {"replicated": unit}
-    for path in seen.entered:
-        if path.startswith(block + ".") and path not in rules and own:
-            rules[path] = {"enter_output": _nearest(own, block, path, seen).unit}
-    for path, _ in root.named_modules():
-        if path.startswith(block + ".") and seen.names(path) in decisions.regions:
-            near = [n for n in own if any(m.path.startswith(path + ".") for m in n.of_blocks[block].members)]
-            if near:
-                rules[path] = {"region": near[0].unit}
-    return rules
-
-
-def _nearest(named: list[Named], block: str, path: str, seen: Trace) -> Named:
-    """The family that a module was computed with; else the one that lies beside it."""
-    tracking = seen.tracking
-    met = tracking.near.get(path, 0)
-    unit = int(tracking.components.of(torch.tensor(met))) if met else 0
-    if unit and (found := [each for each in named if unit in each.of_blocks[block].units]):
-        return found[0]
-
-    def common(each: Named) -> int:
-        own = path.split(".")
-        return max(
-            sum(1 for a, b in zip(own, m.path.split("."), strict=False) if a == b)
-            for m in each.of_blocks[block].members
-        )
-
-    return max(named, key=common)
-
-
-def _rule(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict[str, Any]:
-    parts = named.parts(member.widths)
-    listed: Any = parts[0] if len(parts) == 1 else parts
-    if member.kind == "column":
-        extra = {"inside": True} if seen.sources[member.path] else {}
-        return {member.path: {"column": listed, **extra}}
-    if member.kind == "row":
-        extra = {"enter_output": True} if member.path in seen.entered else {}
-        return {member.path: {"row": listed, **extra}}
-    if member.kind == "norm":
-        numbers = [v for k, v in vars(root.get_submodule(member.path)).items() if "group" in k and type(v) is int]
-        count = len(named.first.units)
-        grouped = any(value in (count, len(member.line) // count) and value > 1 for value in numbers)
-        return {member.path: {"norm_over": listed, **({"within": named.unit} if grouped else {})}}
-    holder, _, _ = member.path.rpartition(".")
-    module = root.get_submodule(holder)
-    if _is_leaf(module):
-        return {holder: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
-    return {member.path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return not module._modules and (is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d))
-
-
 def _tower(
     root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
     lacking: dict[str, set[str]] = {}
     shared = {block: _shared(seen, block) for block in each.blocks}
-    rules = {block: _rules_of(root, block, named, seen, decisions) for block in each.blocks}
+    rules = {block: rules_of_block(root, block, named, seen, decisions) for block in each.blocks}
     split = {shared[block](path) for block, own in rules.items() for path in own}
     for block in each.blocks:
         start_of_block = len(block) + 1
@@ -348,10 +179,9 @@ def _covered(
                 return
         for name, parameter in module._parameters.items():
             own = join(path, name)
-            if parameter is not None and not (path in rules and own not in rules):
+            of_layer = path in rules and name in ("weight", "bias") and own not in rules
+            if parameter is not None and not of_layer:
                 result[own] = rules.get(own, "replicated")
-            elif parameter is not None and own in rules:
-                result[own] = rules[own]
         for name, child in module._modules.items():
             if child is None:
                 continue
@@ -377,11 +207,12 @@ def _outside(
 ) -> None:
     """Note the rules of parameters outside of all blocks that their units shard."""
     for family in (f for f in found if not f.block):
-        named = next((n for _, many in by_list for n in many if set(n.first.units) & set(family.units)), None)
+        live = (n for _, many in by_list for n in many if not n.gathered)
+        named = next((n for n in live if set(n.first.units) & set(family.units)), None)
         for member in family.members if named is not None else ():
             assert named is not None
-            rules.update(_rule(root, member, named, seen))
-    units = [n.unit for _, many in by_list for n in many]
+            rules.update(rule_of(root, member, named, seen))
+    units = [n.unit for _, many in by_list for n in many if not n.gathered]
     for name in sorted(seen.tracking.inside):
         holder = name.rpartition(".")[0]
         if not name.startswith(blocks) and name not in rules and holder not in rules and units:

@@ -45,11 +45,20 @@ def traced(model: PreTrainedModel) -> list[Traced]:
     return found
 
 
-def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> Trace:
+def trace(
+    models: list[Traced],
+    blocks: tuple[str, ...],
+    decisions: Decisions,
+    known: Trace | None = None,
+    record: Callable[..., None] | None = None,
+) -> Trace:
     """Run the models.
 
     Args:
         blocks: paths of the blocks; layers outside of them stay replicated.
+        known: a trace of the same decisions, of which the components are taken: all that ever met are together from
+            the start.
+        record: called behind each operator with the tracking, its arguments and the tensors that it has made.
 
     Returns:
         what was seen.
@@ -62,7 +71,10 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
     def bare_source(name: str) -> bool:
         return name.startswith(inside) and decisions.may_be_column(shared(name))
 
-    tracking = FeatureTracking(names, bare_source)
+    tracking = FeatureTracking(names, bare_source, record and (lambda *operator: record(tracking, *operator)))
+    if known is not None:
+        tracking.components = known.tracking.components
+        tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
     seen = Trace(tracking, shared)
     hooks = list(_hooks(root, blocks, inside, decisions, seen))
     ran = seen.ran
@@ -73,6 +85,7 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
                 tracking.set_mark(tensor, Mark(INPUT))
+            before = len(seen.order)
             try:
                 with tracking:
                     out = run(each.model, (), each.inputs)
@@ -80,9 +93,10 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
                 seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
                 tracking.stack.clear()
                 tracking.suspended = 0
-                base = each.model.base_model
+                base: Any = each.model.base_model
                 if base is each.model or each.path:
                     continue
+                before = len(seen.order)
                 try:
                     with tracking:
                         out = run(base, (), each.inputs)
@@ -90,7 +104,11 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
                     tracking.stack.clear()
                     tracking.suspended = 0
                     continue
+                seen.runs.append((_path_in(root, base), each.inputs))
+            else:
+                seen.runs.append((each.path, each.inputs))
             ran.append(each.path)
+            seen.proven.update(seen.order[before:])
             for tensor in tensors_in(out):
                 features = tracking.features_of(tensor)
                 if features is not None:
@@ -101,9 +119,13 @@ def trace(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -
     return seen
 
 
+def _path_in(root: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in root.named_modules() if module is wanted)
+
+
 def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
     own = [block for block in blocks if block.startswith(path + ".")]
-    return bool(own) and all(block in seen.order for block in own)
+    return bool(own) and seen.proven.issuperset(own)
 
 
 def _hooks(
@@ -116,10 +138,11 @@ def _hooks(
         norm = not layer and is_norm(module)
         region = seen.names(path) in decisions.regions
         state: list[bool] = []
+        entered: list[list[tuple[Any, Mark]]] = []
 
         def before(
             m: nn.Module, args: Any, kwargs: Any, path: str = path, layer: bool = layer, norm: bool = norm,
-            region: bool = region, state: list[bool] = state,
+            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
         ) -> None:  # fmt: skip
             seen.order.append(path)
             tracking.stack.append(path)
@@ -127,6 +150,8 @@ def _hooks(
                 state.append(False)
                 return
             tensors = list(tensors_in((args, kwargs)))
+            if region:
+                entered.append([(x, mark) for x in tensors if (mark := tracking.mark_of(x)) is not None])
             if path in starts or region:
                 for x in tensors if region else tensors[:1]:
                     mark = tracking.mark_of(x)
@@ -138,11 +163,12 @@ def _hooks(
             taken = layer or (norm and is_over_features(m, tensors, tracking))
             state.append(taken)
             if taken:
+                seen.suspended.add(path)
                 tracking.suspended += 1
 
         def after(
             m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path, layer: bool = layer,
-            region: bool = region, state: list[bool] = state,
+            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
         ) -> None:  # fmt: skip
             tracking.stack.pop()
             taken = state.pop()
@@ -150,6 +176,8 @@ def _hooks(
                 tracking.suspended -= 1
             if tracking.suspended:
                 return
+            for x, known in entered.pop() if region else ():  # what others compute with it is outside
+                tracking.set_mark(x, known)
             results = [x for x in tensors_in(out) if x.is_floating_point()]
             if taken and layer:
                 tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]

@@ -117,8 +117,10 @@ class _Search:
         text = model.config.get_text_config(decoder=True)  # an encoder may have another
         longest = next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
         prime = prime_beside(model, ranks, None if longest is None else longest - 2)
+        self.beyond = longest if prime is None else None  # without data many models take longer sequences, too
+        prime = prime_beside(model, ranks) if prime is None else prime
         if prime is None:
-            raise _refusal(model, ranks, f"no length up to {longest} tells rows from other sizes")
+            raise _refusal(model, ranks, "no length tells rows from other sizes")
         self.prime = prime
         try:
             self.inputs = sample_inputs(model, ranks + 1, ranks * prime)
@@ -174,6 +176,8 @@ class _Search:
         return failure
 
     def _words(self, failure: _Failure) -> str:
+        if self.beyond is not None:
+            return f"no length up to {self.beyond} tells rows from other sizes"
         where = f"in {failure.path} " if failure.path else ""
         return f"{where}{failure.reason}.\n  Rows of the sequence lie on different ranks there. Leave it out, or use tp"
 

@@ -6,7 +6,7 @@ Most meta kernels are Python and take up to a millisecond; the layers of a model
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -72,6 +72,16 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class ValuelessTracking(TensorTracking):
     """Follow tensors without values: what asks for values is told something that leads on."""
 
+    def __enter__(self) -> Self:
+        self._autocast = torch.autocast.__init__
+        changed: Any = functools.partialmethod(_autocast, self._autocast)
+        torch.autocast.__init__ = changed  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.autocast.__init__ = self._autocast  # type: ignore[method-assign]
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": take some branch
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
@@ -83,6 +93,11 @@ class ValuelessTracking(TensorTracking):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_meta(func, args, kwargs)
+
+
+def _autocast(self: Any, plain: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Make a context of another device in the place of meta's, which torch does not have; adapters turn it off."""
+    plain(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _places(index: Any) -> list[Any]:

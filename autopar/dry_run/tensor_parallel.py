@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.failures import first_line
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, tracking_hooks
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
@@ -177,7 +178,7 @@ def _run_shard(
     except Exception as error:
         raise PolicyError(
             f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does not: "
-            f"{str(error).splitlines()[0]}\n  A layer beside it may lack its rule, or an attribute that forward() "
+            f"{first_line(error)}\n  A layer beside it may lack its rule, or an attribute that forward() "
             "reads may not be scaled (attributes).",
             _where(plan, stack[-1]),
         ) from error

@@ -11,11 +11,12 @@ __all__ = ["Candidate", "Estimate", "RankMemory", "Rows", "mesh_words"]
 
 
 class Rows(NamedTuple):
-    """How sequences lie on ranks: sizes of tp and cp, and whether tp ranks hold rows between the regions."""
+    """How sequences lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions, whole experts."""
 
     tp: int
     cp: int = 1
     sequence_parallel: bool = False
+    by_expert: bool = False
 
 
 def mesh_words(tp: int, cp: int, pp: int, dp: int) -> str:
@@ -34,6 +35,7 @@ class Candidate:
         zero: ZeRO's stage.
         checkpointing: whether the activations of blocks are recomputed.
         cp: context-parallel size; ``sequence_parallel``: whether tp ranks hold rows between the regions.
+        by_expert: whether tp ranks hold whole experts, to which tokens travel.
     """
 
     tp: int
@@ -46,6 +48,7 @@ class Candidate:
     checkpointing: bool
     cp: int = 1
     sequence_parallel: bool = False
+    by_expert: bool = False
 
     @property
     def gpus(self) -> int:
@@ -60,7 +63,7 @@ class Candidate:
     @property
     def rows(self) -> Rows:
         """How sequences lie on the ranks of tp and cp."""
-        return Rows(self.tp, self.cp, self.sequence_parallel)
+        return Rows(self.tp, self.cp, self.sequence_parallel, self.by_expert)
 
     def config(self, precision: str) -> ParallelConfig:
         """Return the configuration that ``initialize`` takes."""
@@ -73,6 +76,8 @@ class Candidate:
             sizes["context_parallel_size"] = self.cp
         if self.sequence_parallel:
             sizes["sequence_parallel"] = True
+        if self.by_expert:
+            sizes["expert_parallel_size"] = self.tp
         found: dict[str, Any] = {
             "model_parallelism": sizes,
             "pipeline": {"schedule": self.schedule, "microbatch_size": self.microbatch},
@@ -88,6 +93,7 @@ class Candidate:
     def __str__(self) -> str:
         parts = [mesh_words(self.tp, self.cp, self.pp, self.dp)]
         parts += ["sequence parallel"] if self.sequence_parallel else []
+        parts += ["whole experts"] if self.by_expert else []
         parts += [self.schedule] if self.pp > 1 else []
         parts += [f"{self.microbatches} x {self.microbatch}"]
         parts += [f"ZeRO-{self.zero}"] if self.zero else []

@@ -94,7 +94,7 @@ class Estimator:
         """What FSDP2 holds of other ranks: two blocks, the weights around them, and a gradient of each on its way."""
         width = 4 if self.model.precision == "fp32" else 2
         elements = self._stages(1, "1f1b").elements
-        largest, outside = self.model.states(candidate.tp).unsharded(elements, 0, width)
+        largest, outside = self.model.states(candidate.tp, candidate.by_expert).unsharded(elements, 0, width)
         return 2 * largest + outside + largest + largest * 4 // width
 
     def _config(self, pp: int, schedule: str, zero: int = 0) -> ParallelConfig:
@@ -105,13 +105,16 @@ class Estimator:
     def _stages(self, pp: int, schedule: str) -> StagePlan:
         return self.model.stages(self._config(pp, schedule))
 
-    def _rank_bytes(self, tp: int, pp: int, dp: int, schedule: str, zero: int) -> list[RankBytes]:
-        states, stages = self.model.states(tp), self._stages(pp, schedule)
+    def _rank_bytes(
+        self, tp: int, pp: int, dp: int, schedule: str, zero: int, by_expert: bool = False
+    ) -> list[RankBytes]:
+        states, stages = self.model.states(tp, by_expert), self._stages(pp, schedule)
         config = self._config(pp, schedule, zero)
         return [states.most(stages, config, rank, dp) for rank in range(pp)]
 
     def _states_of(self, candidate: Candidate) -> list[RankBytes]:
-        return self._bytes(candidate.tp, candidate.pp, candidate.replicas, candidate.schedule, candidate.zero)
+        c = candidate
+        return self._bytes(c.tp, c.pp, c.replicas, c.schedule, c.zero, c.by_expert)
 
     def _stage_costs(self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool) -> list[StageCost]:
         return stage_costs(
@@ -215,7 +218,7 @@ class Estimator:
 
     def _fsdp_bytes(self, candidate: Candidate) -> int:
         """What a rank sends for FSDP2 in a step: weights twice, gradients once, for each micro-batch."""
-        [held] = self._bytes(candidate.tp, 1, candidate.replicas, "1f1b", 3)
+        [held] = self._bytes(candidate.tp, 1, candidate.replicas, "1f1b", 3, candidate.by_expert)
         whole = held.parameters * candidate.replicas
         width = 4 if self.model.precision == "fp32" else 2
         return candidate.microbatches * volume("all_gather", whole * (2 * width + 4), candidate.replicas)

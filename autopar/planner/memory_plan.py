@@ -66,7 +66,7 @@ def plan_memory(
     """Plan the memory of each rank for a step of ``execute_pipeline``; no process group, no weights, nothing changes.
 
     Weights, gradients and the optimizer's state are exact. Activations are what one rank's forward saves, counted on
-    the meta device at these sizes; what runs beside them is the largest of any block.
+    the meta device at these sizes; what runs beside them is the largest of any block. Experts get equally many tokens.
 
     Args:
         model: a Hugging Face model, in memory or built inside :func:`autopar.lazy_init`; only read.
@@ -82,16 +82,11 @@ def plan_memory(
     """
     parsed = ParallelConfig.parse(config)
     tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
-    if parsed.expert_parallel_size > 1:
-        raise ConfigError(
-            f"expert_parallel_size={parsed.expert_parallel_size}: which tokens travel depends on data, so what is kept "
-            "of them cannot be counted; plan with expert_parallel_size 1, which holds as many weights"
-        )
     cp = parsed.context_parallel_size
     replicas = parsed.data_parallel_size(tp * cp * pp if gpus is None else gpus)
     planned = PlannedModel(
         model,
-        policy,
+        parsed.policy or None if policy is None else policy,
         sequence=sequence,
         precision=parsed.precision,
         optimizer=optimizer,
@@ -104,9 +99,10 @@ def plan_memory(
         *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage, parsed.activation_checkpointing),
         cp=cp,
         sequence_parallel=parsed.sequence_parallel and tp > 1,
+        by_expert=parsed.expert_parallel_size > 1,
     )
     estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
-    stages, states = planned.stages(parsed), planned.states(tp)
+    stages, states = planned.stages(parsed), planned.states(tp, candidate.by_expert)
     ranks = {
         (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
         for p in range(pp)

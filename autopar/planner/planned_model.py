@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
 from autopar.context_parallel.state import RowPlan
+from autopar.derivation.given_policy import given_policy
 from autopar.distributed.failures import first_line
 from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.context_parallel import plan_rows
@@ -32,7 +33,6 @@ from autopar.planner.model_states import ModelStates
 from autopar.planner.shards import Shard, make_shard
 from autopar.planner.units import ForwardCount
 from autopar.policy.described_model import model_inside
-from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 
@@ -69,7 +69,7 @@ class PlannedModel:
         fp32_gradients: bool = True,
         dry_run: bool = True,
     ) -> None:
-        own = None if policy is None else read_user_policy(policy)
+        own = given_policy(model, policy)
         self.prefix, inner = model_inside(model, own)
         self.policy = find_policy(inner, own)
         if not isinstance(inner, PreTrainedModel):
@@ -81,16 +81,27 @@ class PlannedModel:
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._chunk, self._fp32_gradients, self._dry_run = loss_chunk, fp32_gradients, dry_run
         self._shard: tuple[Rows, Shard] | None = None
-        self._plans: dict[int, Plan | AutoparError] = {}
+        self._plans: dict[tuple[int, bool], Plan | AutoparError] = {}
         self._stages: dict[Any, StagePlan | AutoparError] = {}
-        self._states: dict[int, ModelStates] = {}
+        self._states: dict[tuple[int, bool], ModelStates] = {}
         self._counts: dict[tuple[Rows, int], ForwardCount] = {}
-        self._sequence_plans: dict[int, SequencePlan | AutoparError] = {}
+        self._sequence_plans: dict[tuple[int, bool], SequencePlan | AutoparError] = {}
         self._row_plans: dict[int, RowPlan | AutoparError] = {}
 
-    def plan(self, tp: int) -> Plan:
-        """Return the plan for a tensor-parallel size. Raises what :func:`~autopar.plan.make_plan.make_plan` does."""
-        return self._once(self._plans, tp, lambda: make_plan(self.model, self.policy, tp))
+    def plan(self, tp: int, by_expert: bool = False) -> Plan:
+        """Return the plan for a tensor-parallel size, experts sharded or whole. Raises what ``make_plan`` does."""
+        return self._once(
+            self._plans, (tp, by_expert), lambda: make_plan(self.model, self.policy, tp, by_expert=by_expert)
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts that ranks can hold whole."""
+        try:
+            self.plan(1, True)
+        except ConfigError:
+            return False
+        return True
 
     def stages(self, config: ParallelConfig) -> StagePlan:
         """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
@@ -115,20 +126,21 @@ class PlannedModel:
             return self._once(self._stages, (*key, "folded"), folded)
         return self._once(self._stages, key, make)
 
-    def states(self, tp: int) -> ModelStates:
+    def states(self, tp: int, by_expert: bool = False) -> ModelStates:
         """Return what the ranks hold of the model."""
-        if tp not in self._states:
-            self._states[tp] = ModelStates(
-                self.model, self.inner, self.plan(tp), self.optimizer, fp32_gradients=self._fp32_gradients
+        key = (tp, by_expert)
+        if key not in self._states:
+            self._states[key] = ModelStates(
+                self.model, self.inner, self.plan(*key), self.optimizer, fp32_gradients=self._fp32_gradients
             )
-        return self._states[tp]
+        return self._states[key]
 
-    def sequence_plan(self, tp: int) -> SequencePlan:
+    def sequence_plan(self, tp: int, by_expert: bool = False) -> SequencePlan:
         """Return what runs over rows with sequence parallelism. Raises ConfigError if the rehearsal refuses it."""
         return self._once(
             self._sequence_plans,
-            tp,
-            lambda: plan_sequence(self.inner, self.prefix, self.plan(tp), self._one_stage),
+            (tp, by_expert),
+            lambda: plan_sequence(self.inner, self.prefix, self.plan(tp, by_expert), self._one_stage),
         )
 
     def row_plan(self, cp: int) -> RowPlan:
@@ -152,7 +164,7 @@ class PlannedModel:
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
-        rehearse(self.inner, self.prefix, self.plan(config.tensor_parallel_size))
+        rehearse(self.inner, self.prefix, self.plan(config.tensor_parallel_size, config.expert_parallel_size > 1))
         if config.pipeline_parallel_size > 1:
             make_stages(
                 self.model,
@@ -203,11 +215,11 @@ class PlannedModel:
             made = make_shard(
                 self.model,
                 self.prefix,
-                self.plan(rows.tp),
+                self.plan(rows.tp, rows.by_expert),
                 rows,
                 precision=self.precision,
                 loss_chunk=self._chunk,
-                sequence=self.sequence_plan(rows.tp) if rows.sequence_parallel else None,
+                sequence=self.sequence_plan(rows.tp, rows.by_expert) if rows.sequence_parallel else None,
                 context=self.row_plan(rows.cp) if rows.cp > 1 else None,
             )
             self._shard = (rows, made)

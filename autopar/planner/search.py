@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Space:
         zero, checkpointing, schedules: what may be chosen; None: any.
         cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
         sequence_parallel: with it, without it; None: both, where tp is above 1 and cp is 1.
+        by_expert: whether tp ranks hold whole experts, sharded ones; None: both, where tp is above 1.
     """
 
     gpus: int
@@ -41,6 +43,7 @@ class Space:
     schedules: Sequence[str] = _SCHEDULES
     cp: int | None = None
     sequence_parallel: bool | None = None
+    by_expert: bool | None = False
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node", "global_batch"):
@@ -78,14 +81,20 @@ class Space:
                 continue
             for zero in _zero_stages(self.zero, pp, cp * dp):
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
-                    for rows in self._rows(tp, cp):
-                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows)
+                    for rows, whole in itertools.product(self._rows(tp, cp), self._experts(tp)):
+                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, whole)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
         """Whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
         if tp == 1 or cp > 1:
             return () if self.sequence_parallel else (False,)
         return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
+
+    def _experts(self, tp: int) -> Sequence[bool]:
+        """Whether experts are whole; one rank holds all of them."""
+        if tp == 1:
+            return () if self.by_expert else (False,)
+        return (False, True) if self.by_expert is None else (self.by_expert,)
 
 
 def _zero_stages(wanted: int | None, pp: int, dp: int) -> Sequence[int]:
@@ -149,11 +158,12 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
 
 def rehearsed(estimator: Estimator, found: Found) -> None:
     """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
-    holds: dict[tuple[int, int, str], str] = {}
+    holds: dict[tuple[int, int, bool, str], str] = {}
     for estimate in list(found.best):
         candidate = estimate.candidate
         config = candidate.config(estimator.model.precision)
-        kind = (candidate.tp, candidate.pp, str(config.pipeline.chunks) + str(config.pipeline.folded))
+        split = str(config.pipeline.chunks) + str(config.pipeline.folded)
+        kind = (candidate.tp, candidate.pp, candidate.by_expert, split)
         if kind not in holds:
             try:
                 estimator.model.rehearse(config)
@@ -206,6 +216,8 @@ def _no_batch(space: Space, mesh: Mesh) -> str:
     tp, cp, pp, dp = mesh
     if space.sequence_parallel and not space._rows(tp, cp):
         return f"sequence_parallel needs tp above 1 and cp 1, not tp {tp} and cp {cp}"
+    if space.by_expert and not space._experts(tp):
+        return f"whole experts need tp above 1, not {tp}"
     if space.global_batch % dp:
         return f"the global batch of {space.global_batch} does not divide over {dp} replicas"
     if space.global_batch // dp < pp:

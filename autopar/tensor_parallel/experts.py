@@ -14,6 +14,7 @@ import torch
 
 from autopar.distributed.collectives import all_to_all, even_layout, gather, scatter
 from autopar.distributed.gloo_collectives import all_to_all_single
+from autopar.layout import even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 
 __all__ = ["ExpertParallel"]
@@ -26,7 +27,7 @@ class ExpertParallel(RegionModule):
         """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
         axis, experts = self.tp, self.autopar.layout
         assert experts is not None
-        if hidden.is_meta:  # the routes depend on data
+        if hidden.is_meta and not torch.is_grad_enabled():  # a dry run: the routes depend on data
             return torch.empty_like(hidden)
         tokens, k = chosen.shape
         layout = even_layout(tokens, axis.size)
@@ -40,9 +41,7 @@ class ExpertParallel(RegionModule):
         owner = torch.where(known, owner, axis.rank)
         w = w.masked_fill(~known, 0)
         order = torch.argsort(owner, stable=True)
-        sent = torch.bincount(owner, minlength=axis.size)
-        received = _exchange_counts(sent, axis)
-        out_splits, in_splits = received.tolist(), sent.tolist()
+        out_splits, in_splits = _splits(owner, axis)
         rows = all_to_all(x[order // k], axis, out_splits, in_splits)  # [received, hidden]
         local = torch.where(known, ids - starts[owner], 0)[order]
         local = all_to_all(local, axis, out_splits, in_splits)
@@ -58,6 +57,15 @@ class ExpertParallel(RegionModule):
             return y
         # No token for this rank: the output is empty, and the parameters are part of the graph.
         return rows + sum(p.sum() for p in self._parameters.values() if p is not None) * 0  # type: ignore[attr-defined]
+
+
+def _splits(owner: torch.Tensor, axis: Any) -> tuple[list[int], list[int]]:
+    """How many rows come from each rank, and go to it; where a planner counts without data: even routes."""
+    if owner.is_meta:
+        even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)]
+        return even, even
+    sent = torch.bincount(owner, minlength=axis.size)
+    return _exchange_counts(sent, axis).tolist(), sent.tolist()
 
 
 def _exchange_counts(sent: torch.Tensor, axis: Any) -> torch.Tensor:

@@ -99,7 +99,7 @@ def reduced(
     """Check the targets, compute their ``losses`` and reduce them; ``width``: columns that this rank really has."""
     flat = target.reshape(-1).long()  # [tokens]
     ignored = flat == ignore_index
-    _check_targets(flat, ignored, sum(widths))
+    check_targets(flat, ignored, sum(widths))
     found = losses(_find(flat, ignored, sum(widths[: axis.rank]), width))  # [tokens]
     if reduction == "none":
         return found.view(target.shape)
@@ -126,7 +126,7 @@ def check_options(label_smoothing: float, reduction: str) -> None:
         raise ConfigError(f"reduction must be 'none', 'mean' or 'sum', not {reduction!r}")
 
 
-def _check_targets(target: torch.Tensor, ignored: torch.Tensor, vocab_size: int) -> None:
+def check_targets(target: torch.Tensor, ignored: torch.Tensor, vocab_size: int) -> None:
     """Raise before any collective that depends on the targets, and the same on every rank."""
     fits = ((target >= 0) & (target < vocab_size)) | ignored
     if target.is_meta:

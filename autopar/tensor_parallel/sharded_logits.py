@@ -12,85 +12,31 @@ Gathering is a collective, so the ranks of the axis meet first: a rank that read
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from autopar.call_site import is_library
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather
+from autopar.distributed.whole_on_read import PATIENCE
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
 from autopar.tensor_parallel.logits_shards import Change, Shards, after
+from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
 
-__all__ = ["FACTS", "PATIENCE", "ShardedLogits", "sharded_logits"]
-
-PATIENCE = 300.0
-"""Seconds that a rank which reads logits waits for the others of its axis to read them too."""
-
-# What the tensor itself answers, without logits.
-FACTS = frozenset(
-    (
-        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
-        *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
-        *("dtype", "device", "layout", "get_device", "element_size", "itemsize", "is_floating_point", "is_complex"),
-        *("requires_grad", "grad_fn", "is_leaf", "_backward_hooks", "_base", "is_inference", "is_meta"),
-        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_sparse", "is_sparse_csr"),
-        *("is_quantized", "is_nested"),
-    )
-)
-# What makes another tensor of the same shape or type.
-_LIKE = frozenset(
-    (
-        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
-    )
-)
-# What may share its memory with what it is made of: done again to the whole logits, if those are ever read.
-_REPEATED = frozenset(("view", "reshape", "contiguous", "__getitem__", "detach"))
-_COMMUTE = frozenset(("mul", "__mul__", "add", "__add__"))
+__all__ = ["ShardedLogits", "sharded_logits"]
 
 
-class _Origin:
-    """What the head made, and everything after it."""
-
-    lost = False  # a loss was taken from the shards: no gradient of whole logits will exist
-
-
-class _Family:
-    """Logits and what may share memory with them: as soon as one is read, all are whole."""
-
-    def __init__(self) -> None:
-        self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
-        self.is_whole = False
-
-    def read(self) -> None:
-        """Make plain tensors of all of them. A collective of the axis."""
-        living = [member for ref in self.members if (member := ref()) is not None]
-        with torch.inference_mode(False):
-            for member in living:
-                member.materialize()
-        self.is_whole = True
-
-
-class ShardedLogits(torch.Tensor):
+class ShardedLogits(WholeLogits):
     """The whole logits ``[..., vocab]``, of which this rank has a shard; made by :func:`sharded_logits`.
 
     Raises:
-        ConsistencyError: on reading, if other ranks of the axis do not read the same within :data:`PATIENCE`.
+        ConsistencyError: on reading, if other ranks of the axis do not read the same within
+            :data:`~autopar.distributed.whole_on_read.PATIENCE`.
     """
 
     shards: Shards
-    _origin: _Origin
-    _family: _Family
-    _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
-    _step: Change
-    _node: Any  # its place in the graph, as it was made
-    _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, shards: Shards) -> ShardedLogits:
@@ -101,74 +47,35 @@ class ShardedLogits(torch.Tensor):
         made.shards, made._whole = shards, None
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._family.is_whole:
-            return repr(self._whole)
+    def held(self) -> str:
+        """Return which columns this rank has."""
         axis, layout = self.shards.axis, self.shards.layout
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in layout.ranges(axis.rank)) or "none"
-        place = f"{axis.name} rank {axis.rank} of {axis.size}"
-        return f"ShardedLogits({list(self.shards.shape)}, {self.shards.dtype}: {place} has columns {held})"
+        return f"{axis.name} rank {axis.rank} of {axis.size} has columns {held}"
 
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def whole(self) -> torch.Tensor:
-        """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
-        if self._whole is None:
-            self._family.read()
-        assert self._whole is not None
-        return self._whole
-
-    def materialize(self) -> None:
-        """Make the plain tensor of these logits, from that of their source or by gathering."""
-        source = self._source()
-        if self._whole is not None:
-            return
-        if source is not None:
-            source.materialize()
-            assert source._whole is not None
-            with torch.set_grad_enabled(self.requires_grad):
-                self._whole = self._step(source._whole)
-        else:
-            _meet(self.shards)
-            with torch.set_grad_enabled(self.requires_grad):
-                self._whole = _Gather.apply(self)
+    def gathered(self) -> torch.Tensor:
+        """Return a plain tensor of the same values. A collective of the axis."""
+        _meet(self.shards)
+        gathered: torch.Tensor = _Gather.apply(self)
+        return gathered
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from the shards what can be, gather for everything else."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
-        first = args[0] if args else None
-        if isinstance(first, ShardedLogits) and not first._family.is_whole:
-            if name in FACTS or (name == "register_hook" and first._origin.lost and _a_library_asks()):
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            if name in _LIKE:
-                alike = torch.empty((), dtype=first.shards.dtype, device=first.shards.rows.device)
-                return func(alike.expand(first.shards.shape), *args[1:], **kwargs)
-        result = _from_shards(func, name, args, kwargs)
-        if result is not None:
-            return result
-        listed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedLogits)]
-        if name in ("retain_grad", "register_hook", "grad") and any(x._origin.lost for x in listed):
-            raise RuntimeError(
-                f"{name} of logits: the loss was taken from sharded logits, so the whole ones get no gradient.\n"
-                "  Gather them in every forward: loss: {gather_logits: always}"
-            )
-        plain = tree_map_only(ShardedLogits, lambda x: x.whole(), (args, kwargs))
-        return func(*plain[0], **plain[1])
+    def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do to the shards what can be done to them."""
+        result = _cat(*args, **kwargs) if name == "cat" else None
+        return super().from_parts(func, name, args, kwargs) if result is None else result
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Gather for what does not come through Python."""
-        plain = tree_map_only(ShardedLogits, lambda x: x.whole().detach(), (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+    def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation makes of the shards, or None."""
+        if name == "cross_entropy":
+            return _cross_entropy(self, *args, **kwargs)
+        shards = after(name, self.shards, args, kwargs)
+        if shards is None:
+            return None
+        if name in REPEATED:
+            copied = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            return sharded_logits(shards, self, lambda whole: func(whole, *copied[0], **copied[1]))
+        return self if shards is self.shards and name != "clone" else sharded_logits(shards, self)
 
 
 def sharded_logits(shards: Shards, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
@@ -180,55 +87,13 @@ def sharded_logits(shards: Shards, source: ShardedLogits | None = None, step: Ch
     """
     if not torch.is_grad_enabled():
         shards = shards.detached()
-    made: Any = _Wrap.apply(shards, *shards.inputs)
-    made._origin = _Origin() if source is None else source._origin
-    made._family, made._source, made._step = _Family(), lambda: None, step
-    made._node = made.grad_fn
-    if source is not None and step is not None:
-        keeps = source.grad_fn is None or made.grad_fn is not None  # one without a graph must not keep that of another
-        made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
-    made._family.members.append(weakref.ref(made))
-    return made
-
-
-def _from_shards(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what an operation gives if the shards are enough for it, else None."""
-    if name == "cat":
-        return _cat(*args, **kwargs)
-    if name in _COMMUTE and len(args) == 2 and not isinstance(args[0], ShardedLogits):
-        args = (args[1], args[0])
-    logits = args[0] if args else kwargs.get("input") if name == "cross_entropy" else None
-    if not isinstance(logits, ShardedLogits) or not _is_sharded(logits):
-        return None
-    if any(isinstance(x, ShardedLogits) for x in tree_leaves((args[1:], kwargs)) if x is not logits):
-        return None
-    if name == "cross_entropy":
-        return _cross_entropy(*args, **kwargs)
-    shards = after(name, logits.shards, args[1:], kwargs)
-    if shards is None:
-        return None
-    if name in _REPEATED:
-        copied = tree_map_only(torch.Tensor, torch.clone, (args[1:], kwargs))
-        return sharded_logits(shards, logits, lambda whole: func(whole, *copied[0], **copied[1]))
-    return logits if shards is logits.shards and name != "clone" else sharded_logits(shards, logits)
-
-
-def _is_sharded(logits: ShardedLogits) -> bool:
-    """Whether the shards still say what the logits are; not of what a function of C++ returned."""
-    return not logits._family.is_whole and logits.grad_fn is logits._node
-
-
-def _a_library_asks() -> bool:
-    """Whether torch's own wrappers (FSDP) want to know when a gradient comes: they ask it of every output."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(("torch/_tensor.py", "torch/overrides.py")):
-        frame = frame.f_back
-    return is_library(frame)
+    made: ShardedLogits = _Wrap.apply(shards, *shards.inputs)
+    return placed(made, source, step)
 
 
 def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> ShardedLogits | None:
     listed = list(tensors)
-    if kwargs or not all(isinstance(x, ShardedLogits) and _is_sharded(x) for x in listed):
+    if kwargs or not all(isinstance(x, ShardedLogits) and x.has_parts() for x in listed):
         return None
     parts = [x.shards.settled() for x in listed]
     first, dims = parts[0], len(parts[0].shape)
@@ -254,7 +119,7 @@ def _cross_entropy(
     if len(shards.shape) > 2 or not by_index or any(x is not None for x in (weight, size_average, reduce)):
         return None
     loss = sharded_cross_entropy(shards, target, ignore_index, label_smoothing, reduction)
-    input._origin.lost = True
+    input.lose()
     wide = not shards.rows.is_meta and torch.is_autocast_enabled(
         shards.rows.device.type
     )  # where torch computes losses in fp32

@@ -143,3 +143,15 @@ def test_small_files_that_are_damaged_for_one_rank(tmp_path):
         (Path(mine) / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"rank1/config\.json holds a list"):
         autopar.from_pretrained(AutoModelForCausalLM, mine, tp(2))
+
+
+@pooled(world_size=2)
+def test_an_optimizer_is_made_by_a_function(tmp_path):
+    path = shared(tmp_path / "m", llama())
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with raises_everywhere(ConfigError, "must be a function of the model, not AdamW", "optimizer=lambda model: torch"):
+        autopar.from_pretrained(LlamaForCausalLM, path, tp(2), optimizer=torch.optim.AdamW([parameter]))
+    with raises_everywhere(ConfigError, "optimizer= returned [0.1]: it must return a torch.optim.Optimizer"):
+        autopar.from_pretrained(LlamaForCausalLM, path, tp(2), optimizer=lambda model: [0.1])
+    with raises_everywhere(ConfigError, "optimizer"):  # of another model
+        autopar.from_pretrained(LlamaForCausalLM, path, tp(2), optimizer=lambda model: torch.optim.SGD([parameter]))

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import autopar
+from autopar.deferred_init.random_init import InitSteps
 from autopar.errors import CheckpointError
 from autopar.split import split_checkpoint
 from autopar.storage.lazy_tensor import RangeFile
@@ -80,6 +81,43 @@ def test_a_rank_reads_its_share_and_no_more(tmp_path):
     share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
     assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     assert share < sum(read) < 1.01 * share
+
+
+@pooled(world_size=2)
+def test_going_on_with_an_optimizer_draws_nothing(tmp_path):
+    config = {**tp(1), "zero": {"stage": 1}, "gradient_clipping": 1.0}
+    ids = torch.arange(24).view(2, 12) + 3 * dist.get_rank()
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        autopar.average_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = autopar.from_pretrained(
+        LlamaForCausalLM, shared(tmp_path / "m", llama()), config, optimizer=make, dtype=torch.float32
+    )
+    for _ in range(2):
+        step(model, optimizer)
+    model.save_parallelized(str(tmp_path / "step-2"), optimizer=optimizer)
+    step(model, optimizer)
+
+    drawn = InitSteps.run
+    InitSteps.run = lambda *_: pytest.fail("weights are drawn that files have")  # type: ignore[method-assign]
+    try:
+        again, other, info = autopar.from_pretrained(
+            LlamaForCausalLM, str(tmp_path / "step-2"), config, optimizer=make, output_loading_info=True
+        )
+    finally:
+        InitSteps.run = drawn  # type: ignore[method-assign]
+    assert isinstance(other, torch.optim.AdamW) and info == {}
+    again.from_parallelized(str(tmp_path / "step-2"), optimizer=other)
+    step(again, other)
+    same(again, model)
 
 
 @pooled(world_size=2)

@@ -155,6 +155,16 @@ def test_with_pipeline_stages() -> None:
     check_pipeline(gpt2, language_batches(131, batch=4, seq=8), **config).mpu.destroy()
 
 
+@pytest.mark.every
+@pooled(world_size=8)
+def test_with_stages_and_sequence_parallelism() -> None:
+    """Rows of rows of two stages, recomputed."""
+    more = {"sequence_parallel": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    config = {**sizes(2, **more), "pipeline": {"num_microbatches": 2}, "activation_checkpointing": {"enable": True}}
+    for build_one in (CAUSAL["windows"], gpt2):
+        check_pipeline(build_one, language_batches(131, batch=4, seq=9), tp=2, **config).mpu.destroy()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pooled(world_size=4)
 def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
@@ -186,7 +196,7 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
         close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after three steps")
 
 
-@pytest.mark.parametrize("planted", ["mask", "keys", "rows", "gradient"])
+@pytest.mark.parametrize("planted", ["mask", "keys", "rows", "gradient", "mask of ulysses", "rows of ulysses"])
 @pooled(world_size=2)
 def test_what_is_planted_is_seen(planted: str) -> None:
     """A dropped mask, rows in another order, a gradient that counts twice: each makes the comparison fail."""
@@ -204,13 +214,19 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         plant(causal, "seen_keys", lambda mask: (0, mask.shape[-1] - 1))
     elif planted == "rows":
         plant(causal, "_pieces", _front)
+    elif planted == "mask of ulysses":
+        plant(attention, "_of_heads", lambda x, *_: torch.ones_like(x) if x.dtype == torch.bool else x)
+    elif planted == "rows of ulysses":
+        exchange, others = attention.exchange, rows_layout(16, 2, zigzag=True)
+        plant(attention, "exchange", lambda x, axis, heads, rows, **way: exchange(x, axis, heads, others, **way))
     else:
-        plain = collectives.gather_sum
-        plant(row_logits, "gather_sum", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
-    listed = [padded_left(16)] if planted in ("mask", "keys") else [packed(16)]
+        plain = row_logits.join
+        plant(row_logits, "join", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
+    listed = [packed(16)] if planted in ("rows", "gradient", "rows of ulysses") else [padded_left(16)]
+    method = "ulysses" if "ulysses" in planted else "gather"
     try:
         with pytest.raises(AssertionError, match="off by"):
-            check(llama, listed, 1, config=sizes(2, "gather"), step=False)
+            check(llama, listed, 1, config=sizes(2, method), step=False)
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)

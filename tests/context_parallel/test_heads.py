@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -63,6 +64,48 @@ def test_it_equals_the_plain_model(name: str) -> None:
     case = functools.partial(made, *SHARED[name], 6, 3)
     config = {**sizes(2), "activation_checkpointing": {"enable": True}}
     check(case, language_batches(131, count=2, seq=7), 1, config=config, step=False).mpu.destroy()
+
+
+def adapted(model_type: str, head: str, targets: list[str], dropout: float = 0.0) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=dropout)
+    torch.manual_seed(3)
+    return peft.get_peft_model(made(model_type, head, 6, 3), config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "targets"),
+    [
+        ("bloom", "BloomForCausalLM", ["query_key_value", "dense"]),
+        ("t5", "T5ForConditionalGeneration", ["q", "v", "o"]),
+        ("bamba", "BambaForCausalLM", ["in_proj", "o_proj", "down_proj"]),
+    ],
+)
+@pooled(world_size=2)
+def test_adapters_inside_have_the_heads_of_their_layers(model_type: str, head: str, targets: list[str]) -> None:
+    config = {**sizes(2), "activation_checkpointing": {"enable": True}}
+    plain = adapted(model_type, head, targets).train()
+    model = autopar.initialize(copy.deepcopy(plain), config).train()
+    (state,) = {each._autopar_rows for each in model.modules() if hasattr(each, "_autopar_rows")}
+    assert {where.heads is not None for where in state.plan.whole.values()} == {True}
+    for batch in language_batches(131, count=2, seq=7):
+        losses = [each(**batch).loss for each in (plain, model)]
+        close(losses[1], losses[0], "loss")
+        for loss in losses:
+            loss.backward()
+    autopar.average_gradients(model)
+    trained = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    for name, gradient in trained.items():
+        close(model.get_parameter(name).grad, gradient, name)
+    for each in (plain, model):
+        each.merge_adapter()
+    close(model(**batch).loss, plain(**batch).loss, "merged")
+
+
+@pooled(world_size=2)
+def test_adapters_that_drop_inputs_are_computed_whole() -> None:
+    model = adapted("bloom", "BloomForCausalLM", ["dense"], 0.1).base_model.model
+    assert {where.heads for where in plan_rows(model, find_policy(model), "", 2).whole.values()} == {None}
 
 
 @pooled(world_size=2)

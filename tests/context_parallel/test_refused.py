@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import autopar
 from autopar.config import ParallelConfig
@@ -17,7 +18,7 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.policy.match import find_policy
 from tests.pool import pooled
 from tests.random_models import Case, build
-from tests.small import llama
+from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
@@ -91,6 +92,18 @@ def test_models_that_do_not_fit(model_type: str, head: str, changes: dict[str, f
     with pytest.raises(ConfigError, match=f"context_parallel_size=2 does not fit {head}: (in )?.*{words}"):
         plan_rows(model, find_policy(model), "", 2)
     assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> None:
+    """Without data only tables of a fixed length mind; a number of rows must divide no size of the model."""
+    short = gpt2(n_positions=8)
+    assert set(plan_rows(short, find_policy(short), "", 4).own) == {"transformer.wte", "transformer.wpe"}
+    sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 6, "vocab_size": 131, "max_position_embeddings": 8}
+    config = GPTNeoConfig(attention_types=[[["global", "local"], 1]], bos_token_id=0, eos_token_id=0, **sizes)
+    model = GPTNeoForCausalLM(config)
+    words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no length up to 8 tells rows from other sizes"
+    with pytest.raises(ConfigError, match=words):
+        plan_rows(model, find_policy(model), "", 4)
 
 
 def test_a_module_of_ones_own_does_not_fit() -> None:

@@ -104,7 +104,7 @@ def test_what_is_written_into_it_is_seen_by_all_who_have_it() -> None:
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("autopar.context_parallel.rows_ahead.meet", lambda *args: seen.append(args[1]))
-            patch.setattr("autopar.context_parallel.rows_ahead.gather_sum", lambda own, *args: own)
+            patch.setattr("autopar.context_parallel.rows_ahead.join", lambda own, *args: own)
             doubled.sum()  # what it was made of is another now: it is gathered
         assert seen == ["a tensor of [2, 7, 6] in front of the blocks"]
 

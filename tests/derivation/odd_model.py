@@ -100,3 +100,8 @@ class Unpredictable(TangledModel):
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         return super().forward(torch.tensor(input_ids.tolist()))
+
+
+def make_plain() -> nn.Module:
+    """Return a module that is no model of transformers."""
+    return nn.Linear(3, 3)

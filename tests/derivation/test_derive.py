@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from autopar.derivation.components import Components
+from autopar.derivation.decide import decide
+from autopar.derivation.decisions import Decisions
 from autopar.derivation.derive import derive
+from autopar.derivation.trace import traced
+from autopar.derivation.unit_shapes import check_units
 from autopar.derivation.yaml_text import composed, yaml_text
-from autopar.errors import UnsupportedModelError
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from tests.derivation.odd_model import OddConfig, OddForCausalLM, TangledModel, Unpredictable
+from tests.derivation.tricky_models import TrickyConfig, TrickyModel
 from tests.parity import check, language_batches, randomise
 from tests.pool import pooled
 from tests.random_models import Case, build
@@ -34,6 +40,11 @@ LIKE_BY_HAND = {
     "mamba": ("MambaForCausalLM", "a state for each channel, low-rank time steps"),
     "olmo2": ("Olmo2ForCausalLM", "norms over all heads"),
     "vit": ("ViTForImageClassification", "images"),
+    "gpt_oss": ("GptOssForCausalLM", "a sink for each head, put beside the scores"),
+    "beit": ("BeitModel", "tables of biases by head, resized"),
+    "bloom": ("BloomForCausalLM", "biases made for all heads: sharded, and gathered for attention"),
+    "deberta-v2": ("DebertaV2Model", "heads that a view of -1 would cut in halves"),
+    "cohere2_moe": ("Cohere2MoeForCausalLM", "shared experts beside a region"),
 }
 
 
@@ -70,6 +81,52 @@ def test_a_structure_that_nobody_stored_before() -> None:
     shards = sharding(read_user_policy(tree), model)
     assert shards["stack.2.all.weight"] == (0, [((0, 36),), ((36, 60),)])  # three voices and two
     assert shards["stack.2.both.weight"] == (0, [((0, 18),), ((18, 34),)])
+
+
+def tricky(block: str) -> TrickyModel:
+    torch.manual_seed(0)
+    return TrickyModel(TrickyConfig(block=block))
+
+
+def test_a_number_of_units_that_shapes_do_not_show() -> None:
+    """Without the attribute a shard has four heads of half the width, and every shape fits; the dry run is content."""
+    model = tricky("Halved")
+    tree = derive(model).tree
+    assert tree["blocks"]["attributes"] == {"heads": "heads"}
+    mistaken = {**tree, "blocks": {name: part for name, part in tree["blocks"].items() if name != "attributes"}}
+    plan = make_plan(model, read_user_policy(mistaken), TP)
+    assert check_plan(model, "", plan)
+    models, blocks = traced(model), ("blocks.0", "blocks.1")
+    seen, decisions = decide(models, blocks, Decisions())
+    with pytest.raises(
+        PolicyError,
+        match=r"in blocks\.0 view makes \[2, 5, 4, 2\] of a shard, whose units are \[2, 5, 2, 4\] of the full model's: "
+        r"a number of units may not be scaled \(attributes\)",
+    ):
+        check_units(models, blocks, decisions, seen, plan)
+
+
+def test_what_forward_wants_whole_is_sharded_and_gathered() -> None:
+    derived = derive(tricky("Width"))
+    assert derived.tree["blocks"]["modules"] == {
+        "query": {"column": "heads", "gather_output": True},
+        "key": {"column": "heads", "gather_output": True},
+        "back": {"row": "heads", "split_input": True},
+    }
+    assert derived.gathered == ("blocks.*.back", "blocks.*.key", "blocks.*.query") and derived.whole == ()
+
+
+def test_a_weight_that_training_uses_by_itself_stays_whole() -> None:
+    """In evaluation it is a column and a row, and right."""
+    with pytest.raises(UnsupportedModelError, match="no policy can be derived for TrickyModel"):
+        derive(tricky("Clipped"))
+
+
+@pooled(world_size=2)
+def test_tricky_blocks_on_ranks() -> None:
+    batch = [{"inputs_embeds": torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))}]
+    for block in ("Halved", "Width"):
+        check(lambda block=block: randomise(tricky(block)), batch, 2, policy="derive").mpu.destroy()
 
 
 @pooled(world_size=2)

@@ -8,7 +8,7 @@ import yaml
 
 import autopar
 from autopar.config.pipeline import PipelineConfig
-from autopar.config.sections import NUMBERS, SECTIONS
+from autopar.config.sections import PLAIN, SECTIONS
 from tests.docs.pages import DOCS, codes
 
 
@@ -26,7 +26,7 @@ def test_the_configuration_is_documented_whole() -> None:
         precision="fp16",
         gradient_clipping=1.0,
     )
-    known = {*NUMBERS, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)}
+    known = {*PLAIN, *(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)}
     shown = {
         f"{section}.{key}" if key else section
         for section, keys in content.items()

@@ -41,4 +41,4 @@ def test_the_page_lists_every_argument() -> None:
     options = {max(parameter.opts, key=len) for parameter in command.params if parameter.name != "model"}
     table = "".join(line for line in PAGE.read_text().splitlines() if line.startswith("| `-"))
     named = {"--output" if name == "-o" else name for name in re.findall(r"`(--?[a-z-]+)", table)}
-    assert named - {"--no-checkpointing", "--no-sequence-parallel"} == options
+    assert named - {"--no-checkpointing", "--no-sequence-parallel", "--no-by-expert"} == options

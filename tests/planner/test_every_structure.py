@@ -23,6 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-1, fp16": {"zero": {"stage": 1}, "precision": {"dtype": "fp16"}},
     "cp 2, ZeRO-1": {"model_parallelism": {"context_parallel_size": 2}, "zero": {"stage": 1}},
     "tp 2, sequence parallel": {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
+    "tp 2, whole experts": {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}},
     "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
 }
 IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2")
@@ -56,7 +57,8 @@ def _compare(case: Case, name: str) -> None:
     try:
         planned = PlannedModel(model, sequence=8, fp32_gradients=False)
         parsed = ParallelConfig.parse(CONFIGS[name])
-        states, stages = planned.states(parsed.tensor_parallel_size), planned.stages(parsed)
+        states = planned.states(parsed.tensor_parallel_size, parsed.expert_parallel_size > 1)
+        stages = planned.stages(parsed)
         if parsed.context_parallel_size > 1:
             planned.row_plan(parsed.context_parallel_size)
         if parsed.sequence_parallel:

@@ -49,7 +49,7 @@ def run(processes: int, folder: Path) -> dict[str, str]:
     jobs["classification zero 3"] = [*jobs["classification replicas"], "--zero-stage", "3"]
     jobs["replicas"] = [*jobs["04_tensor_data_parallel"], "--tensor-parallel-size", "1"]
     if processes == 1:
-        del jobs["18_prove_it"]  # it starts processes of its own, and they import all of it anew
+        del jobs["18_prove_it"], jobs["19_derived_policy"]  # they start processes, which import all of it anew
     if find_spec("deepspeed") is None:
         del jobs["16_deepspeed"]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -310,3 +310,12 @@ def test_18_the_right_policy_holds_and_the_mistake_is_found(runs: Runs) -> None:
     assert "14 comparisons hold, 0 do not: it is the plain model" in text
     assert number(text, "worst gradient differ by #") < 1e-4
     assert "the fault is in transformer.h.0.attn: policy text:9: transformer.h.0.attn.c_attn: column" in text
+
+
+def test_19_the_derived_policy_is_proven_and_trains(runs: Runs) -> None:
+    text = runs(2)["19_derived_policy"]
+    assert "  ffn: block.lift.in_features" in text and "    strokes: {column: heads}" in text
+    assert "stays whole: nothing" in text and "check: holds; dry run: ok" in text
+    assert "verify: 6 comparisons hold, 0 do not" in text
+    assert number(text, "-> #") < number(text, "loss #")
+    assert "merged checkpoint, plain model: logits differ by less than 1e-5: True" in text

@@ -1,0 +1,53 @@
+"""Rows that leave the ranks they lie on: gathered, and in the backward the gradients of all ranks summed for each.
+
+Behind that every rank computes the whole, and a loss is the same on all of them. In front of it the gradient on each
+rank is that of its rows: a part, which whoever averages adds up. What is not a sum of parts (a penalty on gradients)
+cannot be made of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gather_sum
+from autopar.errors import ConfigError
+from autopar.layout import Layout
+
+__all__ = ["check_single_backward", "join"]
+
+
+def join(x: torch.Tensor, axis: Axis, dim: int, rows: Layout) -> torch.Tensor:
+    """Gather rows along ``dim``, ``[..., rows/cp, ...] -> [..., rows, ...]``.
+
+    Raises:
+        ConfigError: in a backward that is to be differentiated.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        x = _Parts.apply(x)
+    return gather_sum(x, axis, dim, rows)
+
+
+class _Parts(torch.autograd.Function):
+    """Behind it gradients are those of the whole, in front of it parts of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        check_single_backward()
+        return grad
+
+
+def check_single_backward() -> None:
+    """Raise ConfigError in a backward with ``create_graph=True``; on every rank, which all run it."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ConfigError(
+            "create_graph=True: with context_parallel_size the gradients on each rank are those of its rows, and what "
+            "is computed of them\n  (a penalty on gradients) would be another number than of the whole ones. Use "
+            "tensor_parallel_size, or leave the penalty out."
+        )

@@ -1,0 +1,95 @@
+"""Whole experts in the planner: the search over them, and what it counts against real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import MixtralConfig, MixtralForCausalLM
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import app
+from tests.planner.test_memory import SavedTensors
+from tests.pool import pooled
+from tests.small import llama
+
+SEQUENCE = 32
+SIZES = ("--gpus", 4, "--sequence", SEQUENCE, "--global-batch", 8, "--gpu-memory", 1.6)
+WHOLE = {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}
+
+
+def mixtral(**settings: Any) -> MixtralForCausalLM:
+    """Five experts: three and two on two ranks."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=5, num_experts_per_tok=2, vocab_size=131, max_position_embeddings=64,
+    )  # fmt: skip
+    return MixtralForCausalLM._from_config(config, **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for name, model in {"mixtral": mixtral(), "llama": llama(num_hidden_layers=4)}.items():
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(path / name)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> None:
+    result = run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--by-expert", "--json")
+    assert result.exit_code == 0, result.output
+    best = json.loads(result.stdout)["best"]
+    assert best and all(each["by_expert"] and each["tp"] > 1 for each in best)
+    for each in best:
+        assert each["config"]["model_parallelism"]["expert_parallel_size"] == each["tp"]
+        assert each["bytes_sent"]["tp"] > 0
+        planned = autopar.plan_memory(mixtral(), each["config"], sequence=SEQUENCE, batch=8 // each["dp"], gpus=4)
+        assert [{**memory.parts(), "total": memory.total} for memory in planned.stages] == each["memory"]
+    either = json.loads(run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--json").stdout)
+    sharded = json.loads(
+        run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--no-by-expert", "--json").stdout
+    )
+    assert either["tried"] > sharded["tried"] and not any(each["by_expert"] for each in sharded["best"])
+
+
+def test_a_column_for_whole_experts_where_some_have_them(folder: Path) -> None:
+    table = run(folder / "mixtral", *SIZES, "--by-expert").stdout
+    assert " EP " in table and "whole experts" not in table.splitlines()[0]
+    assert " EP " not in run(folder / "llama", *SIZES).stdout
+
+
+def test_a_dense_model_has_none(folder: Path) -> None:
+    result = run(folder / "llama", *SIZES, "--by-expert")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: no mesh of 4 GPUs fits: whole experts need tp above 1, not 1")
+    with pytest.raises(autopar.ConfigError, match="this model has no experts that can be sharded by expert"):
+        autopar.plan_memory(llama(), WHOLE, sequence=SEQUENCE)
+
+
+@pooled(world_size=2)
+def test_what_ranks_keep_is_what_was_planned() -> None:
+    """Routes are uneven on each rank, and even in the mean of them."""
+    settings = {"experts_implementation": "batched_mm"}  # the grouped one has no fp32 without data
+    plan = autopar.plan_memory(mixtral(**settings), WHOLE, sequence=SEQUENCE, batch=4, device="cpu")
+    model: Any = autopar.initialize(mixtral(**settings), WHOLE).train()
+    ids = torch.randint(0, 131, (4, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    saved = SavedTensors(model)
+    with saved:
+        model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
+    kept = torch.tensor(float(saved.most))
+    dist.all_reduce(kept)
+    planned = plan.peak.activations + plan.peak.logits
+    assert abs(kept.item() / 2 / planned - 1) < 0.05, (kept.item() / 2, planned)
+    assert plan.ranks[0, 0, dist.get_rank()].weights == sum(parameter.nbytes for parameter in model.parameters())
+    model.mpu.destroy()
