@@ -13,7 +13,7 @@ __all__ = ["draw"]
 _WIDTH, _LEFT, _RIGHT = 1100, 70, 20
 _KINDS = {
     "F": ("#4c8ed9", "forward"),
-    "B": ("#5cb56e", "backward"),
+    "B": ("#3d9450", "backward"),
     "I": ("#5cb56e", "backward to the input"),
     "W": ("#b6dd8c", "backward to the weights"),
 }
@@ -88,7 +88,8 @@ def _memory(estimate: Estimate, limit: float, top: int) -> Iterator[str]:
     scale = height / most
     step = (_WIDTH - _LEFT - _RIGHT) / len(estimate.memory)
     for rank, memory in enumerate(estimate.memory):
-        x, y, width = _LEFT + rank * step + step * 0.1, float(base), min(step * 0.8, 90)
+        y, width = float(base), min(step * 0.8, 90)
+        x = _LEFT + rank * step + (step - width) / 2
         for part, size in memory.parts().items():
             y -= size * scale
             yield (

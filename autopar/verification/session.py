@@ -23,7 +23,8 @@ from autopar.errors import ConfigError, clip
 from autopar.pipeline_parallel.microbatch import default_reduction, label_count, own_loss
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.parallelize import sync_parameters
-from autopar.verification.closeness import tolerance_of
+from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.verification.closeness import measure, tolerance_of
 from autopar.verification.dropout_rates import Rate, switch_off
 from autopar.verification.outputs import named, reseed, total_loss
 from autopar.verification.report import RankMemory
@@ -70,9 +71,9 @@ class Session:
         batches: Sequence[Batch],
     ) -> None:
         self.plain = copy.deepcopy(model)
-        self.parts, self.config = _fit(model, config, batches[0])
         self.batches = list(batches)
         self.rates: list[Rate] = switch_off(self.plain)
+        self.parts, self.config = _fit(self.plain, config, self.batches)
         self.parallel: Any = copy.deepcopy(self.plain)
         self.optimizers = (make_optimizer(self.plain.parameters()), make_optimizer(self.parallel.parameters()))
         self.parallel, _ = autopar.api.initialize(
@@ -84,12 +85,14 @@ class Session:
         self.plan, self.stages = self.state.plan, self.state.stages
         self.policy = str(self.state.policy.where)
         self.slices = Slices(self.plan, self.mpu)
+        self.batches = [self._placed(batch) for batch in self.batches]
         half = DTYPES.get(config.precision)
         dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
+        if dtypes == {torch.float64}:
+            dtypes |= self._computed_in()
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
-        self.batches = [self._placed(batch) for batch in self.batches]
         self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
@@ -98,6 +101,12 @@ class Session:
     def _placed(self, batch: Batch) -> Batch:
         device = self.mpu.device
         return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def _computed_in(self) -> set[torch.dtype]:
+        """The dtypes that the plain model's code computes in: norms and losses in float32, say, whatever it is in."""
+        with _Dtypes() as dtypes:
+            self.evaluate(self.plain, self.batches[0])
+        return dtypes.found
 
     def close(self) -> None:
         """Destroy the process groups that were made."""
@@ -209,23 +218,65 @@ def _part(batch: Batch, number: int, parts: int) -> dict[str, Any]:
     }
 
 
-def _fit(model: nn.Module, config: ParallelConfig, batch: Batch) -> tuple[int, ParallelConfig]:
+class _Dtypes(TensorTracking):
+    """Notes the dtypes of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[torch.dtype]()
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.found |= {x.dtype for x in tensors_in(result) if x.is_floating_point()}
+
+
+def _fit(plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch]) -> tuple[int, ParallelConfig]:
     """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
 
     A loss that is no mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of its
-    micro-batches put together: then there is one micro-batch, and the plain model's is the mean of the replicas'.
+    micro-batches put together, nor is that of a model whose samples depend on each other: then there is one
+    micro-batch, and the plain model's is the mean of the replicas'.
     """
-    apart = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    apart = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
+    replicas = config.data_parallel_size(dist.get_world_size())
     try:
-        if apart or "labels" not in batch:
+        if apart or "labels" not in batches[0]:
             raise ConfigError("one micro-batch")
-        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-        default_reduction(inner, batch, 2)
+        inner = next((module for module in plain.modules() if isinstance(module, PreTrainedModel)), plain)
+        default_reduction(inner, batches[0], 2)
+        if config.pipeline_parallel_size * replicas > 1 and not _has_samples_apart(plain, batches):
+            raise ConfigError("one micro-batch")
         return 1, config
     except ConfigError:
         rows = max(
-            (len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), default=1
+            (len(value) for value in batches[0].values() if isinstance(value, torch.Tensor) and value.ndim), default=1
         )
         pipeline = replace(config.pipeline, microbatch_size=rows, num_microbatches=None)
-        replicas = config.data_parallel_size(dist.get_world_size())
         return replicas, replace(config, pipeline=pipeline)
+
+
+def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
+    """Whether the plain model's logits of the two halves of a batch are those of the whole; rank 0 tries."""
+    found = [True]
+    if dist.get_rank() == 0:
+        training = plain.training
+        plain.train()
+        try:
+            with torch.no_grad():
+                found = [all(_halves_agree(plain, batch) for batch in batches)]
+        except Exception:  # what does not run in parts, or at all, is found out where it is compared
+            found = [True]
+        finally:
+            plain.train(training)
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _halves_agree(plain: nn.Module, batch: Batch) -> bool:
+    def logits(part: Mapping[str, Any]) -> Any:
+        reseed(0)
+        return dict(named(plain(**copy.deepcopy(dict(part)))).items()).get("logits")
+
+    whole, halves = logits(batch), [logits(_part(batch, number, 2)) for number in range(2)]
+    if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (sum(len(half) for half in halves),):
+        return True
+    return measure(torch.cat(halves), whole).relative <= tolerance_of(whole.dtype)

@@ -87,6 +87,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "step3p5": {"sliding_window": 4},
     "step3p7_text": {"sliding_window": 4},
     "swin2sr": {"image_size": 16, "depths": (1, 1), "num_heads": (4, 4), "embed_dim": 32},
+    "vivit": {"num_frames": 4, "image_size": 32},
     "xlnet": {"d_head": 8},
     "xlstm": {"use_cache": False},
     "xmod": {"default_language": "en_XX"},

@@ -9,6 +9,7 @@ import autopar
 from autopar.cli.models import of_task
 from autopar.verification.batches import make_batches
 from autopar.verification.outputs import size_of_loss, total_loss
+from autopar.verification.session import _Dtypes, _halves_agree
 from autopar.verification.small_models import build_small
 
 LARGEST = 5_000_000  # parameters
@@ -58,3 +59,25 @@ def test_terms_that_cancel_are_measured_by_their_size() -> None:
     output = {"last_hidden_state": torch.tensor([[1.0, 1.0, 1.0, 1.0]])}
     assert abs(total_loss(output).item()) < size_of_loss(output)
     assert size_of_loss({"loss": torch.tensor(2.0), **output}) == 0.0
+
+
+class Coupled(torch.nn.Module):
+    """Its logits take the mean of the batch away."""
+
+    def __init__(self, coupled: bool) -> None:
+        super().__init__()
+        self.coupled = coupled
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": x - x.mean(0) if self.coupled else x + 1}
+
+
+def test_samples_that_depend_on_each_other_are_found_out() -> None:
+    batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
+    assert _halves_agree(Coupled(False), batch) and not _halves_agree(Coupled(True), batch)
+
+
+def test_computed_dtypes_are_noted() -> None:
+    with _Dtypes() as dtypes:
+        (torch.ones(2, dtype=torch.float64).float() + 1).double()
+    assert dtypes.found == {torch.float32, torch.float64}
