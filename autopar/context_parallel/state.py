@@ -203,8 +203,11 @@ class RowState:
         return layout
 
     def rows_of(self, length: int) -> Layout | None:
-        """Return which rows of a sequence each rank has; None if they are too few to be cut."""
-        if length < self.axis.size:
+        """Return which rows of a sequence each rank has; None if they are too few to be cut.
+
+        Each rank has two at least: models take one query for a step of decoding, which is not causal.
+        """
+        if length < 2 * self.axis.size:
             return None
         if length not in self._known:
             self._known[length] = rows_layout(length, self.axis.size, zigzag=self.method != "ulysses")

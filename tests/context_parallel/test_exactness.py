@@ -92,6 +92,9 @@ def test_masks_and_lengths(name: str, method: str) -> None:
 def test_four_ranks(method: str) -> None:
     for build_one in (llama, CAUSAL["some windows"], CAUSAL["one key"]):  # fewer keys, and fewer heads, than ranks
         check(build_one, batches(), 1, config=sizes(4, method), step=False).mpu.destroy()
+    speech = functools.partial(made, "moonshine", "MoonshineForConditionalGeneration")  # causal but for one query
+    batch = {"input_values": torch.randn(2, 2500), "labels": torch.arange(10).view(2, 5)}
+    check(speech, [batch], 1, config=sizes(4, method), step=False).mpu.destroy()
     if method == "ulysses":  # heads of one rank look at two keys
         parts = functools.partial(made, "llama", "LlamaForCausalLM", 6, 2)
         check(parts, batches()[1:2], 1, config=sizes(4, method), step=False).mpu.destroy()
