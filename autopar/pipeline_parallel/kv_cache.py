@@ -42,15 +42,16 @@ def record_length(
     """Extend the layer of a block that runs on another rank by the length of this call.
 
     Args:
-        args, kwargs: of the block; its hidden states are ``[batch, seq, width]``.
-        tokens: of the model's call, ``[batch, seq]``; for blocks whose hidden states are several streams.
+        args, kwargs: of the block; its hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``.
+        tokens: of the model's call, ``[batch, seq]``; for hidden states of several streams, or with time first.
     """
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     index = _layer_index(block)
     if index is None or hidden is None:
         return
     if hidden.ndim == 3:
-        _extend(cache, index, hidden)
+        time_first = tokens is not None and hidden.shape[:2] == tokens.shape[1::-1]
+        _extend(cache, index, hidden.transpose(0, 1) if time_first else hidden)
     elif hidden.ndim == 4 and tokens is not None:
         _extend(cache, index, tokens)
 

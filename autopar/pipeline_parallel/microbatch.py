@@ -95,8 +95,10 @@ def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int |
 
     def part(start: int, stop: int) -> dict[str, Any]:
         def narrow(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-            has_rows = tensor.ndim > dim and tensor.shape[dim] == samples
-            return tensor.narrow(dim, start, stop - start) if has_rows else tensor
+            if tensor.ndim <= dim or tensor.shape[dim] != samples:
+                return tensor
+            part = tensor.narrow(dim, start, stop - start)
+            return part if part.is_floating_point() else part.clone()  # some models write into their labels
 
         return {
             name: narrow(value, 1) if _of_several_kinds(name, value) else map_tensors(value, narrow)

@@ -106,8 +106,10 @@ class Pipeline:
         """Give ``model`` its ``execute_pipeline`` and ``no_sync``; in several stages also a forward through them."""
         model._autopar_pipeline = self  # type: ignore[assignment]
         bind(model, _OWNER, execute_pipeline=execute_pipeline, no_sync=no_sync)
+        encoder = None if self.plan.encoder is None else self.plan.elements[self.plan.encoder]
         for path, module in model.named_modules() if self.plan.stages > 1 else ():
-            span = self._span(path) if module is model or isinstance(module, PreTrainedModel) else None
+            called = module is model or isinstance(module, PreTrainedModel) or path == encoder  # by itself
+            span = self._span(path) if called else None
             if span is not None:
                 kind: Any = type(module)
                 module._autopar_pipeline = self

@@ -58,10 +58,28 @@ def test_generate(name: str, beams: int) -> None:
 @pooled(world_size=2)
 def test_padding_stays_masked_where_layers_are_numbered_or_called_in_another_way(model_type: str) -> None:
     """GPT-Neo's attentions have a layer_id; HYV4's hidden states are several streams, [batch, seq, streams, width]."""
+    _same_logits_of_tokens(model_type, 2).mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_an_encoder_that_is_no_model_and_blocks_with_time_first() -> None:
+    """FSMT's encoder is a plain module; its hidden states are [seq, batch, width]; it writes into its labels."""
+    piped = _same_logits_of_tokens("fsmt", 4)
+    (batch,) = language_batches(100, count=1, batch=3)
+    evaluated = piped.eval().execute_pipeline(batch, broadcast_loss=True).loss
+    for module in piped.train().modules():
+        vars(module).update({name: 0.0 for name, value in vars(module).items() if "dropout" in name and value})
+    trained = piped.execute_pipeline(batch, broadcast_loss=True).loss  # micro-batches of one sample
+    close(trained, evaluated, "loss", 1e-6)
+    piped.mpu.destroy()
+
+
+def _same_logits_of_tokens(model_type: str, pp: int) -> Any:
     head = of_task(model_type, None)
     assert head.kind is not None and head.config is not None
     plain = build_small(head.kind, head.config).eval()
-    piped = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"pipeline_parallel_size": 2}}).eval()
+    config = {"model_parallelism": {"pipeline_parallel_size": pp}, "pipeline": {"microbatch_size": 1}}
+    piped = autopar.initialize(copy.deepcopy(plain), config).eval()
     ids = torch.randint(3, 131, (2, 5), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -71,7 +89,7 @@ def test_padding_stays_masked_where_layers_are_numbered_or_called_in_another_way
     actual = piped.generate(input_ids=ids, attention_mask=mask, **settings)
     for number, (mine, theirs) in enumerate(zip(actual.logits, expected.logits, strict=True)):
         close(mine, theirs, f"logits of token {number + 1}", 1e-6)
-    piped.mpu.destroy()
+    return piped
 
 
 @pooled(world_size=2)
