@@ -22,6 +22,7 @@ from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.storage.huge_pages import empty
 from autopar.storage.lazy_tensor import InMemory, read_shard
+from autopar.storage.threads import in_threads, reading_threads
 from autopar.tensor_parallel.parallelize import sync_parameters
 
 __all__ = ["Materializer", "deferred_fingerprint"]
@@ -106,19 +107,21 @@ class Materializer:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        left = {id(parameter) for parameter in self._model.parameters()}  # on this stage
-        for pending in self._pending.values():
-            parameter = pending.parameter
-            if id(parameter) not in left:
-                continue
-            shard = pending.shard
-            if shard is None:
-                assert pending.source is not None
-                shard = empty(parameter.shape, parameter.dtype, mpu.device)
-                with torch.device("cpu"):  # for temporary tensors
-                    read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
-            vars(parameter).pop("_is_hf_initialized", None)
-            replace_storage(parameter, shard)
+        here = {id(parameter) for parameter in self._model.parameters()}  # on this stage
+        left = [pending for pending in self._pending.values() if id(pending.parameter) in here]
+
+        def shard_of(pending: DeferredParameter) -> torch.Tensor:
+            if pending.shard is not None:
+                return pending.shard
+            assert pending.source is not None
+            shard = empty(pending.parameter.shape, pending.parameter.dtype, mpu.device)
+            with torch.device("cpu"):  # for temporary tensors
+                read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
+            return shard
+
+        for pending, shard in zip(left, in_threads(shard_of, left, reading_threads(mpu.world_size)), strict=True):
+            vars(pending.parameter).pop("_is_hf_initialized", None)
+            replace_storage(pending.parameter, shard)
             pending.shard = pending.source = None
         for module in self._model.modules():
             clear_sources(module)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -42,11 +43,12 @@ Box = tuple[Range, ...]
 """For each dim a range ``[start, stop)``."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
+_opening = threading.Lock()
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
 
 
 class RangeFile:
-    """A file that is read by byte ranges; opened at the first read. A context manager."""
+    """A file that is read by byte ranges, by any number of threads; opened at the first read. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,8 +69,9 @@ class RangeFile:
         """
         preadv = os.preadv
         try:
-            if self._handle is None:
-                self._handle = os.open(self.path, os.O_RDONLY)
+            with _opening:
+                if self._handle is None:
+                    self._handle = os.open(self.path, os.O_RDONLY)
             handle = self._handle
             for here, there in places:
                 done = preadv(handle, [target[here : here + length]], there)
