@@ -130,6 +130,7 @@ KINDS: dict[str, Kind] = {
         make=_sized("data2vec-vision", **_BEIT),
         inputs=_images(16, patches=16),
         variants={"shared-bias": {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}},
+        double="the plain model's own float32 gradients of segmentation are off by 1.6e-3",
     ),
     "deit": Kind(settings=_SMALL, inputs=_images(), variants=_NO_BIAS),
     "dinov2": Kind(
