@@ -1,16 +1,14 @@
-"""Micro-batches: split a batch, weigh their losses, merge their outputs."""
+"""Micro-batches: split a batch, weigh their losses."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import (
     LOSS_MAPPING,
     ForCausalLMLoss,
@@ -18,7 +16,6 @@ from transformers.loss.loss_utils import (
     ForSequenceClassificationLoss,
     ForTokenClassification,
 )
-from transformers.utils.generic import ModelOutput
 
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -28,7 +25,6 @@ __all__ = [
     "default_reduction",
     "divides_by_items",
     "label_count",
-    "merge_outputs",
     "next_batch",
     "own_loss",
     "shifts_labels",
@@ -219,42 +215,6 @@ def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -
     if shifted and labels.ndim > 1 and microbatch.get("shift_labels") is None:
         labels = labels[..., 1:]
     return int((labels != -100).sum())
-
-
-def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) -> Any:
-    """Merge the outputs of the micro-batches: tensors with one row per sample are concatenated, others averaged.
-
-    Args:
-        sizes: samples of each micro-batch.
-        weights: how much each counts in an average (of losses).
-    """
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        parts = [output.detach() for output in outputs]
-        if all(part.ndim and part.shape[0] == size for part, size in zip(parts, sizes, strict=True)):
-            return torch.cat(parts)
-        if first.is_floating_point() and all(part.shape == first.shape for part in parts):
-            return sum(_counted(part, weight) for part, weight in zip(parts, weights, strict=True))
-        return torch.cat(parts) if first.ndim else first.detach()
-    if isinstance(first, Cache):
-        return None
-    if isinstance(first, ModelOutput):
-        return type(first)(**{name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first})
-    if isinstance(first, dict):
-        return {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
-    if isinstance(first, list | tuple):
-        merged = [merge_outputs(list(entries), sizes, weights) for entries in zip(*outputs, strict=True)]
-        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
-    if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first) if field.init]
-        listed = {name: [getattr(output, name) for output in outputs] for name in names}
-        return replace(first, **{name: merge_outputs(entries, sizes, weights) for name, entries in listed.items()})
-    return first
-
-
-def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """The loss of a micro-batch without labels is not a number; it does not count."""
-    return loss * weight if weight else torch.zeros_like(loss)
 
 
 def shifts_labels(model: Any) -> bool:

@@ -22,11 +22,11 @@ from autopar.model_methods import bind, unbind
 from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.generate import call_through_stages
+from autopar.pipeline_parallel.merged_outputs import merge_outputs
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
     default_reduction,
     label_count,
-    merge_outputs,
     next_batch,
     own_loss,
     shifts_labels,

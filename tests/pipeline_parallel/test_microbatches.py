@@ -8,9 +8,9 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from autopar.errors import ConfigError
+from autopar.pipeline_parallel.merged_outputs import merge_outputs
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
-    merge_outputs,
     next_batch,
     shifts_labels,
     split,
@@ -103,3 +103,14 @@ def test_outputs_are_put_together() -> None:
     assert torch.equal(merged.hidden_states[0][:, 0], torch.tensor([0.0, 0.0, 1.0]))
     outputs[1].loss = torch.tensor(torch.nan)
     assert merge_outputs(outputs, [2, 1], [1.0, 0.0]).loss == 1.0
+
+
+def test_several_rows_of_each_sample_are_put_together_and_what_no_sample_changes_is_left() -> None:
+    frames = torch.arange(24.0).view(12, 2)  # 4 of each of 3 samples
+    for sizes in ([2, 1], [1, 1, 1]):
+        parts = list(frames.split([4 * size for size in sizes]))
+        assert torch.equal(merge_outputs(parts, sizes, [1 / len(sizes)] * len(sizes)), frames)
+    table = torch.rand(4, 2)
+    assert torch.equal(merge_outputs([table, table.clone()], [1, 1], [0.5, 0.5]), table)
+    losses = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]  # of two heads
+    assert torch.equal(merge_outputs(losses, [1, 1], [0.5, 0.5]), torch.tensor([2.0, 4.0]))
