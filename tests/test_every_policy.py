@@ -255,8 +255,6 @@ NOT_IN_CONTEXT = {
         "qwen3_5_vision",
         "qwen3_vl_moe_vision",
         "qwen3_vl_vision",
-        "qwen4_exp",
-        "qwen4_exp_text",
         "reformer",
         "segformer",
         "sew",
