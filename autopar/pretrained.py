@@ -77,7 +77,9 @@ def from_pretrained(
         strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
-        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
+        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...; its
+            ``disable_mmap=False`` maps the files on a CPU instead of reading them, where a shard's bytes lie together:
+            quicker, but a file that is overwritten in place later changes the model.
 
     Returns:
         The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
@@ -181,7 +183,7 @@ def _checked_dtype(dtype: Any) -> str | torch.dtype:
 
 def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any]) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours."""
-    shards = Shards(folder)
+    shards = Shards(folder, mapped=given.get("disable_mmap") is False)
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
     if verify:

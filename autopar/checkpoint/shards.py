@@ -37,6 +37,7 @@ class Shards:
     Args:
         folder: of the checkpoint.
         parts: which parts are going to be used; presence and size of all their files are checked at once.
+        mapped: whether lazy tensors may lie in maps of the files (:class:`~autopar.storage.range_file.RangeFile`).
 
     Attributes:
         manifest: the checkpoint's.
@@ -45,8 +46,9 @@ class Shards:
         CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
     """
 
-    def __init__(self, folder: Path, parts: Iterable[str] = ("model",)) -> None:
+    def __init__(self, folder: Path, parts: Iterable[str] = ("model",), mapped: bool = False) -> None:
         self.folder = folder
+        self._mapped = mapped
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         used = [self.manifest.parts[name] for name in parts if name in self.manifest.parts]
@@ -83,7 +85,7 @@ class Shards:
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
         try:
-            reader = SafetensorsReader(path)
+            reader = SafetensorsReader(path, self._mapped)
         except CheckpointError as error:
             if actual != record.bytes:
                 raise CheckpointError(truncated) from error

@@ -39,7 +39,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
         )
     if config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
-    tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
+    mapped = config.disable_mmap is False  # None, the default, reads
+    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", mapped)
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     info, index = original(model, sketches, None, config, *rest, **kwargs)
     if info.conversion_errors:

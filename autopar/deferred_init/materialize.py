@@ -21,7 +21,7 @@ from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.storage.huge_pages import empty
-from autopar.storage.lazy_tensor import InMemory, read_shard
+from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.storage.threads import in_threads, reading_threads
 from autopar.tensor_parallel.parallelize import sync_parameters
 
@@ -114,6 +114,10 @@ class Materializer:
             if pending.shard is not None:
                 return pending.shard
             assert pending.source is not None
+            if mpu.device.type == "cpu" and pending.parameter.dtype == pending.source.dtype:
+                mapped = map_shard(pending.source, pending.layout, mpu.tp.rank)
+                if mapped is not None:
+                    return mapped
             shard = empty(pending.parameter.shape, pending.parameter.dtype, mpu.device)
             with torch.device("cpu"):  # for temporary tensors
                 read_shard(pending.source, pending.layout, mpu.tp.rank, shard)

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, RangeFile, Stored
+from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
+from autopar.storage.range_file import RangeFile
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
 from autopar.storage.views import Permuted
 
@@ -20,11 +21,14 @@ __all__ = ["damage", "open_files", "same_values"]
 _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
-def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "") -> dict[str, LazyTensor]:
+def open_files(
+    files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "", mapped: bool = False
+) -> dict[str, LazyTensor]:
     """Open files: name -> lazy tensor; of each file only the header is read. A later file takes precedence.
 
     Args:
         folder: if it is a folder on this machine, no file may lie outside of it.
+        mapped: whether tensors may lie in maps of the files (:class:`~autopar.storage.range_file.RangeFile`).
 
     Raises:
         CheckpointError: a file is missing, truncated, no checkpoint, or outside of ``folder``.
@@ -38,7 +42,7 @@ def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLik
             raise CheckpointError(
                 f"{path} is missing: the checkpoint has {len(files)} weight files, this is one of them"
             )
-        tensors.update(_open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path))
+        tensors.update((_open_safetensors if path.suffix == ".safetensors" else _open_pickled)(path, mapped))
     return tensors
 
 
@@ -65,16 +69,16 @@ def _check_inside(path: Path, folder: Path) -> None:
         )
 
 
-def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    reader = SafetensorsReader(path)
+def _open_safetensors(path: Path, mapped: bool) -> dict[str, LazyTensor]:
+    reader = SafetensorsReader(path, mapped)
     return {name: reader.lazy(name) for name in reader.entries}
 
 
-def _open_pickled(path: Path) -> dict[str, LazyTensor]:
+def _open_pickled(path: Path, mapped: bool) -> dict[str, LazyTensor]:
     """Open a zip archive of raw storages and a pickle, with ``weights_only``: it can name tensors, not code."""
     if not zipfile.is_zipfile(path):  # torch before 1.6, or no checkpoint at all: has to be read whole
         return {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
-    size, file = path.stat().st_size, RangeFile(path)
+    size, file = path.stat().st_size, RangeFile(path, mapped)
     return {name: _of_storage(name, tensor, file, size) for name, tensor in _unpickled(path, "meta").items()}
 
 

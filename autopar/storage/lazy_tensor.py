@@ -1,8 +1,9 @@
 """Tensors that lie in files and are read in ranges.
 
 A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
-straight into their final place when dtype and device are the file's. Nothing is mapped into memory: pages of a map
-stay resident and count (measured: 1.5 times the shard, plain reads need 1.0).
+straight into their final place when dtype and device are the file's. Of a file that may be mapped
+(:class:`~autopar.storage.range_file.RangeFile`), :func:`map_shard` gives the mapped memory itself where a shard's bytes
+lie together.
 
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file
@@ -15,24 +16,21 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from autopar.errors import CheckpointError
 from autopar.layout import Layout, Range
+from autopar.storage.range_file import RangeFile
 
 __all__ = [
     "Box",
     "InMemory",
     "Joined",
     "LazyTensor",
-    "RangeFile",
     "Stored",
+    "map_shard",
     "memory",
     "read_shard",
     "whole_box",
@@ -43,62 +41,8 @@ Box = tuple[Range, ...]
 """For each dim a range ``[start, stop)``."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
-_opening = threading.Lock()
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
-
-
-class RangeFile:
-    """A file that is read by byte ranges, by any number of threads; opened at the first read. A context manager."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._handle: int | None = None
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
-        self.read_runs(target, [(0, offset)], len(target))
-
-    def read_runs(self, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
-        """Read runs of ``length`` bytes, for each its place in ``target`` and its offset in the file.
-
-        A row-parallel weight has one in every row, so this loop holds nothing but the calls (measured: 1.5 us each
-        beside the copying).
-
-        Raises:
-            CheckpointError: the file ends before.
-        """
-        preadv = os.preadv
-        try:
-            with _opening:
-                if self._handle is None:
-                    self._handle = os.open(self.path, os.O_RDONLY)
-            handle = self._handle
-            for here, there in places:
-                done = preadv(handle, [target[here : here + length]], there)
-                while done < length:  # one call reads at most 2 GiB
-                    more = preadv(handle, [target[here + done : here + length]], there + done)
-                    if more == 0:
-                        raise CheckpointError(
-                            f"{self.path} is truncated: it ends at byte {there + done}, {there + length} are needed"
-                        )
-                    done += more
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-
-    def close(self) -> None:
-        """Close the file; a later read opens it again."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-    def __enter__(self) -> RangeFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
+_MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
 
 
 class LazyTensor(ABC):
@@ -115,6 +59,10 @@ class LazyTensor(ABC):
     @abstractmethod
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
+
+    def mapped(self, box: Box) -> torch.Tensor | None:
+        """Return the elements of ``box`` as they lie in a mapped file; None if they have to be read."""
+        return None
 
     def slabs(self, limit: int) -> Iterator[Box]:
         """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
@@ -168,6 +116,17 @@ class Stored(LazyTensor):
             self._read_runs(out, box, inner)
         else:
             self._read_over(out, box)
+
+    def mapped(self, box: Box) -> torch.Tensor | None:
+        sizes = [stop - start for start, stop in box]
+        inner = self._run_dim(box)
+        least = math.prod(sizes) * self.dtype.itemsize >= _MAPPED
+        if not (self.file.mapped and least and all(size == 1 for size in sizes[:inner])):
+            return None
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        first = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+        offset = self.offset + first * self.dtype.itemsize
+        return None if offset % self.dtype.itemsize else self.file.view(offset, self.dtype, sizes)
 
     def _run_dim(self, box: Box) -> int:
         partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
@@ -249,6 +208,16 @@ class Joined(LazyTensor):
                 part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
             begin = end
 
+    def mapped(self, box: Box) -> torch.Tensor | None:
+        start, stop = box[self.dim]
+        begin = 0
+        for part in self.parts:
+            end = begin + part.shape[self.dim]
+            if begin <= start and stop <= end:
+                return part.mapped(with_range(box, self.dim, (start - begin, stop - begin)))
+            begin = end
+        return None
+
 
 class InMemory(LazyTensor):
     """A tensor in memory."""
@@ -262,6 +231,18 @@ class InMemory(LazyTensor):
         for dim, (start, stop) in enumerate(box):
             part = part.narrow(dim, start, stop - start)
         out.copy_(part)
+
+
+def map_shard(lazy: LazyTensor, layout: Layout | None, rank: int) -> torch.Tensor | None:
+    """Return what ``rank`` holds of ``lazy`` by ``layout`` (None: all of it) as memory of a mapped file.
+
+    None where it has to be read: the file may not be mapped, or the shard's bytes do not lie together.
+    """
+    box = whole_box(lazy.shape)
+    if layout is None:
+        return lazy.mapped(box)
+    ranges = layout.ranges(rank)
+    return lazy.mapped(with_range(box, layout.dim, ranges[0])) if len(ranges) == 1 else None
 
 
 @torch.no_grad()

@@ -18,8 +18,9 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.storage.checksum import checksum, checksum_of
-from autopar.storage.lazy_tensor import LazyTensor, RangeFile, Stored, memory
+from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 from autopar.storage.output_file import OutputFile
+from autopar.storage.range_file import RangeFile
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
 
@@ -164,7 +165,11 @@ class SafetensorsWriter:
 
 
 class SafetensorsReader:
-    """Reads one file with plain reads, no memory map; a context manager.
+    """Reads one file with plain reads; a context manager.
+
+    Args:
+        path: the file.
+        mapped: whether lazy tensors may lie in a map of it (:class:`~autopar.storage.range_file.RangeFile`).
 
     Attributes:
         metadata: the strings of the header.
@@ -175,9 +180,9 @@ class SafetensorsReader:
         CheckpointError: with the file's name, if the header is malformed or does not describe the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapped: bool = False) -> None:
         self.path = path
-        self._file = RangeFile(path)
+        self._file = RangeFile(path, mapped)
         self.header = ""
         try:
             self.metadata, self.entries = self._read_header()

@@ -38,6 +38,10 @@ class Narrowed(LazyTensor):
         low, high = box[self.dim]
         self.base.read_into(out, with_range(box, self.dim, (low + self.start, high + self.start)))
 
+    def mapped(self, box: Box) -> torch.Tensor | None:
+        low, high = box[self.dim]
+        return self.base.mapped(with_range(box, self.dim, (low + self.start, high + self.start)))
+
 
 class Permuted(LazyTensor):
     """``base`` with its dims in the order ``dims``, as ``Tensor.permute`` has them."""

@@ -24,7 +24,7 @@ import autopar
 from autopar.deferred_init.random_init import InitSteps
 from autopar.errors import CheckpointError
 from autopar.split import split_checkpoint
-from autopar.storage.lazy_tensor import RangeFile
+from autopar.storage.range_file import RangeFile
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled
 from tests.random_models import build, cases

@@ -11,7 +11,8 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.storage.lazy_conversion import Computed, Sketch
-from autopar.storage.lazy_tensor import RangeFile, Stored
+from autopar.storage.lazy_tensor import Stored
+from autopar.storage.range_file import RangeFile
 
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "slice": lambda x: x[1:3, :, 2:],

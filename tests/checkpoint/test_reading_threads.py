@@ -13,7 +13,7 @@ import autopar
 from autopar.deferred_init import materialize
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import CheckpointError
-from autopar.storage.lazy_tensor import RangeFile
+from autopar.storage.range_file import RangeFile
 from autopar.storage.threads import in_threads, reading_threads
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled
