@@ -58,6 +58,10 @@ class RowLogits(WholeLogits):
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(self.axis.rank)) or "none"
         return f"{self.axis.name} rank {self.axis.rank} of {self.axis.size} has rows {held}"
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return this rank's rows."""
+        return [self.own]
+
     def gathered(self) -> torch.Tensor:
         """Return a plain tensor of the same values. A collective of the axis."""
         meet(self.axis, f"logits {list(self.shape)} of {self.title}", PATIENCE, _ADVICE)

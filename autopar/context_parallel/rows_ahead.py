@@ -56,6 +56,10 @@ class RowsAhead(WholeOnRead):
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return this rank's rows."""
+        return [self.own]
+
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
         """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""
         if self._plain is not None or self.rows != rows or self.rows_dim != dim:

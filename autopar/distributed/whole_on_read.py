@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FACTS", "PATIENCE", "WholeOnRead", "name_of", "without_overrides"]
+__all__ = ["FACTS", "PATIENCE", "WholeOnRead", "name_of", "parts_of", "without_overrides"]
 
 PATIENCE = 300.0
 """Seconds that a rank which reads waits for the others of its axis to read, too."""
@@ -50,6 +50,10 @@ class WholeOnRead(torch.Tensor):
 
     def held(self) -> str:
         """Return what this rank has of it, for a print."""
+        raise NotImplementedError
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return the tensors that this rank has of it; their gradients and origins are those of the whole."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -91,6 +95,13 @@ class WholeOnRead(torch.Tensor):
         """Read for what does not come through Python."""
         args, kwargs = tree_map_only(WholeOnRead, lambda x: x.whole().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what this rank has of a tensor that is whole on reading, without reading it; of any other one itself."""
+    if not isinstance(tensor, WholeOnRead):
+        return [tensor]
+    return [x for part in ([tensor.whole()] if tensor.is_whole else tensor.parts()) for x in parts_of(part)]
 
 
 def name_of(func: Any) -> str:

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from autopar.distributed.rng import base_seed, stream
+from autopar.distributed.rng import base_seed
+from autopar.errors import ConfigError
 from autopar.pipeline_parallel.engine import Engine
 from autopar.pipeline_parallel.kv_cache import find_cache, record_lengths
 from autopar.pipeline_parallel.outputs import complete, incomplete, unavailable
 from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, run_stage
+from autopar.pipeline_parallel.streams import Streams
 
 __all__ = ["call_through_stages"]
 
@@ -36,12 +38,16 @@ def call_through_stages(
     Args:
         module: the model, or a model inside it (an encoder by itself).
         span: which elements it runs: from, up to.
+
+    Raises:
+        ConfigError: a KV cache was given, and ranks have several stages.
     """
     start, stop = span
     context, plan, p2p = engine.context, engine.plan, engine.p2p
     if context.encoder is not None and kwargs.get("encoder_outputs") is not None and stop > context.encoder + 1:
         start = max(start, context.encoder + 1)
     stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
+    _check_cache(find_cache(args, kwargs), [plan.rank_of[stage] for stage in stages])
     plain = functools.partial(type(module).forward, module)  # the hooks around it have run
     rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
     with p2p.one_pass():
@@ -57,6 +63,20 @@ def call_through_stages(
     if cache is not None and all(plan.rank_of[stage] != rank for stage in stages):
         record_lengths(cache, kwargs)
     return result
+
+
+def _check_cache(cache: Cache | None, ranks: list[int]) -> None:
+    """Check that each rank runs one stage with a KV cache: a second one would find its lengths after this call.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if cache is not None and len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"a KV cache goes through {len(ranks)} stages on {len(set(ranks))} ranks: of several on a rank the later "
+            "ones read how long\n  the sequence was from a cache that the first has extended already. Use "
+            "generate(..., use_cache=False), or a schedule with\n  one stage on each rank: 1f1b, gpipe, zero-bubble."
+        )
 
 
 def _run_stages(
@@ -76,16 +96,19 @@ def _run_stages(
         if plan.rank_of[stage] != p2p.axis.rank:
             continue
         if before is not None and plan.rank_of[before] != p2p.axis.rank:
-            output = p2p.receive(plan.rank_of[before], _output(before, stage))
+            output, seed = p2p.receive(plan.rank_of[before], _output(before, stage))
         received = None if before is None else output
-        forward = StageForward(engine.context, plan.bounds[stage : stage + 2], after is None, received)
-        with stream(seed, stage):
+        streams = Streams(seed, plan.stages)
+        enter = functools.partial(streams.stage, stage)
+        bounds = plan.bounds[stage : stage + 2]
+        forward = StageForward(engine.context, bounds, after is None, received, enter=enter, decode=streams.decoder)
+        with streams.front():
             result = run_stage(forward, plain, args, dict(kwargs))
         cache = cache or forward.cache
         if after is not None:
             output = result
             if plan.rank_of[after] != p2p.axis.rank:
-                p2p.send(output, plan.rank_of[after], _output(stage, after))
+                p2p.send((output, seed), plan.rank_of[after], _output(stage, after))
     return result, cache
 
 

@@ -161,6 +161,25 @@ def test_checks_over_context_run_with_every_graph() -> None:
     run(**batch)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("method", ["ulysses", "gather"])
+@pooled(world_size=2, timeout=400)
+def test_a_compiled_model_over_context(method: str) -> None:
+    """Graphs break at the doors, and at logits and embeddings of own rows; the numbers are those of the plain model."""
+    (batch,) = language_batches(131, count=1)
+    plain = llama(num_hidden_layers=1)
+    sizes = {"context_parallel_size": 2, "context_parallel_method": method}
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    expected, actual = plain(**batch), compiled(model, "aot_eager")(**batch)
+    close(actual.loss, expected.loss, "loss")
+    close(actual.logits + 0, expected.logits, "logits")
+    expected.loss.backward()
+    actual.loss.backward()
+    autopar.average_gradients(model)
+    same_gradients(model, plain)
+    assert graphs()[1], "it broke nowhere: was it compiled?"
+
+
 @pooled(world_size=2)
 def test_gradients_of_embeddings_that_are_given() -> None:
     plain = llama(num_hidden_layers=1)
