@@ -36,7 +36,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv real-models fetch demo test test-all lint bench gpu clean
+.PHONY: help venv real-models fetch demo test test-all sweep lint bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -92,6 +92,11 @@ test: $(VENV) ## run what a change needs first: all policies without ranks, some
 test-all: $(VENV) real-models $(OLDEST) ## run all tests: every policy, every head, both transformers (45 minutes more)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse tests/test_oldest.py
+
+# Each goes on where it was stopped; results are in benchmarks/out/, and --help tells how to choose model types.
+sweep: $(VENV) ## compare every model type over more meshes than the tests have, and verify each (two hours)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.verified_policies
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.context_parallel_policies
 
 lint: $(VENV) ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -354,7 +354,6 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         first_forward.attach(inner)
     pp.attach(model)
     if rows is not None:
-        rows = rows if mpu.pp.size == 1 else dataclasses.replace(rows, own={})  # what stages send is whole tensors
         always = config.loss_gather_logits == "always"
         context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method, gather_logits=always)
     checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})

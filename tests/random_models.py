@@ -258,13 +258,20 @@ def build(case: Case, heads: int, kv_heads: int, *, vocab: int = VOCAB, seed: in
     return model.double() if of_type(case.model_type).double else model
 
 
-def batches(case: Case, config: PretrainedConfig, count: int = 2) -> list[dict[str, Any]]:
-    """Micro-batches with ragged padding and the labels of the head."""
+def batches(
+    case: Case, config: PretrainedConfig, count: int = 2, *, seq: int = SEQ, left: bool = False
+) -> list[dict[str, Any]]:
+    """Micro-batches with ragged padding and the labels of the head.
+
+    Args:
+        seq: length of texts that are made here; what a family's own inputs replace has its own.
+        left: padding in front of the words, not behind them.
+    """
     draw = _Draw(torch.Generator().manual_seed(1))
     inputs = of_type(case.model_type).inputs
     result = []
     for _ in range(count):
-        batch = _batch(case, config, draw)
+        batch = _batch(case, config, draw, seq, left=left)
         batch = batch if inputs is None else inputs(case.head, config, batch, draw)
         if of_type(case.model_type).double:
             batch = {key: value.double() if _is_float(value) else value for key, value in batch.items()}
@@ -287,16 +294,16 @@ class _Draw:
         return torch.randn(shape, generator=self.generator)
 
 
-def _batch(case: Case, config: PretrainedConfig, draw: Draw) -> dict[str, Any]:
+def _batch(case: Case, config: PretrainedConfig, draw: Draw, seq: int, *, left: bool) -> dict[str, Any]:
     what, choices = kind(case.head), 3
-    shape = (2, choices, SEQ) if what in ("choice", "double") else (2, SEQ)
+    shape = (2, choices, seq) if what in ("choice", "double") else (2, seq)
     try:
         vocab = getattr(config.get_text_config(), "vocab_size", VOCAB)
     except ValueError:  # MusicGen has two texts
         vocab = config.get_text_config(encoder=True).vocab_size
     ids = draw(min(3, vocab - 1), vocab, *shape)  # not the padding
     mask = torch.ones_like(ids)
-    mask[-1, ..., SEQ - 2 :] = 0
+    mask[-1, ..., slice(2) if left else slice(seq - 2, None)] = 0
     ids = ids.masked_fill(mask == 0, 0)
     words = ids.masked_fill(mask == 0, -100)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
@@ -311,9 +318,9 @@ def _batch(case: Case, config: PretrainedConfig, draw: Draw) -> dict[str, Any]:
     elif what == "pair":
         batch["labels"] = draw(0, 2, 2)
     elif what == "question":
-        batch |= {"start_positions": draw(0, SEQ - 2, 2), "end_positions": draw(0, SEQ - 2, 2)}
+        batch |= {"start_positions": draw(0, seq - 2, 2), "end_positions": draw(0, seq - 2, 2)}
     elif what == "double":
-        batch |= {"labels": words, "mc_labels": draw(0, choices, 2), "mc_token_ids": draw(0, SEQ, 2, choices)}
+        batch |= {"labels": words, "mc_labels": draw(0, choices, 2), "mc_token_ids": draw(0, seq, 2, choices)}
     elif what == "pretraining" and case.model_type == "electra":
         batch["labels"] = draw(0, 2, *shape)
     elif what == "pretraining" and case.model_type == "roc_bert":
@@ -322,7 +329,7 @@ def _batch(case: Case, config: PretrainedConfig, draw: Draw) -> dict[str, Any]:
     elif what == "pretraining":
         batch |= {"labels": words, "next_sentence_label": draw(0, 2, 2)}
     if case.variant == "cross-attention":
-        length = SEQ if case.model_type == "megatron-bert" else 5  # it views both sequences in one shape
+        length = seq if case.model_type == "megatron-bert" else 5  # it views both sequences in one shape
         batch["encoder_hidden_states"] = draw.normal(2, length, config.hidden_size)
         batch["encoder_attention_mask"] = (torch.arange(length) < torch.tensor([[length], [3]])).long()
     if case.model_type == "openai-gpt" and what == "double":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ __all__ = [
     "same_draws",
     "seed_torch",
     "seeded",
-    "stream",
     "sync_generators",
 ]
 
@@ -134,7 +133,7 @@ def seeded(seed: int) -> Iterator[None]:
 def base_seed(needed: bool = True) -> Iterator[int | None]:
     """Draw a seed from torch's CPU generator, which is put back if the block fails; None if it is not needed.
 
-    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws in a :func:`stream`.
+    Ranks whose generators are equal get the same seed, and stay equal whatever each of them draws while :func:`seeded`.
     """
     before = TorchGenerators.now(cuda=False)
     try:
@@ -143,11 +142,6 @@ def base_seed(needed: bool = True) -> Iterator[int | None]:
         if needed:
             before.restore()
         raise
-
-
-def stream(seed: int | None, number: int) -> AbstractContextManager[None]:
-    """Draw inside from stream ``number`` of a :func:`base_seed`, or as outside if there is none."""
-    return nullcontext() if seed is None else seeded(seed + number)
 
 
 def _cuda_in_use() -> bool:

@@ -112,7 +112,7 @@ class _StageReplay(BlockReplay):
     def __init__(self, model: nn.Module, equal: Sequence[EqualBlocks], context: StageContext) -> None:
         super().__init__(model, equal)
         self._context = context
-        self._held: dict[str, torch.Tensor] | None = None  # the placeholders that _elsewhere is of
+        self._held: Mapping[str, torch.Tensor] | None = None  # the placeholders that _elsewhere is of
         self._elsewhere: set[int] = set()
         self._all = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())} if equal else set()
         self._own = {block: (*block.parameters(), *block.buffers()) for block in self._blocks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 from autopar.distributed.profiling import record
-from autopar.distributed.rng import base_seed, stream
+from autopar.distributed.rng import base_seed
 from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight
 from autopar.pipeline_parallel.batch_checks import check_microbatch, digest_of, end_pass
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, run_stage
+from autopar.pipeline_parallel.streams import Streams
 from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
@@ -139,8 +141,9 @@ class Engine:
         plan = self.plan
         leaves: list[torch.Tensor] = []
         received: StageOutput | None = None
+        seed = self._seed  # the first stage's counts: all draw alike in front of the blocks
         if stage > 0:
-            received, digest = self._receive("F", stage - 1, stage, microbatch)
+            received, digest, seed = self._receive("F", stage - 1, stage, microbatch)
             ranks = self.p2p.axis.ranks
             mine, sender = ranks[self.rank], ranks[plan.rank_of[stage - 1]]
             check_microbatch({mine: self._digests[microbatch], sender: digest}, microbatch)
@@ -148,17 +151,20 @@ class Engine:
                 received = map_tensors(received, lambda tensor: _entering(tensor, leaves))
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
-        forward = StageForward(self.context, plan.bounds[stage : stage + 2], last, received)
+        streams = Streams(seed, plan.stages, microbatch)
+        enter = functools.partial(streams.stage, stage)
+        bounds = plan.bounds[stage : stage + 2]
+        forward = StageForward(self.context, bounds, last, received, enter=enter, decode=streams.decoder)
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
-        with torch.set_grad_enabled(step.backward), stream(self._seed, stage + plan.stages * microbatch):
+        with torch.set_grad_enabled(step.backward), streams.front():
             result = run_stage(forward, step.call or self.model, (), dict(inputs), finish)
         roots: list[torch.Tensor] = []
         if last:
             roots = self._finish(result, forward.loss, microbatch, step)
         else:
             map_tensors(result, lambda tensor: roots.append(tensor) if tensor.requires_grad else None)
-            self._send("F", stage, stage + 1, microbatch, (result, self._digests[microbatch]))
+            self._send("F", stage, stage + 1, microbatch, (result, self._digests[microbatch], seed))
         if step.backward:
             self._open[stage, microbatch] = _OpenForward(leaves, roots)
 

@@ -16,7 +16,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
     """Merge the outputs of the micro-batches: tensors with rows of each sample are concatenated, others averaged.
 
     Rows of each sample are ``[samples, ...]``, or several for each: ``[samples * frames, width]`` of videos, router
-    logits ``[samples * seq, experts]``. What is the same in all micro-batches does not depend on them.
+    logits ``[samples * seq, experts]``, or as many as a sample has images. What is the same in all micro-batches does
+    not depend on them.
 
     Args:
         sizes: samples of each micro-batch.
@@ -27,7 +28,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         parts = [output.detach() for output in outputs]
         if _has_rows(parts, sizes):
             return torch.cat(parts)
-        if first.is_floating_point() and all(part.shape == first.shape for part in parts):
+        if _is_mean(parts):
             return sum(_counted(part, weight) for part, weight in zip(parts, weights, strict=True))
         return torch.cat(parts) if first.ndim else first.detach()
     if isinstance(first, Cache):
@@ -54,6 +55,14 @@ def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:
     if each == {1}:
         return True
     return len(each) == 1 and parts[0].ndim > 1 and not all(torch.equal(part, parts[0]) for part in parts[1:])
+
+
+def _is_mean(parts: list[torch.Tensor]) -> bool:
+    """Whether each micro-batch has a number of its own, or all the same table; else they are rows of images, say."""
+    first = parts[0]
+    if not first.is_floating_point() or any(part.shape != first.shape for part in parts):
+        return False
+    return first.ndim < 2 or all(torch.equal(part, first) for part in parts[1:])
 
 
 def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:

@@ -19,6 +19,7 @@ from transformers.loss.loss_utils import (
 
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.p2p import map_tensors
+from autopar.pipeline_parallel.sample_rows import sample_rows
 
 __all__ = [
     "batch_size",
@@ -75,12 +76,22 @@ def batch_size(batch: Mapping[str, Any], main_input: str) -> int:
     raise ConfigError(f"execute_pipeline: no tensor in the batch, only {', '.join(batch) or 'nothing'}")
 
 
-def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int | None) -> list[dict[str, Any]]:
+def split(
+    batch: Mapping[str, Any], samples: int, size: int | None, count: int | None, config: Any = None
+) -> list[dict[str, Any]]:
     """Split a batch into micro-batches of ``size`` samples (the last may be smaller), or ``count`` as even as can be.
 
     Every tensor whose dim 0 is ``samples`` long is split, also inside tuples, lists and dicts; everything else goes
     into each micro-batch whole. ``position_ids`` of several kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch
-    of fewer samples than ``count`` gives that many micro-batches of one.
+    of fewer samples than ``count`` gives that many micro-batches of one. Images, and targets in several rows of each
+    sample, go with their samples (:func:`~autopar.pipeline_parallel.sample_rows.sample_rows`); a micro-batch without
+    images has no argument for them.
+
+    Args:
+        config: of the model, which says what stands for an image in the text.
+
+    Raises:
+        ConfigError: it cannot be told to which samples images belong.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -89,19 +100,31 @@ def split(batch: Mapping[str, Any], samples: int, size: int | None, count: int |
         size = size or max(samples, 1)
         bounds = [*range(0, max(samples, 1), size), samples]
 
+    rows = sample_rows(batch, samples, config) if len(bounds) > 2 else {}
+
     def part(start: int, stop: int) -> dict[str, Any]:
         def narrow(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
             if tensor.ndim <= dim or tensor.shape[dim] != samples:
                 return tensor
-            part = tensor.narrow(dim, start, stop - start)
-            return part if part.is_floating_point() else part.clone()  # some models write into their labels
+            return _apart(tensor.narrow(dim, start, stop - start))
 
+        own = {name: (starts[start], starts[stop]) for name, starts in rows.items()}
         return {
-            name: narrow(value, 1) if _of_several_kinds(name, value) else map_tensors(value, narrow)
+            name: _apart(value[slice(*own[name])])
+            if name in own
+            else narrow(value, 1)
+            if _of_several_kinds(name, value)
+            else map_tensors(value, narrow)
             for name, value in batch.items()
+            if name not in own or own[name][0] < own[name][1]
         }
 
     return [part(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _apart(part: Any) -> Any:
+    """A part of a tensor, of its own where a model may write: some do into their labels. Lists are apart."""
+    return part.clone() if isinstance(part, torch.Tensor) and not part.is_floating_point() else part
 
 
 def _of_several_kinds(name: str, value: Any) -> bool:

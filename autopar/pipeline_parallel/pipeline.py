@@ -94,6 +94,8 @@ class Pipeline:
         self._adapted = sum(1 for _ in tuner_layers(model))
         self.released = release(model, plan, mpu.pp.rank, mpu.device)
         self.context.placeholders = self.released.placeholders
+        for placeholder in self.released.placeholders.values():
+            placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
         self.engine = Engine(model, self.context, plan, mpu.pp.rank, self.p2p, check=check, steps=steps)
         self.shifted, self.main_input = shifts_labels(inner), getattr(inner, "main_input_name", "")
@@ -161,7 +163,8 @@ class Pipeline:
         )
         refuse_collected(self.inner, self.plan.stages, batch)
         samples = batch_size(batch, self.main_input)
-        microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches)
+        of_model = getattr(self.inner, "config", None)
+        microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches, of_model)
         reduction = config.loss_reduction
         if by_labels and criterion is None and wants_loss:
             reduction = default_reduction(self.inner, batch, len(microbatches))

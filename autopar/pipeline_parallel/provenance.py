@@ -16,6 +16,7 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from autopar.distributed.rng import Generators
+from autopar.distributed.whole_on_read import WholeOnRead, parts_of
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
 from autopar.pipeline_parallel.kv_cache import copy_caches
 from autopar.pipeline_parallel.outputs import incomplete
@@ -59,10 +60,13 @@ class Provenance(TensorTracking):
         return frozenset().union(*found)
 
     def _of(self, tensor: torch.Tensor) -> frozenset[str]:
-        key = storage_key(tensor)
-        return self._origins.get(key, frozenset()) if key is not None else frozenset()
+        """The origins of a tensor; of one that is whole on reading those of its parts, which does not read it."""
+        keys = [storage_key(part) for part in parts_of(tensor)]
+        return frozenset().union(*(self._origins.get(key, frozenset()) for key in keys if key is not None))
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
+        if isinstance(tensor, WholeOnRead):
+            return  # made of parts, which are followed
         key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return

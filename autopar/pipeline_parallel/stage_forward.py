@@ -62,8 +62,12 @@ class StageContext:
     def __init__(self, encoder: int | None) -> None:
         self.encoder = encoder
         self.forward: StageForward | None = None
-        self.placeholders: dict[str, torch.Tensor] = {}
+        self.placeholders: Mapping[str, torch.Tensor] = {}
         self.examined: dict[Any, tuple[str, ...]] = {}
+
+    def in_front(self) -> bool | None:
+        """Whether a forward runs that has not come to an element so far, so that all stages do; None: none runs."""
+        return None if self.forward is None else not self.forward.reached
 
 
 class StageForward:
@@ -72,17 +76,29 @@ class StageForward:
     Args:
         bounds: it runs the elements from the first up to, not including, the second.
         last: whether it returns what the model returns.
+        enter, decode: called where the stage's own blocks begin, and behind an encoder: random streams begin there.
 
     Attributes:
         provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
             was received, and earlier ones a copy that is marked.
+        reached: whether an element was called.
         before: earlier blocks that were called.
         cache: KV cache that the model's blocks were called with; ``tokens``: of the call, as the model got them.
         loss: computed from the result of the last stage.
     """
 
-    def __init__(self, context: StageContext, bounds: Sequence[int], last: bool, received: StageOutput | None) -> None:
+    def __init__(
+        self,
+        context: StageContext,
+        bounds: Sequence[int],
+        last: bool,
+        received: StageOutput | None,
+        *,
+        enter: Callable[[], None] | None = None,
+        decode: Callable[[], None] | None = None,
+    ) -> None:
         self.context, self.last, self.received = context, last, received
+        self._enter, self._decode = enter, decode
         self.start, self.stop = bounds
         self.provenance: Provenance | None = None
         self.loss: Any = None
@@ -95,6 +111,7 @@ class StageForward:
         self.output, self.encoder = self.received or StageOutput(None)
         self.cache: Cache | None = None
         self.tokens: torch.Tensor | None = None
+        self.reached = self._entered = False
         self.before: list[int] = []
         self._copies: list[tuple[int, torch.Tensor, int]] = []
 
@@ -134,6 +151,18 @@ class StageForward:
         self.provenance.mark(made, [f"the output of block {place}"])
         return made
 
+    def come_to(self, place: int) -> None:
+        """Begin the stage's own blocks, at the block ``place`` or right behind it."""
+        if place >= self.start - 1 and not self._entered:
+            self._entered = True
+            if self._enter is not None:
+                self._enter()
+
+    def come_behind_encoder(self) -> None:
+        """Begin the code in front of a decoder."""
+        if self._decode is not None:
+            self._decode()
+
     def check_copies(self) -> None:
         """Raise UnsupportedModelError if the model wrote into what :meth:`output_before` returned."""
         for place, copied, version in self._copies:
@@ -155,11 +184,14 @@ class StageBoundary:
         forward, is_encoder = context.forward, place == context.encoder
         if forward is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        forward.reached = True
         if not is_encoder:
             forward.cache = forward.cache or find_cache(args, kwargs)
         if place < forward.start:
             if is_encoder:
+                forward.come_behind_encoder()
                 return forward.encoder
+            forward.come_to(place)
             if forward.cache is not None:
                 record_length(self, forward.cache, args, kwargs, forward.tokens)  # type: ignore[arg-type]
             return forward.output_before(place)
@@ -167,9 +199,12 @@ class StageBoundary:
             forward.check_copies()
         if place >= forward.stop and not is_encoder and not forward.last:
             raise StageEnd(forward.result())  # the element that ends the stage was not called
+        if not is_encoder:
+            forward.come_to(place)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if is_encoder:
             forward.encoder, forward.output = output, None
+            forward.come_behind_encoder()
         else:
             forward.output = output
         if place == forward.stop - 1 and not forward.last:

@@ -1,9 +1,9 @@
 """The weights of a rank's stages: those of other stages are released, and reloaded by ``deparallelize``.
 
-A parameter that another stage holds leaves the module. In its place stays a placeholder, a plain tensor without memory
-(all its strides are 0), so that the model's own code in front of the blocks still runs and gives the right shapes; what
-it computes there is replaced by what the stage receives (:mod:`~autopar.pipeline_parallel.provenance` proves it). Its
-values are not a number.
+A parameter that another stage holds leaves the module. In its place stays a placeholder, a tensor without memory
+(:mod:`~autopar.pipeline_parallel.placeholders`), so that the model's own code in front of the blocks still runs and
+gives the right shapes; what it computes there is replaced by what the stage receives
+(:mod:`~autopar.pipeline_parallel.provenance` proves it). Its values are not a number.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from autopar.class_swap import swap, unswap
 from autopar.distributed.mesh import MPU
+from autopar.pipeline_parallel.placeholders import Placeholder, make_placeholder, scalar_placeholder
 from autopar.plan.stages import StagePlan
 
 __all__ = ["ReleasedWeights", "release", "reload"]
@@ -36,7 +37,7 @@ class ReleasedWeights:
 
     def __init__(self) -> None:
         self.parameters: dict[int, nn.Parameter] = {}
-        self.placeholders: dict[str, torch.Tensor] = {}
+        self.placeholders: dict[str, Placeholder] = {}
         self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
         self.emptied: list[nn.Module] = []
@@ -49,10 +50,10 @@ class ReleasedWeights:
         for name, placeholder in self.placeholders.items():
             if placeholder.is_floating_point():
                 now = torch.float32 if stays_fp32(name) else dtype
-                placeholder.data = _placeholder(now, placeholder.device).expand(placeholder.shape)
+                placeholder.data = scalar_placeholder(now, placeholder.device).expand(placeholder.shape)
         for module in self.emptied:
             like: Any = module._autopar_like
-            module._autopar_like = _placeholder(dtype, like.device)
+            module._autopar_like = scalar_placeholder(dtype, like.device)
 
 
 class _Emptied:
@@ -85,7 +86,7 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
             parameter = module._parameters.pop(name)
             if parameter is not None:
                 released.parameters[id(parameter)] = parameter
-                placeholder = _placeholder(parameter.dtype, device).expand(parameter.shape)
+                placeholder = make_placeholder(parameter, start + name, device)
                 module.__dict__[name] = released.placeholders[start + name] = placeholder
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and start + name in foreign and any(map(start.startswith, blocks)):
@@ -96,14 +97,9 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
         parameter.grad = None
     for module, dtype in zip(models, dtypes, strict=True):
         if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):
-            swap(module, _Emptied, _autopar_like=_placeholder(dtype, device))
+            swap(module, _Emptied, _autopar_like=scalar_placeholder(dtype, device))
             released.emptied.append(module)
     return released
-
-
-def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.tensor_parallel import adapters, hooks, parallelize
+from autopar.tensor_parallel import adapters, hooks, layer_seeds, parallelize
 from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.megatron import parameter_marks
 from autopar.tensor_parallel.parallel_layer import ParallelLayer
@@ -57,6 +57,8 @@ def attach(
         check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
         check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
+    if mpu.tp_cp.size > 1:
+        layer_seeds.attach(inner)
     if plan.tp > 1 and config.loss_gather_logits == "on_read":
         keep_logits_sharded(inner, config.loss_chunk)
 
@@ -84,5 +86,6 @@ def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
     parallelize.undo(model, plan, mpu.tp)
     hooks.detach(inner)
+    layer_seeds.detach(inner)
     adapters.detach(model)
     parameter_marks.unmark(model)

@@ -113,7 +113,9 @@ class MarkCaches:
 
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+        values: Any = output if isinstance(output, tuple) else ()
+        if isinstance(output, Mapping):  # also where the last pipeline stage lacks some of them
+            values = dict.values(output) if isinstance(output, dict) else output.values()
         for value in values:
             if isinstance(value, Cache):
                 for cache in _leaves(value):

@@ -53,6 +53,10 @@ class ShardedLogits(WholeLogits):
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in layout.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has columns {held}"
 
+    def parts(self) -> list[torch.Tensor]:
+        """Return the shard, or what it is made of."""
+        return self.shards.inputs
+
     def gathered(self) -> torch.Tensor:
         """Return a plain tensor of the same values. A collective of the axis."""
         _meet(self.shards)

@@ -46,8 +46,9 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
         return culprit_of_parameter(named.name, what, session.plan, session.policy)
     drawn = next((row for row in failed if check == "dropout" and row.note), None)
     if drawn is not None:
-        lines = tuple(lines_of(session.plan, (drawn.name,), session.policy))
-        return Culprit(drawn.name, drawn.note, lines, (drawn.name,))
+        module = drawn.name if drawn.difference is None else ""  # else it is a tensor of the outputs
+        lines = tuple(lines_of(session.plan, (module,), session.policy)) if module else ()
+        return Culprit(module, drawn.note, lines, (module,))
     return None
 
 

@@ -1,9 +1,15 @@
-"""Random draws: dropout of replicated activations draws alike on all tensor-parallel ranks, of sharded ones apart."""
+"""Random draws: dropout of replicated activations draws alike on all tensor-parallel ranks, of sharded ones apart.
+
+Stages draw from streams of their own, which the plain model can be given: then it drops the same elements.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +19,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.distributed.digest import of_tensor
+from autopar.verification.closeness import measure
 from autopar.verification.dropout_rates import switched_on
-from autopar.verification.outputs import floats_of, reseed
+from autopar.verification.outputs import floats_of, named, reseed, same_floats
 from autopar.verification.recording import running
 from autopar.verification.report import Row
 from autopar.verification.session import Session
+from autopar.verification.training import Named, worst_row
 
 __all__ = ["Draw", "dropout", "wrong_draws"]
 
+_OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
 _DROPOUTS = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout_)
 
@@ -90,20 +99,31 @@ def wrong_draws(plain: Sequence[Draw], everyone: Sequence[Sequence[Draw]]) -> It
 
 
 def dropout(session: Session) -> list[Row]:
-    """Compare the draws of the tensor-parallel ranks, and that replicated outputs stay equal."""
-    tp = session.mpu.tp
-    if session.mpu.pp.size > 1 or tp.size == 1 or session.mpu.cp.size > 1:
-        reason = "only tensor-parallel ranks draw apart" if tp.size == 1 else "with stages and rows there is no list"
+    """Compare the draws of the tensor-parallel ranks, and that replicated outputs stay equal; those of stages exactly.
+
+    Without tensor parallelism the plain model, given the streams of the stages, drops the same elements.
+    """
+    tp, pp = session.mpu.tp, session.mpu.pp
+    if session.mpu.cp.size > 1 or tp.size == pp.size == 1:
+        reason = "with rows of sequences there is no list" if session.mpu.cp.size > 1 else "only ranks of a model do"
         return [Row("dropout", "random draws", None, note=reason)]
     with switched_on((session.plain, session.parallel), session.rates, _RATE) as switched:
         if not switched:
             return [Row("dropout", "random draws", None, note="the model has no dropout")]
-        plain, _ = _run(session, session.plain)
+        plain, expected = _run(session, session.plain)
         mine, outputs = _run(session, session.parallel)
     if not plain:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
+    if tp.size == 1:
+        pairs = same_floats(expected, outputs)
+        found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
+        row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
+        return [row if row.holds is not False or row.note else replace(row, note=_OTHERS)]
+    if pp.size > 1:
+        plain = list(_of_stage(plain, mine))
     everyone: list[Any] = [None] * tp.size
-    dist.all_gather_object(everyone, (mine, outputs), group=tp.group)
+    digest = repr([of_tensor(value + 0) for _, value in floats_of(outputs)])
+    dist.all_gather_object(everyone, (mine, digest), group=tp.group)
     wrong = list(wrong_draws(plain, [draws for draws, _ in everyone]))
     note = f"{wrong[0][0] or 'the model'} {wrong[0][1]}" if wrong else f"{len(plain)} draws"
     same = len({digest for _, digest in everyone}) == 1
@@ -113,10 +133,21 @@ def dropout(session: Session) -> list[Row]:
     ]
 
 
-def _run(session: Session, model: nn.Module) -> tuple[list[Draw], str]:
-    """The draws of a forward in training mode, and a digest of what it returns."""
+def _of_stage(plain: Sequence[Draw], mine: Sequence[Draw]) -> Iterator[Draw]:
+    """The plain model's draws in the modules that a stage runs, in its order; pure."""
+    left: dict[str, list[Draw]] = {}
+    for draw in plain:
+        left.setdefault(draw.module, []).append(draw)
+    for draw in mine:
+        if left.get(draw.module):
+            yield left[draw.module].pop(0)
+
+
+def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:
+    """The draws of a forward in training mode, and what it returns."""
     model.train()
     reseed(7)
-    with session.own_failure(model), running(model) as stack, _Draws(stack) as draws, torch.no_grad():
-        output = model(**session.own_part(session.batches[0]))
-    return draws.found, repr([of_tensor(value + 0) for _, value in floats_of(output)])
+    batch = copy.deepcopy(session.own_part(session.batches[0]))
+    streams = session.drawing_as_stages() if model is session.plain else nullcontext()
+    with session.own_failure(model), streams, running(model) as stack, _Draws(stack) as draws, torch.no_grad():
+        return draws.found, named(model(**batch))

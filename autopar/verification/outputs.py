@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from autopar.errors import UnsupportedModelError
+from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.tensor_parallel.consistency import leaves
 
 __all__ = ["floats_of", "named", "reseed", "same_floats", "size_of_loss", "total_loss"]
@@ -37,6 +38,8 @@ def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor,
     """Yield name, tensor and the other output's of that name; what only another pipeline stage has is left out."""
     actual = named(actual)
     for key, value in dict(named(expected).items()).items():
+        if key in unavailable(actual):
+            continue
         try:
             found = dict(leaves(actual[key], key)) if key in dict.keys(actual) else {}
         except UnsupportedModelError:
@@ -46,19 +49,26 @@ def same_floats(expected: Any, actual: Any) -> Iterator[tuple[str, torch.Tensor,
                 yield name, tensor, found.get(name)
 
 
-def total_loss(output: Any) -> torch.Tensor:
+def total_loss(output: Any, lacking: Collection[str] = ()) -> torch.Tensor:
     """Add up all losses of an output; for a model without one, weigh every element of a sample differently.
 
     The second is a mean over samples, so that replicas and micro-batches average to the whole.
+
+    Args:
+        lacking: entries that do not count, since the last pipeline stage does not have them.
     """
-    output = named(output)
+    output = _present(output, lacking)
     losses = [value for key, value in output.items() if str(key).endswith("loss") and value is not None]
     return torch.stack(losses).sum() if losses else torch.stack(list(_weighed(output))).sum()
 
 
-def size_of_loss(output: Any) -> float:
+def _present(output: Any, lacking: Collection[str]) -> Mapping[str, Any]:
+    return {name: value for name, value in named(complete(output)).items() if name not in lacking}
+
+
+def size_of_loss(output: Any, lacking: Collection[str] = ()) -> float:
     """Return how large the terms of :func:`total_loss` are, where they are weighed elements that may cancel; else 0."""
-    output = named(output)
+    output = _present(output, lacking)
     if any(str(key).endswith("loss") and value is not None for key, value in output.items()):
         return 0.0
     with torch.no_grad():

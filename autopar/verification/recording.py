@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_parallel.consistency import leaves
 
 __all__ = ["Entry", "Recording", "recorded", "running"]
@@ -94,7 +95,7 @@ def recorded(model: nn.Module) -> Iterator[Recording]:
         recording.note(path, "input", {**{str(place): value for place, value in enumerate(args)}, **kwargs})
 
     def after(path: str, output: Any) -> None:
-        recording.note(path, "output", {"": output} if isinstance(output, torch.Tensor) else output)
+        recording.note(path, "output", {"": output} if isinstance(output, torch.Tensor) else complete(output))
 
     with _hooked(model, before, after):
         yield recording

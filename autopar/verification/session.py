@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 import autopar.api
 from autopar.config import ParallelConfig
@@ -19,12 +16,17 @@ from autopar.data_parallel.gradients import average_gradients
 from autopar.data_parallel.master_weights import DTYPES
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
-from autopar.errors import ConfigError, clip
-from autopar.pipeline_parallel.microbatch import default_reduction, label_count, own_loss
+from autopar.distributed.rng import base_seed
+from autopar.errors import clip
+from autopar.pipeline_parallel.microbatch import label_count, own_loss
+from autopar.pipeline_parallel.outputs import unavailable
+from autopar.pipeline_parallel.streams import Streams, switching
 from autopar.policy.schema import Policy
+from autopar.tensor_parallel import layer_seeds
 from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.verification.closeness import measure, tolerance_of
+from autopar.verification.batch_parts import Batch, fit, part_of
+from autopar.verification.closeness import tolerance_of
 from autopar.verification.dropout_rates import Rate, switch_off
 from autopar.verification.outputs import named, reseed, total_loss
 from autopar.verification.report import RankMemory
@@ -32,8 +34,6 @@ from autopar.verification.slices import Slices
 from autopar.verification.traffic import Collective
 
 __all__ = ["Batch", "PlainModelError", "Session", "make_optimizer"]
-
-Batch = Mapping[str, Any]
 
 _RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their rounding
 
@@ -59,6 +59,7 @@ class Session:
         plain, parallel: both without dropout; ``rates``: what they had, and of which owners in each.
         tolerance: what rounding explains.
         exact: whether weights are kept in the plain model's dtype.
+        lacking: entries of the outputs that the last stage does not have (:meth:`find_lacking`).
         piped: whether batches go through ``execute_pipeline``, over stages or replicas.
         sent: collectives of the last batch and the step; ``memory``, ``plain_memory``: after the step.
     """
@@ -73,13 +74,14 @@ class Session:
         self.plain = copy.deepcopy(model)
         self.batches = list(batches)
         self.rates: list[Rate] = switch_off(self.plain)
-        self.parts, self.config = _fit(self.plain, config, self.batches)
+        self.parts, self.config = fit(self.plain, config, self.batches)
         self.parallel: Any = copy.deepcopy(self.plain)
         self.optimizers = (make_optimizer(self.plain.parameters()), make_optimizer(self.parallel.parameters()))
         self.parallel, _ = autopar.api.initialize(
             self.parallel, self.config, policy=policy, optimizer=self.optimizers[1]
         )
         self.state, self.mpu = self.parallel._autopar, self.parallel.mpu
+        layer_seeds.attach(self.plain)  # which each process would take for itself
         self.plain.to(self.mpu.device)
         sync_parameters(self.plain, self.mpu)  # rank 0's, as the parallel one has them
         self.plan, self.stages = self.state.plan, self.state.stages
@@ -93,6 +95,7 @@ class Session:
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
+        self.lacking: tuple[str, ...] = ()
         self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
@@ -135,26 +138,42 @@ class Session:
 
     # -- training --------------------------------------------------------------------------------------------------
 
+    def find_lacking(self) -> None:
+        """Find entries of the outputs that the last stage does not have: no loss is made of them."""
+        if self.mpu.pp.size > 1 and not self.has_loss:
+            self.lacking = unavailable(self.evaluate(self.parallel, self.own_part(self.batches[0])))
+
     def train_plain(self, number: int) -> tuple[Any, torch.Tensor]:
         """Run forward and backward of the plain model on one batch; returns outputs and loss."""
         self.plain.train()
-        reseed(number)
         losses = []
         for part in range(self.parts):
-            with self.own_failure(self.plain):
-                output = named(self.plain(**_part(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
+            reseed(number)  # as every replica does
+            with self.own_failure(self.plain), self.drawing_as_stages():
+                output = named(self.plain(**part_of(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
             losses.append(self.loss_of(output) / self.parts)
             losses[-1].backward()
         return output, torch.stack(losses).sum().detach()
 
+    @contextmanager
+    def drawing_as_stages(self) -> Iterator[None]:
+        """Let the plain model draw at random what the stages of the parallel one draw for one micro-batch."""
+        if self.stages is None or self.stages.stages == 1:
+            yield
+            return
+        with base_seed() as seed:
+            streams = Streams(seed, self.stages.stages)
+            with switching(self.plain, self.stages, lambda: streams), streams.front():
+                yield
+
     def loss_of(self, output: Any) -> torch.Tensor:
         """Return the loss: the model's own over replicas and micro-batches, else whatever can be differentiated."""
         own = own_loss(output) if self.piped else None
-        return total_loss(output) if own is None else own
+        return total_loss(output, self.lacking) if own is None else own
 
     def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
         """Return the loss of a micro-batch of a model that has none of its own."""
-        return total_loss(outputs)
+        return total_loss(outputs, self.lacking)
 
     def train_parallel(self, number: int) -> tuple[Any, torch.Tensor | None]:
         """Run forward and backward of the parallel model on one batch, of which each replica takes its part.
@@ -197,7 +216,7 @@ class Session:
 
     def own_part(self, batch: Batch) -> dict[str, Any]:
         """Return the samples of this replica."""
-        return _part(batch, self.mpu.dp.rank, self.mpu.dp.size)
+        return part_of(batch, self.mpu.dp.rank, self.mpu.dp.size)
 
     def zero_gradients(self) -> None:
         """Drop the gradients of both models."""
@@ -210,14 +229,6 @@ class Session:
         return float(getattr(self.optimizers[1], "loss_scale", 1.0) or 1.0) if self.config.precision == "fp16" else 1.0
 
 
-def _part(batch: Batch, number: int, parts: int) -> dict[str, Any]:
-    """The samples of one of ``parts`` replicas."""
-    return {
-        name: value.tensor_split(parts)[number] if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in batch.items()
-    }
-
-
 class _Dtypes(TensorTracking):
     """Notes the dtypes of what is computed."""
 
@@ -227,56 +238,3 @@ class _Dtypes(TensorTracking):
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.found |= {x.dtype for x in tensors_in(result) if x.is_floating_point()}
-
-
-def _fit(plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch]) -> tuple[int, ParallelConfig]:
-    """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
-
-    A loss that is no mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of its
-    micro-batches put together, nor is that of a model whose samples depend on each other: then there is one
-    micro-batch, and the plain model's is the mean of the replicas'.
-    """
-    apart = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
-    replicas = config.data_parallel_size(dist.get_world_size())
-    try:
-        if apart or "labels" not in batches[0]:
-            raise ConfigError("one micro-batch")
-        inner = next((module for module in plain.modules() if isinstance(module, PreTrainedModel)), plain)
-        default_reduction(inner, batches[0], 2)
-        if config.pipeline_parallel_size * replicas > 1 and not _has_samples_apart(plain, batches):
-            raise ConfigError("one micro-batch")
-        return 1, config
-    except ConfigError:
-        rows = max(
-            (len(value) for value in batches[0].values() if isinstance(value, torch.Tensor) and value.ndim), default=1
-        )
-        pipeline = replace(config.pipeline, microbatch_size=rows, num_microbatches=None)
-        return replicas, replace(config, pipeline=pipeline)
-
-
-def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
-    """Whether the plain model's logits of the two halves of a batch are those of the whole; rank 0 tries."""
-    found = [True]
-    if dist.get_rank() == 0:
-        training = plain.training
-        plain.train()
-        try:
-            with torch.no_grad():
-                found = [all(_halves_agree(plain, batch) for batch in batches)]
-        except Exception:  # what does not run in parts, or at all, is found out where it is compared
-            found = [True]
-        finally:
-            plain.train(training)
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
-def _halves_agree(plain: nn.Module, batch: Batch) -> bool:
-    def logits(part: Mapping[str, Any]) -> Any:
-        reseed(0)
-        return dict(named(plain(**copy.deepcopy(dict(part)))).items()).get("logits")
-
-    whole, halves = logits(batch), [logits(_part(batch, number, 2)) for number in range(2)]
-    if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (sum(len(half) for half in halves),):
-        return True
-    return measure(torch.cat(halves), whole).relative <= tolerance_of(whole.dtype)

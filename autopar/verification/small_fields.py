@@ -83,7 +83,12 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 16)},
+    "reformer": {
+        "axial_pos_shape": (4, 4),
+        "axial_pos_embds_dim": (16, 16),
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+    },
     "step3p5": {"sliding_window": 4},
     "step3p7_text": {"sliding_window": 4},
     "swin2sr": {"image_size": 16, "depths": (1, 1), "num_heads": (4, 4), "embed_dim": 32},

@@ -104,13 +104,14 @@ def _output_rows(check: str, found: list[Named], allowed: float) -> list[Row]:
 def backward(session: Session) -> list[Row]:
     """Compare outputs and losses in training mode, and the gradients after all batches."""
     session.zero_gradients()
+    session.find_lacking()
     outputs, losses = list[Named](), list[Named]()
     for number in range(len(session.batches)):
         expected, loss = session.train_plain(number)
         with recording_of(session.mpu.tp) as sent:  # the last one is kept
             actual, own = session.train_parallel(number)
         assert own is not None
-        floor = _SMALL * size_of_loss(expected)  # terms that cancel leave their rounding
+        floor = _SMALL * size_of_loss(expected, session.lacking)  # terms that cancel leave their rounding
         losses.append(Named(f"batch {number}", measure(session.mean_loss(number, own), loss, floor)))
         if actual is not None and session.mpu.dp.size == 1:
             outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]

@@ -129,6 +129,18 @@ def test_evaluation_of_an_uneven_batch(name: str, schedule: str) -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@pooled(world_size=2)
+def test_several_stages_on_a_rank_generate_without_a_cache(schedule: str) -> None:
+    plain, piped = _both("llama", layers=4, schedule=schedule)
+    ids = torch.arange(3, 9).view(2, 3)
+    settings = {"input_ids": ids, "do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
+    with pytest.raises(ConfigError, match=r"a KV cache goes through 4 stages on 2 ranks.*\n.*use_cache=False"):
+        piped.generate(**settings)
+    assert torch.equal(piped.generate(**settings, use_cache=False), plain.generate(**settings))
+    piped.mpu.destroy()
+
+
 @pooled(world_size=2)
 def test_training_by_a_plain_call_is_refused() -> None:
     _, piped = _both("gpt2")

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed.rng import base_seed, stream
+from autopar.distributed.rng import base_seed
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
-from tests.parity import language_batches
+from autopar.pipeline_parallel.streams import Streams, switching
+from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2
 
@@ -132,14 +133,53 @@ def test_streams_of_a_pass() -> None:
     drawn = []
     with base_seed() as seed:
         for number in (0, 1, 0):
-            with stream(seed, number):
+            streams = Streams(seed, 3, number)
+            with streams.front():
                 drawn.append(torch.rand(4))
+                for switch in (lambda: streams.stage(1), lambda: streams.stage(2), streams.decoder):  # noqa: B023
+                    switch()
+                    drawn.append(torch.rand(4))
         outside = torch.rand(4)
-    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    assert len({tuple(x.tolist()) for x in drawn}) == 8 and torch.equal(torch.cat(drawn[:4]), torch.cat(drawn[8:]))
     torch.manual_seed(0)
     with base_seed():
         assert torch.equal(outside, torch.rand(4))
     before = torch.get_rng_state()
-    with base_seed(needed=False) as seed, stream(seed, 1):
+    with base_seed(needed=False) as seed, Streams(seed, 2).front():
+        Streams(seed, 2).stage(1)
         assert seed is None
     assert torch.equal(before, torch.get_rng_state())
+
+
+def _jittered(model: Any) -> Any:
+    """A GPT-2 that draws a number in front of its blocks, and reads it in all of them and behind."""
+    drawn: dict[str, torch.Tensor] = {}
+    model.transformer.wte.register_forward_pre_hook(lambda *_: drawn.update(noise=torch.rand(())))
+    for module in (*model.transformer.h, model.lm_head):
+        module.register_forward_pre_hook(lambda _, args: (args[0] * (0.5 + drawn["noise"]), *args[1:]))
+    return model
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pooled(world_size=2)
+def test_what_is_drawn_in_front_of_the_blocks_is_the_same_on_all_stages(backward: bool) -> None:
+    rates = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+    plain = _jittered(gpt2(n_layer=4, **rates).train())
+    section = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"num_microbatches": 2}}
+    piped = _jittered(autopar.initialize(gpt2(n_layer=4, **rates).train(), section))
+    (batch,) = language_batches(131, count=1, batch=4)
+    torch.manual_seed(5 + dist.get_rank())  # each rank for itself: the first stage's seed counts
+    seeds = [base_seed().__enter__()] * 2
+    dist.all_gather_object(seeds, seeds[0])
+    torch.manual_seed(5 + dist.get_rank())
+    out = piped.execute_pipeline(batch, forward_only=not backward, return_outputs=True)
+    logits = []
+    for number in range(2):
+        streams = Streams(seeds[0], 2, number)
+        rows = {name: value[2 * number : 2 * number + 2] for name, value in batch.items()}
+        with switching(plain, piped._autopar.stages, lambda: streams), streams.front():  # noqa: B023
+            logits.append(plain(**rows).logits)
+    if dist.get_rank() == 1:
+        close(out.outputs.logits, torch.cat(logits), "logits")
+        assert not torch.allclose(logits[0], plain(**{n: v[:2] for n, v in batch.items()}).logits)
+    piped.mpu.destroy()

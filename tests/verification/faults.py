@@ -32,6 +32,7 @@ from tests.verification.planting import (
     no_sum_of_rows,
     no_sum_of_tied,
     no_sum_over_rows,
+    no_switch,
     other_counts,
     other_ranks_shard,
     other_seeds,
@@ -235,6 +236,13 @@ FAULTS = [
     ),
     Fault("another learning rate", ("",), rate, checks=("step",)),
     Fault("decay of a norm", (f"{H1}.ln_2",), decay, checks=("step",)),
+    Fault(
+        "stages that draw on where the code in front of them did",
+        ("",),
+        before=patched("autopar.pipeline_parallel.stage_forward.StageForward.come_to", no_switch),
+        mesh=PP,
+        checks=("dropout",),
+    ),
     # -- stages and replicas ------------------------------------------------------------------------------------------
     Fault("a stage that begins one block early", (), other_stages, mesh=PP, checks=("backward",)),
     Fault(

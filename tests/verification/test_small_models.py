@@ -7,9 +7,10 @@ import torch
 
 import autopar
 from autopar.cli.models import of_task
+from autopar.verification.batch_parts import halves_agree
 from autopar.verification.batches import make_batches
 from autopar.verification.outputs import size_of_loss, total_loss
-from autopar.verification.session import _Dtypes, _halves_agree
+from autopar.verification.session import _Dtypes
 from autopar.verification.small_models import build_small
 
 LARGEST = 5_000_000  # parameters
@@ -74,7 +75,7 @@ class Coupled(torch.nn.Module):
 
 def test_samples_that_depend_on_each_other_are_found_out() -> None:
     batch = {"x": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}
-    assert _halves_agree(Coupled(False), batch) and not _halves_agree(Coupled(True), batch)
+    assert halves_agree(Coupled(False), batch) and not halves_agree(Coupled(True), batch)
 
 
 def test_computed_dtypes_are_noted() -> None:

@@ -49,9 +49,10 @@ def _perceiver(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) ->
 def _table(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
     shape = batch["input_ids"].shape
     kinds = torch.stack([draw(0, size, *shape) for size in config.type_vocab_sizes], -1)
-    kinds[..., 0] = torch.tensor([0, 0, 1, 1, 1, 1, 1])  # the question, then the table
-    kinds[..., 1] = torch.tensor([0, 0, 1, 2, 1, 2, 3])
-    kinds[..., 2] = torch.tensor([0, 0, 1, 1, 2, 2, 2])
+    longer = shape[-1] - 7  # words of the last cell
+    kinds[..., 0] = torch.tensor([0, 0, 1, 1, 1, 1, 1, *[1] * longer])  # the question, then the table
+    kinds[..., 1] = torch.tensor([0, 0, 1, 2, 1, 2, 3, *[3] * longer])
+    kinds[..., 2] = torch.tensor([0, 0, 1, 1, 2, 2, 2, *[2] * longer])
     batch["token_type_ids"] = kinds
     if head.endswith("ForQuestionAnswering"):
         batch = {name: value for name, value in batch.items() if not name.endswith("_positions")}

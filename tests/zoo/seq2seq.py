@@ -37,10 +37,11 @@ def text_inputs(head: str, config: PretrainedConfig, batch: dict[str, Any], draw
     if head.endswith("ForSequenceClassification"):  # it reads the state of the last eos
         last = batch["attention_mask"].sum(1, keepdim=True) - 1
         batch["input_ids"] = batch["input_ids"].scatter(1, last, config.eos_token_id)
-    elif head.endswith(("ForConditionalGeneration", "MarianMTModel", "EncoderDecoderModel")):
-        batch |= decoder_inputs(draw, vocab)
+    length = batch["input_ids"].shape[-1] - 2
+    if head.endswith(("ForConditionalGeneration", "MarianMTModel", "EncoderDecoderModel")):
+        batch |= decoder_inputs(draw, vocab, length=length)
     elif head.endswith("Model") and not head.endswith("EncoderModel"):
-        batch |= decoder_inputs(draw, vocab, labels=False)
+        batch |= decoder_inputs(draw, vocab, labels=False, length=length)
     return batch
 
 

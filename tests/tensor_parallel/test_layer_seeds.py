@@ -1,0 +1,69 @@
+"""Layers that take a seed for each forward: the same one on all tensor-parallel ranks, and another one each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.tensor_parallel.layer_seeds import attach, detach
+from tests.exchange import everyones
+from tests.parity import close
+from tests.pool import pooled
+from tests.random_models import Case, batches, build
+
+CASE = Case("reformer", "ReformerForMaskedLM")
+
+
+def _hashing(model: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "hash_seed"):
+            module.hash_seed = None  # other buckets at each forward
+    return model.train()
+
+
+def _dropping(model: Any) -> Any:
+    for module in model.modules():
+        if "dropout" in vars(module):
+            module.dropout = 0.2
+    return _hashing(model)
+
+
+@pooled(world_size=2)
+def test_reversible_layers_drop_and_hash_alike_on_all_ranks() -> None:
+    plain = _dropping(build(CASE, 4, 2))
+    batch = batches(CASE, plain.config, 1)[0]
+    model = autopar.initialize(_dropping(build(CASE, 4, 2)), {"model_parallelism": {"tensor_parallel_size": 2}})
+    logits = [model(**batch).logits.detach() + 0 for _ in range(2)]
+    assert not torch.equal(*logits)  # each forward draws anew
+    first, second = everyones(logits[0], dist.group.WORLD)
+    assert torch.equal(first, second)
+    states = everyones(torch.get_rng_state(), dist.group.WORLD)
+    assert torch.equal(*states)
+    back = autopar.deparallelize(model)
+    assert not any("_init_attention_seed" in vars(module) for module in back.modules())
+
+
+@pooled(world_size=2)
+def test_hashes_and_gradients_are_the_plain_models_for_the_same_seed() -> None:
+    plain = _hashing(build(CASE, 4, 2))
+    batch = batches(CASE, plain.config, 1)[0]
+    model = autopar.initialize(_hashing(build(CASE, 4, 2)), {"model_parallelism": {"tensor_parallel_size": 2}})
+    attach(plain)
+    losses = []
+    for each in (plain, model):
+        torch.manual_seed(3)
+        losses.append(each(**batch).loss)
+        losses[-1].backward()
+    close(losses[1].detach(), losses[0].detach(), "loss")
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = theirs[name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None and parameter.shape == expected.shape:
+            close(parameter.grad, expected, name)
+    detach(plain)
+    assert not any("_init_attention_seed" in vars(module) for module in plain.modules())
+    model.mpu.destroy()
