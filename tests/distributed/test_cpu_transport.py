@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
 from autopar.errors import ConfigError
 from tests.pool import pooled
+from tests.transports import segments
 from tests.worlds import raises_everywhere
 
 
@@ -61,14 +60,6 @@ def test_the_problem_of_one_rank_is_that_of_all() -> None:
     assert _obstacle(_offers("aa", problems={1: "it is tired"}), [[0, 1]], "auto") == "rank 1: it is tired"
 
 
-def _segments() -> tuple[int, int]:
-    """How many shared segments of transports this process has open, and how many it has mapped."""
-    gc.collect()
-    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    maps = Path("/proc/self/maps").read_text()
-    return sum("memfd:autopar" in file for file in files), maps.count("memfd:autopar")
-
-
 @pooled(world_size=2)
 def test_auto_takes_shared_memory_where_each_rank_has_a_core() -> None:
     original = os.sched_getaffinity
@@ -94,7 +85,7 @@ def test_where_it_is_impossible_auto_takes_gloo_and_shm_is_an_error() -> None:
         return f"host-{rank} boot"
 
     size = segment_bytes(2)
-    before = _segments()  # those of a model that an earlier body on this rank left to another library's cache
+    before = segments()
     cases = [
         (platform, "machine", lambda: "aarch64" if rank else "x86_64", "rank 1: its processor, aarch64, may show"),
         (os, "posix_fallocate", refuse, f"rank 0: there are no {size} bytes to share ([Errno 28] No space left"),
@@ -120,8 +111,7 @@ def test_where_it_is_impossible_auto_takes_gloo_and_shm_is_an_error() -> None:
             assert MPU(2).tp.transport is None
         finally:
             setattr(holder, name, original)
-    left = _segments()
-    assert all(now <= then for now, then in zip(left, before, strict=True)), (before, left)
+    assert segments() == before
 
 
 @pooled(world_size=2)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import PipelineError
 from tests.pool import pooled
 from tests.small import gpt2
+from tests.transports import segments
 from tests.worlds import spawn
 
 
@@ -27,30 +27,23 @@ def _axes(size: int) -> tuple[Axis, Axis]:
     return MPU(size, cpu_transport="gloo").tp, MPU(size, cpu_transport="shm").tp
 
 
-def _mapped() -> int:
-    """Count the mappings of shared memory in this process."""
-    return Path("/proc/self/maps").read_text().count("/memfd:autopar")
-
-
 @pooled(world_size=2)
 def test_the_memory_is_given_back() -> None:
-    before = _mapped()
+    before = opened, mapped = segments()
     model = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2, "cpu_transport": "shm"}})
-    assert _mapped() == before + 1
+    assert segments() == (opened + 1, mapped + 1)
     ids = torch.arange(6).view(1, 6)
     model(input_ids=ids, labels=ids).loss.backward()
     autopar.deparallelize(model)
-    assert _mapped() == before
+    assert segments() == before
     mpu = MPU(2, cpu_transport="shm")
     out = collectives.reduce(torch.ones(3), mpu.tp)
     mpu.destroy()
-    assert _mapped() == before
+    assert segments() == before
     assert out.tolist() == [2, 2, 2]  # a result is no view of it
     dist.barrier()
     MPU(2, cpu_transport="shm").tp.transport = None  # dropped, and not destroyed
-    assert _mapped() == before
-    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    assert not [file for file in files if "memfd:autopar" in file]
+    assert segments() == before
     assert not [name for name in os.listdir("/dev/shm") if "autopar" in name]
 
 
