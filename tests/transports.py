@@ -17,7 +17,8 @@ def segments() -> tuple[int, int]:
 
     What an earlier body on this rank left to a cache of another library counts too: compare with before.
     """
-    gc.collect()
+    gc.collect()  # autograd's graphs, in which the collector cannot look
+    gc.collect()  # what they have held
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     maps = Path("/proc/self/maps").read_text()
     return sum("/memfd:autopar" in file for file in files), maps.count("/memfd:autopar")
