@@ -28,7 +28,8 @@ def open_files(
 
     Args:
         folder: if it is a folder on this machine, no file may lie outside of it.
-        mapped: whether tensors may lie in maps of the files (:class:`~autopar.storage.range_file.RangeFile`).
+        mapped: whether tensors may lie in maps of the safetensors files
+            (:class:`~autopar.storage.range_file.RangeFile`).
 
     Raises:
         CheckpointError: a file is missing, truncated, no checkpoint, or outside of ``folder``.
@@ -42,7 +43,7 @@ def open_files(
             raise CheckpointError(
                 f"{path} is missing: the checkpoint has {len(files)} weight files, this is one of them"
             )
-        tensors.update((_open_safetensors if path.suffix == ".safetensors" else _open_pickled)(path, mapped))
+        tensors.update(_open_safetensors(path, mapped) if path.suffix == ".safetensors" else _open_pickled(path))
     return tensors
 
 
@@ -74,11 +75,11 @@ def _open_safetensors(path: Path, mapped: bool) -> dict[str, LazyTensor]:
     return {name: reader.lazy(name) for name in reader.entries}
 
 
-def _open_pickled(path: Path, mapped: bool) -> dict[str, LazyTensor]:
+def _open_pickled(path: Path) -> dict[str, LazyTensor]:
     """Open a zip archive of raw storages and a pickle, with ``weights_only``: it can name tensors, not code."""
     if not zipfile.is_zipfile(path):  # torch before 1.6, or no checkpoint at all: has to be read whole
         return {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
-    size, file = path.stat().st_size, RangeFile(path, mapped)
+    size, file = path.stat().st_size, RangeFile(path)
     return {name: _of_storage(name, tensor, file, size) for name, tensor in _unpickled(path, "meta").items()}
 
 

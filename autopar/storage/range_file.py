@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError
+from autopar.storage.private_map import private_map
 
 __all__ = ["RangeFile"]
 
@@ -33,23 +34,28 @@ class RangeFile:
         self.mapped = mapped
         self._handle: int | None = None
 
-    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
         """Return the mapped memory from byte ``offset`` on as a contiguous tensor, which keeps its map alive.
 
+        None where the system has no map to give: too many of them, no memory, or a file system without.
+
         Raises:
-            CheckpointError: the file cannot be mapped, or ends before.
+            CheckpointError: the file cannot be opened, or ends before.
         """
         length = math.prod(shape) * dtype.itemsize
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
-            with open(self.path, "rb") as file:
-                if (size := os.fstat(file.fileno()).st_size) < offset + length:
-                    raise self._truncated(size, offset + length)
-                # a map for each tensor: of one for all, the kernel also brings in pages of neighbours
-                pages = mmap.mmap(file.fileno(), offset - start + length, access=mmap.ACCESS_COPY, offset=start)
-        except (OSError, ValueError) as error:
+            handle = self._opened()
+            size = os.fstat(handle).st_size
+        except OSError as error:
             raise CheckpointError(f"{self.path} cannot be mapped: {error}; disable_mmap=True reads it") from error
-        return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=offset - start).view(*shape)
+        if size < offset + length:
+            raise self._truncated(size, offset + length)
+        # a map for each tensor: of one for all, the kernel also brings in pages of neighbours
+        pages = private_map(handle, start, offset - start + length)
+        if pages is None:
+            return None
+        return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=offset - start).view(tuple(shape))
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
@@ -66,10 +72,7 @@ class RangeFile:
         """
         preadv = os.preadv
         try:
-            with _opening:
-                if self._handle is None:
-                    self._handle = os.open(self.path, os.O_RDONLY)
-            handle = self._handle
+            handle = self._opened()
             for here, there in places:
                 done = preadv(handle, [target[here : here + length]], there)
                 while done < length:  # one call reads at most 2 GiB
@@ -79,6 +82,12 @@ class RangeFile:
                     done += more
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _opened(self) -> int:
+        with _opening:
+            if self._handle is None:
+                self._handle = os.open(self.path, os.O_RDONLY)
+        return self._handle
 
     def _truncated(self, found: int, needed: int) -> CheckpointError:
         return CheckpointError(f"{self.path} is truncated: it ends at byte {found}, {needed} are needed")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaForCausalLM
 
 import autopar
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, even_shards
-from autopar.storage import lazy_tensor
-from autopar.storage.lazy_tensor import Joined, Stored, map_shard
+from autopar.storage import lazy_tensor, range_file
+from autopar.storage.lazy_tensor import Joined, Stored, map_shard, read_shard
+from autopar.storage.private_map import private_map
 from autopar.storage.range_file import RangeFile
 from autopar.storage.views import Narrowed
 from tests.checkpoint.loading import same, shared, tp
@@ -39,6 +43,15 @@ def test_what_lies_together_is_mapped_and_the_rest_is_not(file, monkeypatch):
     assert torch.equal(map_shard(stored, None, 0), values)
     assert torch.equal(stored.mapped(((3, 4), (5, 50))), values[3:4, 5:50])
     assert stored.mapped(((3, 5), (5, 50))) is None  # two runs
+    out = torch.empty(64, 43, dtype=torch.float64)
+    monkeypatch.setattr(lazy_tensor, "_BOUNCE", 100)  # bytes: many slabs
+    for none in (False, True):  # maps, and where the system has none to give
+        monkeypatch.setattr(range_file, "private_map", lambda *args, none=none: None if none else private_map(*args))
+        read_shard(stored, Layout.of(1, [Block("column", 128, 1, even_shards(128, 3))]), 1, out.zero_())
+        assert torch.equal(out, values[:, 43:86].double())
+        assert (stored.mapped(((0, 64), (0, 128))) is None) == none
+    monkeypatch.undo()
+    monkeypatch.setattr(lazy_tensor, "_MAPPED", 16)
     columns = Layout.of(1, [Block("column", 128, 1, even_shards(128, 2))])
     assert map_shard(stored, columns, 0) is None
     fused = Layout.of(0, [Block("row", 32, 1, even_shards(32, 2))] * 2)
@@ -71,6 +84,20 @@ def test_a_file_that_ended_meanwhile_or_cannot_be_mapped_is_an_error(file, tmp_p
         stored.mapped(((0, 1 << 20),))
     with pytest.raises(CheckpointError, match=r"cannot be mapped.*disable_mmap=True reads it"):
         RangeFile(tmp_path / "gone", mapped=True).view(0, torch.float32, (1,))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="where Linux tells what is mapped")
+def test_maps_hold_no_descriptors_and_end_with_their_tensors(file):
+    opened = RangeFile(file, mapped=True)
+    opened.view(8, torch.float32, (1,))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    views = [opened.view(8 * place, torch.float32, ()) for place in range(1, 100)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert Path("/proc/self/maps").read_text().count(str(file)) == 99
+    assert views[3] == 6
+    del views
+    gc.collect()
+    assert str(file) not in Path("/proc/self/maps").read_text()
 
 
 def mapped_bytes(model: torch.nn.Module, folder: Path) -> int:
@@ -116,5 +143,42 @@ def test_a_model_is_the_same_mapped_trains_and_leaves_its_file_alone(tmp_path):
             assert mapped_bytes(again, tmp_path) > 0.3 * total
             half = autopar.from_pretrained(type(model), folder, tp(2), dtype=torch.bfloat16, disable_mmap=False)
             assert mapped_bytes(half, tmp_path) == 0  # of another dtype
+    finally:
+        lazy_tensor._MAPPED = 1 << 16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pooled(world_size=2)
+def test_replicas_that_shard_states_or_weights_take_mapped_ones(tmp_path, stage):
+    """Stage 0: by torch's ``fully_shard``."""
+    lazy_tensor._MAPPED = 16
+    try:
+        plain = llama(num_hidden_layers=2)
+        folder = shared(tmp_path / "m", plain)
+        config = tp(1) | ({"zero": {"stage": stage}} if stage else {})
+
+        def make(model):
+            return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        if stage:
+            given = autopar.initialize(plain, config, optimizer=make(plain))
+            made = autopar.from_pretrained(LlamaForCausalLM, folder, config, optimizer=make, disable_mmap=False)
+        else:
+            models = [
+                autopar.initialize(plain, config),
+                autopar.from_pretrained(LlamaForCausalLM, folder, config, disable_mmap=False),
+            ]
+            given, made = ((fully_shard(model, mesh=model.mpu.mesh["dp"]), make(model)) for model in models)
+        losses = []
+        ids = torch.arange(14).view(2, 7)
+        for model, optimizer in (given, made):
+            model.train()
+            for _ in range(3):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert losses[:3] == losses[3:]
     finally:
         lazy_tensor._MAPPED = 1 << 16
