@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
 from autopar.data_parallel import process_hooks
-from autopar.distributed import gloo_collectives
+from autopar.distributed import gloo_collectives, host_transport
 
 _LOGGERS = ("autopar", "torch", "transformers")
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, type)
@@ -37,6 +37,7 @@ class Settings:
 
     def __init__(self) -> None:
         gloo_collectives._POLL = 0.0  # several worlds share the cores
+        host_transport._SPIN_ON_OWN_CORE = host_transport._SPIN
         gc.collect()
         gc.freeze()  # modules and caches of before the first body: no later collection need go through them
         self.world = dist.group.WORLD

@@ -62,7 +62,7 @@ def choose_transport(axis: Axis, groups: Sequence[Sequence[int]], choice: str, c
         dist.all_gather_object(offers, offer, group=control)
         problem = _obstacle(offers, groups, choice)
         if not problem:
-            made, mine = _connect(axis, [offers[rank] for rank in axis.ranks])
+            made, mine = _connect(axis, [offers[rank] for rank in axis.ranks], own_cores=not _crowded(offers))
             problems = [mine] * len(offers)
             dist.all_gather_object(problems, mine, group=control)
             problem = _first(problems)
@@ -112,10 +112,15 @@ def _obstacle(offers: list[_Offer], groups: Sequence[Sequence[int]], choice: str
         for rank, host in others:
             if offers[rank].process.place != offers[here[0]].process.place:
                 return f"ranks {list(group)} form a group, and rank {here[0]} runs on {here[1]}, rank {rank} on {host}"
+    return _crowded(offers) if choice == "auto" else ""
+
+
+def _crowded(offers: list[_Offer]) -> str:
+    """Return on which machine a core has more than one rank; empty if each rank has its own."""
     by_place: dict[str, list[_Offer]] = {}
     for offer in offers:
         by_place.setdefault(offer.process.place, []).append(offer)
-    for here_too in by_place.values() if choice == "auto" else ():
+    for here_too in by_place.values():
         cores = len(frozenset[int]().union(*(offer.cores for offer in here_too)))
         if len(here_too) > cores:
             return f"{len(here_too)} ranks run on the {cores} cores of {_host(here_too[0])}"
@@ -132,7 +137,7 @@ def _first(problems: list[str]) -> str:
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
-def _connect(axis: Axis, offers: list[_Offer]) -> tuple[HostTransport | None, str]:
+def _connect(axis: Axis, offers: list[_Offer], *, own_cores: bool) -> tuple[HostTransport | None, str]:
     """Map the memory of the group's first rank; or say what keeps this rank from that."""
     owner, size = offers[0], segment_bytes(axis.size)
     path = f"/proc/{owner.process.pid}/fd/{owner.descriptor}"
@@ -146,4 +151,4 @@ def _connect(axis: Axis, offers: list[_Offer]) -> tuple[HostTransport | None, st
             os.close(descriptor)
     except OSError as error:
         return None, f"it cannot open the memory of rank {axis.ranks[0]} ({error})"
-    return HostTransport(axis, [offer.process for offer in offers], segment), ""
+    return HostTransport(axis, [offer.process for offer in offers], segment, own_cores=own_cores), ""

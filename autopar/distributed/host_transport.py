@@ -15,9 +15,9 @@ later store to a flag (8.2.4), and the non-temporal stores of memcpy end with a 
 separate calls into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has
 no barrier for weaker orders, as that of ARM: there gloo is used.
 
-**Waiting.** Spin for a tenth of a millisecond, giving the core to whoever wants it, then sleep, and look for
-processes that have ended. A rank that fails inside a collective says so to the others, and can use the transport no
-more.
+**Waiting.** Spin for some milliseconds (where ranks share cores for a tenth of one) and give the core to whoever wants
+it; then sleep, and look for processes that have ended. A rank that fails inside a collective says so to the others, and
+can use the transport no more.
 
 **Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
 that could stay behind, and the kernel frees it with the last process that maps it.
@@ -51,6 +51,7 @@ _LINE = 16  # flags are so many words apart: two cache lines, which are fetched 
 _PAGE = 4096
 _SIGNATURE = 24  # bits of a flag that say which collective it is, below its number
 _SPIN = 1e-4  # seconds; longer ones keep from its core the rank that is waited for, where cores are shared
+_SPIN_ON_OWN_CORE = 3e-3  # ranks differ by that much between two layers; one that sleeps has to be woken
 _SLEEPS = (2e-5, 1e-3)  # seconds: shortest and longest
 _LOOK_AFTER = 0.1  # seconds between two looks at the other processes
 _CACHED = 256  # shapes of which views are kept
@@ -93,9 +94,13 @@ class HostTransport:
         axis: whose ranks all run on this machine.
         processes: theirs.
         segment: mapped memory of :func:`segment_bytes`, zeros at first.
+        own_cores: whether each rank of the machine has a core for itself.
     """
 
-    def __init__(self, axis: Axis, processes: Sequence[Process], segment: mmap.mmap) -> None:
+    def __init__(
+        self, axis: Axis, processes: Sequence[Process], segment: mmap.mmap, *, own_cores: bool = False
+    ) -> None:
+        self._spin = _SPIN_ON_OWN_CORE if own_cores else _SPIN
         self._axis, self._processes, self._rank, self._size = axis, tuple(processes), axis.rank, axis.size
         header = _header_bytes(axis.size)
         self._flags = memoryview(segment)[:header].cast("q")
@@ -268,7 +273,7 @@ class HostTransport:
             found = flags[place]
             if found == mark or found >> _SIGNATURE > number:  # that rank may have gone on
                 return
-            if time.monotonic() - start > _SPIN:
+            if time.monotonic() - start > self._spin:
                 break
             os.sched_yield()
         seconds = _timeout(self._axis.group)
