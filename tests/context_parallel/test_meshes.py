@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.context_parallel import row_logits
-from benchmarks.context_parallel_policies import NOT_IN_STAGES, holds, is_left_out, read_rows, summary
+from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR, holds, is_left_out, read_rows, summary
 from tests.context_parallel.meshes import LENGTHS, MESHES, compare, plain_of
 from tests.pool import pooled
 from tests.random_models import Case
@@ -107,13 +107,16 @@ def test_a_refusal_holds_where_it_is_known() -> None:
     for change in ({"verdict": "equal"}, {"why": "something else"}, {"type": "gpt2"}, {"mesh": "cp2xtp2"}):
         assert not holds({**row, **change}), change
     assert holds({**row, "mesh": "cp2xsp2", "why": "beside sequence_parallel: it mixes rows"})
+    four = {"type": "rembert", "mesh": "cp4", "verdict": "refused", "why": f"...: {NOT_OVER_FOUR['rembert']}"}
+    assert holds(four) and not holds({**four, "type": "bert"}) and not holds({**four, "verdict": "equal"})
 
 
 def test_the_page_has_the_numbers_of_all_meshes() -> None:
     page = (Path(__file__).parents[2] / "docs" / "long-sequences.md").read_text()
     found = [line.split(" | ") for line in page.splitlines() if line.startswith("| context 2 x ")]
     run = set(WHOLE) - NOT_IN_CONTEXT - LATE_IN_CONTEXT
-    assert len(found) == 5 and run >= NOT_IN_STAGES.keys()
+    assert len(found) == 5 and run >= NOT_IN_STAGES.keys() | NOT_OVER_FOUR.keys()
+    assert f"| context 4 | {len(run) - len(NOT_OVER_FOUR)} | {len(NOT_OVER_FOUR)}: " in page
     for mesh, equal, refused, wrong in found:
         count = int(refused.split(":")[0])
         of = len(run - NOT_BY_ROWS if "sequence_parallel" in mesh else run)
