@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.distributed import cpu_transport
+from autopar.distributed import cpu_transport, host_transport
 from autopar.distributed.cpu_transport import _obstacle, _Offer
 from autopar.distributed.host_transport import HostTransport, segment_bytes
 from autopar.distributed.mesh import MPU
@@ -72,6 +72,20 @@ def test_auto_takes_shared_memory_where_each_rank_has_a_core() -> None:
             assert MPU(1, cpu_transport="shm").tp.transport is None  # nothing to carry
         finally:
             os.sched_getaffinity = original
+
+
+@pooled(world_size=2)
+def test_a_rank_with_a_core_of_its_own_waits_longer_before_it_sleeps() -> None:
+    original, shared, own = os.sched_getaffinity, host_transport._SPIN, 2 * host_transport._SPIN
+    host_transport._SPIN_ON_OWN_CORE = own  # the tests' own is the other one
+    for cores, expected in ((2, own), (1, shared)):
+        os.sched_getaffinity = lambda _, cores=cores: set(range(cores))  # type: ignore[assignment]
+        try:
+            transport = MPU(2, cpu_transport="shm").tp.transport
+        finally:
+            os.sched_getaffinity = original
+        assert transport is not None and transport._spin == expected
+    host_transport._SPIN_ON_OWN_CORE = shared
 
 
 @pooled(world_size=2)
