@@ -97,6 +97,31 @@ def test_generate_compares_its_first_forward_only():
 
 
 @pooled(world_size=2)
+@torch.no_grad()
+def test_tokens_after_a_cache_are_compared_and_weights_now_and_then():
+    rank, ids = dist.get_rank(), torch.arange(4)[None]
+
+    def filled(model):
+        return model(ids, use_cache=True).past_key_values
+
+    model = parallel(llama(), 2).eval()
+    cache = filled(model)
+    with raises_everywhere(ConsistencyError, "input_ids: rank 0: [1, 1] ", "rank 1: [1, 1] "):
+        model(ids[:, :1] + rank, past_key_values=cache, use_cache=True)
+    with raises_everywhere(ConsistencyError, "input_ids: rank 0: [1, 1] ", "rank 1: [1, 2] "):
+        model(ids[:, : 1 + rank], past_key_values=filled(model), use_cache=True)
+    cache = filled(model)
+    with raises_everywhere(ConsistencyError, "goes on from a cache: rank 0: missing, rank 1: yes"):
+        model(ids, past_key_values=cache if rank else None, use_cache=True)
+    cache = filled(model)
+    if rank:
+        model.model.norm.weight.data[3] += 1e-6
+    with raises_everywhere(ConsistencyError, "weight model.norm.weight: rank 0: "):
+        for _ in range(48):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pooled(world_size=2)
 def test_a_forward_that_was_interrupted_turns_nothing_off():
     model, rank = parallel(gpt2(), 2), dist.get_rank()
 

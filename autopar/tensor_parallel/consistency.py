@@ -73,12 +73,16 @@ class ForwardCheck:
 
     # -- around a forward ------------------------------------------------------------------------------------------
 
-    def before_forward(self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False) -> None:
+    def before_forward(
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+    ) -> None:
         """Compare the call, inputs, generators and weights. A collective of the tp and cp axes.
 
         Args:
             arguments: by name (:func:`named_arguments`).
             compiled: the forward is a graph, after which :meth:`after_forward` is not called.
+            going_on: the forward evaluates one more token, or some, after a cache that an earlier one has filled.
+                Generators and weights were compared there, and are again in some of these.
 
         Raises:
             ConsistencyError: on every rank of the axis; names what differs, and both values.
@@ -92,10 +96,17 @@ class ForwardCheck:
         full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
+        going_on = going_on and full and number % _WATCHED_AGAIN > 0
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained(model)):x}"[:8]
+        seen |= {"goes on from a cache": "yes"} if going_on else {}
         seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
+        if going_on:
+            self._before = None
+            if not self._compare([of_text(repr(seen)), of_values(arguments)]).alike:
+                self._raise(model, arguments, seen, full=True)
+            return
         watched = not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
         self._before = Generators.now().digests() if full and watched else None
         numbers = self._digests(model, arguments, whole=whole) if full else []

@@ -20,7 +20,7 @@ from autopar.errors import ConfigError
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.compiled_forward import no_graph_of_its_own
 
-__all__ = ["MarkCaches", "ShardCaches", "cache_layouts"]
+__all__ = ["MarkCaches", "ShardCaches", "cache_layouts", "goes_on"]
 
 _SHARDED = "_autopar_local"
 _NOT_CACHED = ("key_heads", "value_heads", "state_heads")  # of linear attention
@@ -106,6 +106,15 @@ class ShardCaches:
                     "  Give keys and values of all heads: [batch, heads, length, head width]."
                 )
         return found
+
+
+def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward is given a cache that a forward of the parallelized model has filled."""
+    return any(
+        all(vars(cache).get(_SHARDED) for cache in _leaves(value))
+        for value in (*args, *kwargs.values())
+        if isinstance(value, Cache)
+    )
 
 
 class MarkCaches:

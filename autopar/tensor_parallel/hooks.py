@@ -26,7 +26,7 @@ from autopar.plan.plan import Plan
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
-from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts
+from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
 from autopar.tensor_parallel.hook import Hook
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
@@ -107,7 +107,8 @@ class BeforeForward(Hook, CompiledCheck):
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
-            self._check(model, named_arguments(self.names, args, kwargs), compiled=False)
+            going_on = not model.training and goes_on(args, kwargs)
+            self._check(model, named_arguments(self.names, args, kwargs), going_on=going_on)
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
         return changed
@@ -116,13 +117,15 @@ class BeforeForward(Hook, CompiledCheck):
         """Check a forward that is a graph."""
         self._check(self.model, arguments, compiled=True)
 
-    def _check(self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool) -> None:
+    def _check(
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+    ) -> None:
         if self._has_changed(model):
             self.region.find_dropout(model)  # also in new modules
             if self.check is not None:
                 self.check.reset()
         if self.check is not None:
-            self.check.before_forward(model, arguments, compiled=compiled)
+            self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
 
     def _has_changed(self, model: nn.Module) -> bool:
         """Whether the module tree has; if that is refused, ranks without the change raise as well."""

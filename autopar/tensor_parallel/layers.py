@@ -59,6 +59,8 @@ class _Column(ParallelLayer):
 
     def forward(self, x: torch.Tensor) -> Any:
         plan = self.autopar
+        if not torch.is_grad_enabled() and not plan.gather_output and (plain := self._plain()) is not None:
+            return self._multiply(x, *plain)  # nothing else is left of what follows
         bias = None if self.bias is None else self._parameter("bias")
         if self.chunk is not None and self.region.keeps_logits_sharded():
             return self._logits(x)
@@ -68,7 +70,7 @@ class _Column(ParallelLayer):
             if self.skip_bias_add:
                 return full, bias if bias is None else gather(bias, self.tp, self.autopar_layouts["bias"])
             return full
-        self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
+        self.region.draw_per_rank(self.training)
         return (y, bias) if self.skip_bias_add else y
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +102,14 @@ class _Row(ParallelLayer):
     """``[..., in/tp] -> [..., out]``, or ``[..., in]`` in with ``split_input``. Weight Shard(in), bias Replicate."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        if self.autopar.split_input:
+        plan = self.autopar
+        if not torch.is_grad_enabled() and not plan.split_input and not plan.enter_output and self.region.rows is None:
+            plain = self._plain()
+            if plain is not None:
+                weight, bias = plain
+                y = reduce_(self._multiply(x, weight, None), self.tp)
+                return y if bias is None else self._add_bias(y)
+        if plan.split_input:
             x = self.region.mark_sharded(scatter(x, self.tp, self.autopar_layouts["weight"]))  # [..., in/tp]
         self.region.leave()
         y = self._multiply(x, self.weight, None)  # [..., out], Partial
@@ -112,7 +121,7 @@ class _Row(ParallelLayer):
         if self.skip_bias_add:
             return y, self.bias
         y = y if self.bias is None else self._add_bias(y)
-        return copy(y, self.tp) if self.autopar.enter_output else y
+        return copy(y, self.tp) if plan.enter_output else y
 
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor = self.bias

@@ -53,15 +53,15 @@ class ModuleTree:
         self._seen = _look(model)
         self._modules = [seen.module for seen in self._seen]
         self._kinds = [seen.kind for seen in self._seen]
-        self._objects = _objects(self._modules)
+        self._sizes, self._objects = _contents(self._modules)
         self._parameters = [x for x in self._objects if isinstance(x, nn.Parameter)]
         self._shapes = [parameter.shape for parameter in self._parameters]
 
     def _is_unchanged(self) -> bool:
-        now = _objects(self._modules)
+        sizes, now = _contents(self._modules)
         return (
             list(map(type, self._modules)) == self._kinds
-            and len(now) == len(self._objects)
+            and sizes == self._sizes
             and all(map(operator.is_, now, self._objects))
             and [parameter.shape for parameter in self._parameters] == self._shapes
         )
@@ -104,10 +104,14 @@ def _look(model: nn.Module) -> list[_Seen]:
     ]
 
 
-def _objects(modules: Sequence[nn.Module]) -> list[Any]:
-    """All modules and parameters, each in its place; made for every forward, so mostly by C."""
-    each = (((module,), module._modules.values(), (module,), module._parameters.values()) for module in modules)
-    return list(chain.from_iterable(chain.from_iterable(each)))
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+_VALUES = operator.methodcaller("values")
+
+
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
+    """How many children and parameters each module has, and these in order; made for every forward, so only by C."""
+    held = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
+    return list(map(len, held)), list(chain.from_iterable(map(_VALUES, held)))
 
 
 def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:

@@ -41,6 +41,8 @@ class ParallelLayer:
     skip_bias_add = False  # a layer that returns its bias beside its output
     weight: Any
     bias: Any
+    training: bool
+    _parameters: Any  # those of nn.Module, read without its search for a name
     _multiply: Any  # (x, weight, bias) -> y
 
     def __repr__(self) -> str:
@@ -51,6 +53,18 @@ class ParallelLayer:
         parameter: torch.Tensor = getattr(self, name)
         layout = self.autopar_layouts.get(name)
         return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
+
+    def _plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias where, without gradients, the layer only multiplies and sums: a token costs many such calls.
+
+        None where a dry run follows tensors, where dropout draws, where the bias is returned beside the output, and
+        where the parameters are not the module's own (parametrizations).
+        """
+        own = self._parameters
+        if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):
+            return None
+        weight = own.get("weight")
+        return None if weight is None else (weight, own["bias"])
 
 
 class _LayerRegion(Region):

@@ -209,6 +209,10 @@ class Region(RowsOfRegion):
         """Whether a layer in this mode may be followed by dropout (also one that is on while the model evaluates)."""
         return self.may_draw and (training or self._in_evaluation)
 
+    def only_computes(self, training: bool) -> bool:
+        """Whether entering and leaving the region without gradients does nothing: nobody draws, or follows tensors."""
+        return self.tracking is None and self._outside is None and not (self.may_draw and self.draws(training))
+
     def draw_per_rank(self, training: bool) -> None:
         """Seed the default generators per tp rank, until :meth:`draw_alike`."""
         if self._outside is None and self.draws(training):
