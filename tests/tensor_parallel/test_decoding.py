@@ -22,11 +22,11 @@ IDS = torch.arange(5, 9)[None]
 
 
 def calls_of_a_token(model: Any) -> Counter[str]:
-    """Python functions that run while one token is decoded after a cache, by their files."""
+    """Python functions that run while one token is decoded after a cache, by their files; those that wait left out."""
     found: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
+        if event == "call" and not frame.f_code.co_filename.endswith("host_transport.py"):
             found[frame.f_code.co_filename] += 1
 
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_a_parallel_layer_costs_few_calls_where_nothing_needs_a_gradient(kind: s
     two_of_rank, six_of_rank = (calls_of_a_token(parallel(build(number), 2)) for number in (2, 6))
     of_four_blocks = (six_of_rank.total() - two_of_rank.total()) - (six.total() - two.total())
     more = (six_of_rank - two_of_rank - six + two).most_common(12)
-    assert 0 < of_four_blocks / 4 < (75 if kind == "llama" else 90), (of_four_blocks, more)  # measured: 57 and 73
+    assert 0 < of_four_blocks / 4 < (60 if kind == "llama" else 75), (of_four_blocks, more)  # measured: 44 and 60
 
 
 @pooled(world_size=2)
