@@ -125,7 +125,7 @@ def initialize(
     checked = same_on_every_rank(lambda: _check_call(model, config, policy, optimizer, lr_scheduler), _Call.fingerprint)
     config = checked.config
     tp, pp, cp = config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size
-    mpu = MPU(tp, pp, config.transport, cp)
+    mpu = MPU(tp, pp, config.transport, cp, config.reduce_dtype)
     try:  # every check is in here: the model is untouched so far
         plans = _make_plans(model, checked, mpu, optimizer)
     except Exception:

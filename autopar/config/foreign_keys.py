@@ -189,7 +189,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "wall_clock_breakdown": _SCRIPT,
         "prescale_gradients": "gradients are averaged, in fp32 with precision; leave it out",
         "gradient_predivide_factor": "gradients are averaged, in fp32 with precision; leave it out",
-        "communication_data_type": "gradients are summed in their own dtype (fp32 with precision); leave it out",
+        "communication_data_type": "use model_parallelism.reduce_dtype: same or fp32",
         "sparse_gradients": "autopar reads that off the model; leave it out",
         "amp": _FP16,
     },

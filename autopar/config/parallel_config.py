@@ -45,6 +45,8 @@ class ParallelConfig:
         sequence_parallel: tensor-parallel ranks hold parts of the sequence between sharded layers; one rank all of it.
         cpu_transport: what carries the tensor-parallel collectives of CPU tensors: ``gloo``, ``shm`` (memory that the
             ranks of one machine share), or ``auto``: ``shm`` where that is possible and there is a core for each rank.
+        reduce_dtype: in which activations and gradients of half precision are summed over ranks: ``same``, their own
+            dtype, or ``fp32``, rounded once.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
         compile: compile the blocks with ``torch.compile``, one by one.
         compile_backend, compile_mode, compile_fullgraph: its ``backend``, ``mode`` and ``fullgraph``.
@@ -86,6 +88,7 @@ class ParallelConfig:
     context_parallel_method: str = "auto"
     sequence_parallel: bool = False
     cpu_transport: str = "auto"
+    reduce_dtype: str = "same"
     activation_checkpointing: bool = False
     compile: bool = False
     compile_backend: str = "inductor"

@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "context_parallel_method": str,
         "sequence_parallel": bool,
         "cpu_transport": str,
+        "reduce_dtype": str,
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
@@ -63,6 +64,8 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
     "cpu_transport": ("auto", "gloo", "shm"),
+    "model_parallelism.reduce_dtype": ("same", "fp32"),
+    "reduce_dtype": ("same", "fp32"),
     "model_parallelism.context_parallel_method": ("auto", "ulysses", "gather"),
     "context_parallel_method": ("auto", "ulysses", "gather"),
     "zero.stage": (0, 1, 3),

@@ -81,12 +81,17 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
             holders = stages.holders(name) if name in stages.tensors else ()
             by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
     runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
-    sum_gradients(runs, axis.group, 1 / axis.size, {id(parameter): name for name, parameter in own.items()})
+    names = {id(parameter): name for name, parameter in own.items()}
+    sum_gradients(runs, axis.group, 1 / axis.size, names, axis.reduce_dtype)
 
 
 @torch.no_grad()
 def sum_gradients(
-    runs: list[list[nn.Parameter]], group: Any, scale: float = 1.0, names: Mapping[int, str] | None = None
+    runs: list[list[nn.Parameter]],
+    group: Any,
+    scale: float = 1.0,
+    names: Mapping[int, str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Scale gradients, then all-reduce them over a group. Every rank gives the same parameters in the same order.
 
@@ -96,6 +101,7 @@ def sum_gradients(
         runs: what may travel together in one buffer.
         scale: before the sum, which might be too large for fp16.
         names: ``id(parameter)`` -> name, for the error.
+        dtype: in which half-precision gradients are scaled and summed; None: their own.
 
     Raises:
         ConsistencyError: a parameter is frozen on some ranks and trained on others; on every rank.
@@ -123,7 +129,7 @@ def sum_gradients(
             if kinds[id(parameter)]:
                 gradient = _gradient_in(parameter, torch.float32 if kinds[id(parameter)] == 2 else parameter.dtype)
                 gradients.setdefault(gradient.dtype, []).append(gradient)
-        for flat in (flat for same in gradients.values() for flat in flattened(same)):
+        for flat in (flat for same in gradients.values() for flat in flattened(same, dtype)):
             if scale != 1.0:
                 flat.mul_(scale)
             all_reduce(flat, group=group)
@@ -161,10 +167,16 @@ def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[l
         yield bucket
 
 
-def flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield buckets of tensors in one flat buffer each, and copy it back when the next one is asked for."""
+def flattened(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+    """Yield buckets of tensors in one flat buffer each, and copy it back when the next one is asked for.
+
+    Args:
+        dtype: of the buffers, where it is wider than that of the tensors.
+    """
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        if dtype is not None and flat.itemsize < dtype.itemsize:
+            flat = flat.to(dtype)
         yield flat
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))

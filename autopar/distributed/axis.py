@@ -29,13 +29,16 @@ class Axis:
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
     """
 
-    __slots__ = ("explain", "group", "name", "rank", "ranks", "size", "transport")
+    __slots__ = ("explain", "group", "name", "rank", "ranks", "reduce_dtype", "size", "transport")
 
     explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
     """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
 
     transport: Transport | None
     """Carries collectives of tensors on the CPU; None: the process group carries all."""
+
+    reduce_dtype: torch.dtype | None
+    """In which tensors of half precision are summed over the axis; None: in their own dtype."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.name = name
@@ -45,6 +48,12 @@ class Axis:
         self.size = len(self.ranks)
         self.explain = None
         self.transport = None
+        self.reduce_dtype = None
+
+    def widened(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of what is half."""
+        dtype = self.reduce_dtype
+        return x if dtype is None or not x.is_floating_point() or x.itemsize >= dtype.itemsize else x.to(dtype)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:

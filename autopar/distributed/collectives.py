@@ -83,15 +83,25 @@ def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
 def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
     x = x.clone(memory_format=torch.contiguous_format)
-    if not x.is_meta:
-        run(gloo_collectives.all_reduce, axis, x)
+    _sum(x, axis)
     return x
+
+
+def _sum(x: torch.Tensor, axis: Axis) -> None:
+    """Sum a contiguous ``x`` over the axis in place."""
+    if x.is_meta:
+        return
+    wide = axis.widened(x)
+    run(gloo_collectives.all_reduce, axis, wide)
+    if wide is not x:
+        x.copy_(wide)
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
     """Begin to sum a contiguous ``x`` over the axis in place, by its process group; call the result to wait for it."""
+    wide = axis.widened(x)
     try:
-        work = dist.all_reduce(x, group=axis.group, async_op=True)
+        work = dist.all_reduce(wide, group=axis.group, async_op=True)
     except RuntimeError as error:
         _explain(error, axis)
 
@@ -100,6 +110,8 @@ def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
             gloo_collectives.finish(work) if x.is_cpu else work.wait()
         except RuntimeError as error:
             _explain(error, axis)
+        if wide is not x:
+            x.copy_(wide)
 
     return wait
 
@@ -134,7 +146,7 @@ def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> to
     """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
     full = shard.new_zeros(_resized(shard, dim, layout.size))
     layout.write(full, shard, axis.rank, dim)
-    run(gloo_collectives.all_reduce, axis, full)
+    _sum(full, axis)
     return full
 
 
@@ -150,7 +162,8 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     if x.is_meta:
         return x.new_empty(_resized(x, dim, sizes[axis.rank]))
-    make = x.new_empty if min(sizes) == max(sizes) else x.new_zeros
+    wide = axis.widened(x[:0])
+    make = wide.new_empty if min(sizes) == max(sizes) else wide.new_zeros
     parts = make(axis.size, *_resized(x, dim, max(sizes)))
     for rank in range(axis.size):
         offset = 0
@@ -159,6 +172,7 @@ def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None
             offset += stop - start
     out = torch.empty_like(parts[0])
     run(gloo_collectives.reduce_scatter_tensor, axis, out.view(-1), parts.view(-1))
+    out = out.to(x.dtype)
     return out if sizes[axis.rank] == max(sizes) else out.narrow(dim, 0, sizes[axis.rank]).contiguous()
 
 
@@ -201,8 +215,7 @@ class _ReduceInPlace(_Reduce):
     @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
-        if not x.is_meta:
-            run(gloo_collectives.all_reduce, axis, x)
+        _sum(x, axis)
         return x
 
 

@@ -91,6 +91,7 @@ class MPU(MeshAccessors):
         cpu_transport: what carries collectives of the tensor-parallel axis on the CPU: ``gloo``, ``shm`` (memory that
             the ranks of one machine share), or ``auto``.
         context_parallel_size: ranks that share the sequences of a batch.
+        reduce_dtype: in which tensors of half precision are summed: ``same``, their own dtype, or ``fp32``.
 
     Attributes:
         tp, cp, dp, pp: the axes (:class:`~autopar.distributed.Axis`) through this rank. ``dp`` are the ranks that read
@@ -114,9 +115,12 @@ class MPU(MeshAccessors):
         pipeline_parallel_size: int = 1,
         cpu_transport: str = "auto",
         context_parallel_size: int = 1,
+        reduce_dtype: str = "same",
     ) -> None:
         tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
-        config = ParallelConfig(tp, pp, cpu_transport=cpu_transport, context_parallel_size=cp)
+        config = ParallelConfig(
+            tp, pp, cpu_transport=cpu_transport, context_parallel_size=cp, reduce_dtype=reduce_dtype
+        )
         start_process_group()
         world = dist.get_world_size()
         self.sizes = MeshSizes(tp, pp, config.data_parallel_size(world), cp)
@@ -132,6 +136,8 @@ class MPU(MeshAccessors):
         made: dict[tuple[int, ...], Any] = {}
         groups = rank_groups(self.sizes)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
+        for axis in axes.values():
+            axis.reduce_dtype = torch.float32 if reduce_dtype == "fp32" else None
         self.tp, self.cp, self.dp, self.pp = (axes[name] for name in ("tp", "cp", "dp", "pp"))
         self.model = axes["model"]
         self.dp_cp, self.tp_cp, self.tp_pp = self.dp, self.tp, self.model
