@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -114,11 +115,13 @@ class Halves(NamedTuple):
         apart: whether the halves can be told apart; if not, the first one is all of it.
         rest: whether anything is left.
         freed: nodes of which nothing is left: those above all edges to the side.
+        gradients: bytes of those that wait; at most, since some may be views of others.
     """
 
     apart: bool
     rest: bool
     freed: frozenset[Node]
+    gradients: int
 
 
 def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Halves:
@@ -126,7 +129,9 @@ def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor
     graph, _, starts = _way([get_gradient_edge(root) for root in roots], leaves)
     apart = not any(_runs_once(node) for node in starts)
     below = _nodes(starts) if apart else {}
-    return Halves(apart, bool(below), frozenset(graph.keys() - below.keys()))
+    arriving = [each for node in starts for each in node._input_metadata] if apart else []
+    gradients = sum(prod(each.shape) * each.dtype.itemsize for each in arriving)
+    return Halves(apart, bool(below), frozenset(graph.keys() - below.keys()), gradients)
 
 
 def _way(

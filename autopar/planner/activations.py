@@ -166,6 +166,7 @@ class _Count(BlockReplay):
             towers,
             late={} if halves.rest else None,
             halves=halves.apart,
+            gradients=halves.gradients,
             outputs=self._saved.numbered(made),
             forward_peak=max(storages.peak - (self._start if first else self._base) - held, 0),
             operations=[*(storages.operations or []), *towers.operations],

@@ -68,9 +68,8 @@ def measure_block(
         except (RuntimeError, NotImplementedError):  # an operation whose backward has no shapes
             backward_peak = sum(saved.values())
     storages.operations = operations_outside
-    unit = Unit(
-        saved, late, halves.apart, given, outputs, max(forward_peak, 0), max(backward_peak, 0), operations, calls
-    )
+    peaks = max(forward_peak, 0), max(backward_peak, 0)
+    unit = Unit(saved, late, halves.apart, halves.gradients, given, outputs, *peaks, operations, calls)
     return unit, tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
 
 

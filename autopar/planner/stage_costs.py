@@ -27,6 +27,7 @@ class StageCost:
     Attributes:
         kept: bytes that wait for the backward: what autograd has saved, and what is sent on.
         late: what is left of that between the halves of a split backward.
+        gradients: bytes of those that wait beside ``late``.
         logits, late_logits: bytes of the head and the loss among them.
         output: bytes that are sent on.
         forward_work, backward_work: the most bytes beside what waits, while it runs.
@@ -38,6 +39,7 @@ class StageCost:
 
     kept: int
     late: int
+    gradients: int
     logits: int
     late_logits: int
     output: int
@@ -116,6 +118,7 @@ def stage_costs(
             StageCost(
                 kept=memory.kept,
                 late=sum(late),
+                gradients=memory.gradients(split=not first),
                 logits=memory.own[-1] if last else 0,
                 late_logits=late[-2] if last else 0,
                 output=sum(sent.values()),
@@ -199,6 +202,11 @@ class _Memory:
             left = {} if place > last else unit.saved if place < last or unit.late is None else unit.late
             found.append(_add(known, left))
         return [*found, 0]
+
+    def gradients(self, *, split: bool) -> int:
+        """Return the bytes of the gradients that wait between the halves of a backward, at most."""
+        both = split and all(unit.halves for unit in self._units)
+        return sum(unit.gradients for unit in self._units) if both else 0
 
 
 def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:

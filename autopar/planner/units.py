@@ -20,6 +20,7 @@ class Unit:
         late: what is left of that, where the gradient of its input has been computed and those of its weights have not;
             None: it has no weights, or both are computed at once (``halves``).
         halves: whether the two can be computed one after the other.
+        gradients: bytes of those that wait between them.
         arguments: as ``saved``, what the block was called with: all that is kept of a block that is recomputed.
         outputs: as ``saved``, what it returns.
         forward_peak, backward_peak: the most bytes beside ``saved`` while it runs forward, and backward.
@@ -31,6 +32,7 @@ class Unit:
     saved: Mapping[int, int] = field(default_factory=dict)
     late: Mapping[int, int] | None = None
     halves: bool = True
+    gradients: int = 0
     arguments: Mapping[int, int] = field(default_factory=dict)
     outputs: Mapping[int, int] = field(default_factory=dict)
     forward_peak: int = 0
@@ -51,6 +53,7 @@ class Unit:
             {**self.saved, **other.saved},
             late,
             self.halves and other.halves,
+            self.gradients + other.gradients,
             {**self.arguments, **other.arguments},
             other.outputs,
             max(self.forward_peak, other.forward_peak),

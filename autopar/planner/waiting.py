@@ -12,7 +12,11 @@ __all__ = ["ActivationBytes", "State", "most_kept", "peak_of", "states_of"]
 
 
 class ActivationBytes(NamedTuple):
-    """What a rank holds of its micro-batches when it holds most."""
+    """What a rank holds of its micro-batches when it holds most.
+
+    Attributes:
+        activations: with gradients that wait for the second half of a backward.
+    """
 
     activations: int
     logits: int
@@ -60,7 +64,7 @@ def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBy
     most = ActivationBytes(0, 0, 0)
     for state in states:
         logits = sum(costs[s].logits * full + costs[s].late_logits * late for s, full, late in state.waiting)
-        every = _kept(state, costs)
+        every = _kept(state, costs) + sum(costs[s].gradients * late for s, _, late in state.waiting)
         work = costs[state.stage].forward_work if state.forward else costs[state.stage].backward_work
         if every + work > most.total:
             most = ActivationBytes(every - logits, logits, work)

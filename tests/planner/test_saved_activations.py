@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from transformers import (
 )
 
 import autopar
+from autopar.pipeline_parallel.engine import Engine
+from autopar.planner.candidate import Rows
+from autopar.planner.planned_model import PlannedModel
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -168,3 +172,34 @@ def test_of_four_ranks() -> None:
     _kept_is_as_planned(_deep_llama, **CP, **PP)
     _kept_is_as_planned(_mixtral, **TP, **CP)
     _kept_is_as_planned(_deep_llama, batch=8, pipeline_parallel_size=4, schedule="zero-bubble")
+
+
+def _waiting_between_halves(model: Any) -> dict[int, int]:
+    """Stage -> bytes of the gradients that wait for the second half of a backward, each storage once."""
+    waiting: dict[int, int] = {}
+    first_half = Engine._backward_input
+
+    def counted(engine: Engine, stage: int, microbatch: int, step: Any) -> None:
+        first_half(engine, stage, microbatch, step)
+        rest = engine._open[stage, microbatch].rest
+        arrived = [gradient for each in rest.arrived.values() for gradient in each] if rest is not None else []
+        waiting[stage] = sum({x.data_ptr(): x.nbytes for x in arrived if x is not None}.values())
+
+    with patch.object(Engine, "_backward_input", counted):
+        model.execute_pipeline(_inputs(model, BATCH))
+    return waiting
+
+
+@pooled(world_size=2)
+def test_gradients_between_the_halves_of_a_backward() -> None:
+    config = {"model_parallelism": PP, "pipeline": {"schedule": "zbv", "microbatch_size": 1}}
+    for build in (_deep_gpt2, _deep_llama):
+        count = PlannedModel(build(), sequence=SEQUENCE, precision="fp32").count(Rows(1), 1)
+        model = autopar.initialize(build(), config).train()
+        stages, waiting = model._autopar.stages, _waiting_between_halves(model)
+        for stage, size in waiting.items():
+            places = range(stages.bounds[stage], stages.bounds[stage + 1])
+            units = count.of_stage(places, first=False, last=stage == stages.stages - 1)
+            assert size == (sum(unit.gradients for unit in units) if stage else 0), stage
+        assert sum(map(bool, waiting.values())) == (2 if model.mpu.pp.rank else 1)
+        model.mpu.destroy()
