@@ -167,7 +167,9 @@ def _where(
             run = runs[number]
             found.append(tuple(range(*run)))
         else:
-            own = _of_batch(size, of, place.cp, rows_of, batch) or _share(dim, whole, place, others)
+            own = _of_batch(size, of, place.cp, rows_of, batch)
+            if own is None:
+                own = _share(dim, whole, place, others, batch if dim == 0 and of % batch == 0 else 1)
             if own is None:
                 return None, False
             found.append(own)
@@ -192,11 +194,14 @@ def _of_batch(size: int, of: int, cp: int, rows_of: RowsOf, batch: int) -> tuple
 
 
 def _share(
-    dim: int, whole: tuple[int, ...], place: Place, others: Mapping[Place, tuple[int, ...]]
+    dim: int, whole: tuple[int, ...], place: Place, others: Mapping[Place, tuple[int, ...]], samples: int
 ) -> tuple[int, ...] | None:
     """Heads, or the like, that ranks of tp hold one after the other; those of some of them may lie on ranks of cp.
 
     A rank that has some rows of the queries has all heads that are on its rank of tp.
+
+    Args:
+        samples: whose heads lie in the dim, one sample after the other.
     """
     held: dict[int, dict[int, int]] = {}
     rows = set[int]()
@@ -211,8 +216,9 @@ def _share(
         if sum(sizes) == whole[dim]:
             number = sorted(held).index(place.tp)
             before = sum(size for cp, size in held[place.tp].items() if cp < place.cp) if shared[number] else 0
-            start = sum(sizes[:number]) + before
-            return tuple(range(start, start + others[place][dim]))
+            start, size, of = sum(sizes[:number]) + before, others[place][dim], whole[dim]
+            starts = [sample * (of // samples) + start // samples for sample in range(samples)]
+            return tuple(index for first in starts for index in range(first, first + size // samples))
     return None
 
 

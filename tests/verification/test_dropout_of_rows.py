@@ -117,6 +117,13 @@ def test_masks_are_put_together_from_heads_on_both_axes() -> None:
     assert wrong_parts(site) == "the ranks draw 0 times, the plain model 1 times"
 
 
+def test_heads_of_all_samples_in_one_dim() -> None:
+    whole = torch.rand(2, 4, 3, 3, generator=torch.Generator().manual_seed(0)) > 0.5  # samples, heads
+    parts = {Place(0, cp, 0): [_drawn(whole[:, 2 * cp : 2 * cp + 2].flatten(0, 1), f"{cp}")] for cp in range(2)}
+    [site] = sites_of([_drawn(whole.flatten(0, 1), "")], parts, lambda length: None, 2)
+    assert not wrong_parts(site) and torch.equal(whole_mask(site), whole.flatten(0, 1))
+
+
 def test_what_ranks_hold_alike_must_be_drawn_alike() -> None:
     one, other = torch.tensor([True, False]), torch.tensor([False, True])
     [site] = sites_of([_drawn(one, "")], {Place(0, 0, 0): [_drawn(one, "a")], Place(0, 1, 0): [_drawn(other, "b")]},
