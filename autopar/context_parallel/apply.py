@@ -219,6 +219,7 @@ class AfterHead:
         layout = state.layout(len(state.plan.lists) - 1)
         if not state.keeping or layout is None or logits.shape[1] != layout.local_size(state.axis.rank):
             return None
+        state.region.draw_alike()
         if state.tracking is not None:
             return logits.new_empty(logits.shape[0], layout.size, logits.shape[-1])
         made = row_logits(logits, state.axis, layout, f"forward {state.forwards} of model {state.region.model}")

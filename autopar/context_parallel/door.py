@@ -63,11 +63,12 @@ class Door:
         values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if last or state.plan.between:
+        keeps = state.keeping and number == len(state.plan.lists) - 1  # behind the last block come rows, up to the head
+        if (last and not keeps) or state.plan.between:
             state.region.draw_alike()
         if (last or state.plan.between) and state.tracking is not None:
             _note_rows(state, layout.local_size(state.axis.rank), out)  # also where this forward keeps them
-        if (last and not (state.keeping and number == len(state.plan.lists) - 1)) or state.plan.between:
+        if (last and not keeps) or state.plan.between:
             state.inside.discard(number)
             out = _join(state, layout, out)
         return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,12 +22,17 @@ __all__ = [
     "Generators",
     "TorchGenerators",
     "base_seed",
+    "follow_streams",
     "kept",
     "same_draws",
     "seed_torch",
     "seeded",
+    "switch_stream",
     "sync_generators",
+    "unfollow_streams",
 ]
+
+_followers: list[Callable[[], None]] = []  # called when another stream begins
 
 
 class TorchGenerators(NamedTuple):
@@ -116,6 +121,24 @@ def seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed(seed)
+
+
+def switch_stream(seed: int) -> None:
+    """Begin another stream: :func:`seed_torch`, and whoever has seeded the generators by rank does it again."""
+    seed_torch(seed)
+    for follow in list(_followers):
+        follow()
+
+
+def follow_streams(follow: Callable[[], None]) -> None:
+    """Let ``follow`` be called after each :func:`switch_stream`, until :func:`unfollow_streams`."""
+    _followers.append(follow)
+
+
+def unfollow_streams(follow: Callable[[], None]) -> None:
+    """Undo :func:`follow_streams`."""
+    if follow in _followers:
+        _followers.remove(follow)
 
 
 @contextmanager

@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["WeightGradients", "stage_backward_input", "stage_backward_weight"]
+__all__ = ["Halves", "WeightGradients", "backward_halves", "stage_backward_input", "stage_backward_weight"]
 
 _Gradients = tuple[torch.Tensor | None, ...]
 
@@ -52,13 +53,7 @@ def stage_backward_input(
     if gradients is None:
         gradients = [torch.ones_like(root) for root in roots]
     edges = [get_gradient_edge(root) for root in roots]
-    entries = {get_gradient_edge(leaf).node for leaf in leaves}
-    graph = _nodes(edge.node for edge in edges)
-    on_way: set[Node] = set()
-    for node, below in graph.items():
-        if node in entries or not on_way.isdisjoint(below):
-            on_way.add(node)
-    starts = [node for node in on_way if any(child not in on_way for child in graph[node])]
+    graph, on_way, starts = _way(edges, leaves)
     if any(_runs_once(node) for node in starts):
         torch.autograd.backward(roots, gradients)
         return WeightGradients([], {})
@@ -111,6 +106,45 @@ def stage_backward_weight(rest: WeightGradients) -> None:
             for handle in handles:
                 handle.remove()
     rest.arrived.clear()
+
+
+class Halves(NamedTuple):
+    """What a split backward leaves for its second half.
+
+    Attributes:
+        apart: whether the halves can be told apart; if not, the first one is all of it.
+        rest: whether anything is left.
+        freed: nodes of which nothing is left: those above all edges to the side.
+        gradients: bytes of those that wait; at most, since some may be views of others.
+    """
+
+    apart: bool
+    rest: bool
+    freed: frozenset[Node]
+    gradients: int
+
+
+def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Halves:
+    """Say what :func:`stage_backward_input` would leave; nothing is run. Arguments as there."""
+    graph, _, starts = _way([get_gradient_edge(root) for root in roots], leaves)
+    apart = not any(_runs_once(node) for node in starts)
+    below = _nodes(starts) if apart else {}
+    arriving = [each for node in starts for each in node._input_metadata] if apart else []
+    gradients = sum(prod(each.shape) * each.dtype.itemsize for each in arriving)
+    return Halves(apart, bool(below), frozenset(graph.keys() - below.keys()), gradients)
+
+
+def _way(
+    edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]
+) -> tuple[dict[Node, list[Node]], set[Node], list[Node]]:
+    """The graph, its nodes on the way to ``leaves``, and those of them that have an edge to the side."""
+    entries = {get_gradient_edge(leaf).node for leaf in leaves}
+    graph = _nodes(edge.node for edge in edges)
+    on_way: set[Node] = set()
+    for node, below in graph.items():
+        if node in entries or not on_way.isdisjoint(below):
+            on_way.add(node)
+    return graph, on_way, [node for node in on_way if any(child not in on_way for child in graph[node])]
 
 
 def _runs_once(node: Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.distributed.rng import seed_torch, seeded
+from autopar.distributed.rng import seeded, switch_stream
 from autopar.plan.stages import StagePlan
 
 __all__ = ["Streams", "switching"]
@@ -43,12 +43,12 @@ class Streams:
     def stage(self, number: int) -> None:
         """Switch to the stream of a stage's own blocks; the first stage goes on with that of the code in front."""
         if self.first is not None and number > 0:
-            seed_torch(self.first + number)
+            switch_stream(self.first + number)
 
     def decoder(self) -> None:
         """Switch to the stream of the code in front of a decoder."""
         if self.first is not None:
-            seed_torch(self.first + self.stages)
+            switch_stream(self.first + self.stages)
 
 
 @contextmanager

@@ -15,28 +15,36 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
-from autopar.planner.collective_calls import Collective, collectives_of
+from autopar.pipeline_parallel.backward import backward_halves
+from autopar.planner.collective_calls import collectives_of
 from autopar.planner.fused_kernels import FusedKernels
+from autopar.planner.measured_block import measure_block, values_of
+from autopar.planner.saved_storages import Entry, SavedStorages, alive
 from autopar.planner.storages import Storages
 from autopar.planner.units import ForwardCount, Unit
-from autopar.tensor_tracking import storage_key, tensors_in
+from autopar.tensor_tracking import tensors_in
 
 __all__ = ["count_forward"]
 
+_BEHIND = -1  # place of what comes behind the last element
+
 
 def count_forward(
-    shard: nn.Module, inputs: dict[str, Any], elements: Sequence[str], equal: Sequence[EqualBlocks]
+    shard: nn.Module,
+    inputs: dict[str, Any],
+    elements: Sequence[str],
+    equal: Sequence[EqualBlocks],
+    encoder: int | None = None,
 ) -> ForwardCount:
     """Run a shard's forward on the meta device, and count.
 
@@ -45,12 +53,13 @@ def count_forward(
         inputs: on the meta device, with labels.
         elements: paths of its blocks in forward order.
         equal: blocks that are.
+        encoder: place of the encoder among the elements.
 
     Raises:
         Exception: whatever the forward raises where it does not run on the meta device.
     """
     storages = Storages()
-    count = _Count(shard, elements, equal, storages)
+    count = _Count(shard, elements, equal, storages, encoder)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -59,14 +68,39 @@ def count_forward(
         return count.run(inputs)
 
 
+class _Segment(NamedTuple):
+    """Code outside of blocks, until it is known what of it stays saved.
+
+    Attributes:
+        unit: what else is known of it; with what blocks in it have saved that are no elements.
+        freed: sequence numbers of nodes of which nothing is left between the halves of a backward.
+    """
+
+    unit: Unit
+    entries: list[Entry]
+    freed: frozenset[int]
+
+    def closed(self) -> Unit:
+        """Return its unit, with what is saved now."""
+        late = self.unit.late
+        if late is not None:
+            late = {**late, **alive(self.entries, self.freed)}
+        return replace(self.unit, saved={**self.unit.saved, **alive(self.entries)}, late=late)
+
+
 class _Count(BlockReplay):
     """Counts a forward: computed blocks are measured, equal ones are like them."""
 
     def __init__(
-        self, shard: nn.Module, elements: Sequence[str], equal: Sequence[EqualBlocks], storages: Storages
+        self,
+        shard: nn.Module,
+        elements: Sequence[str],
+        equal: Sequence[EqualBlocks],
+        storages: Storages,
+        encoder: int | None,
     ) -> None:
         super().__init__(shard, equal)
-        self._shard, self._storages = shard, storages
+        self._shard, self._storages, self._encoder = shard, storages, encoder
         self._places: dict[int, list[int]] = {}
         for place, path in enumerate(elements):
             self._places.setdefault(id(shard.get_submodule(path)), []).append(place)
@@ -76,76 +110,98 @@ class _Count(BlockReplay):
             around = any(other.startswith(f"{path}.") for other in inside if other != f"{path}.")
             if "forward" not in vars(block) and not around:  # not the encoder around its blocks
                 self._attach(block, -1 - number, ())
-        self._weights = {storage_key(tensor) for tensor in (*shard.parameters(), *shard.buffers())}
+        self._around = None if encoder is None else shard.get_submodule(elements[encoder])
+        self._saved = SavedStorages(storages, (*shard.parameters(), *shard.buffers()))
         self._found: dict[int, Unit] = {}
-        self._saved: dict[int, int] = {}  # of what runs now
-        self._entered: dict[int, int] = {}  # a copy of an argument -> the argument
+        self._segments: dict[int, _Segment] = {}  # by the element behind it, in the order of the forward
+        self._towers = Unit()  # blocks that are no elements, since the last segment
         self._unit: Unit | None = None
         self._last: list[torch.Tensor] = []  # what the last block returned
+        self._given: list[Any] = []  # nodes that lead to blocks: they hold the graph of the code outside
         self._inside_a_block = False
-        self._replays = 0
-        self._before: Unit | None = None
-        self._before_collectives: Sequence[Collective] = ()
+        self._replays = self._first_inside = 0
+        self._renumbered: dict[int, int] = {}
         self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
 
     def run(self, inputs: dict[str, Any]) -> ForwardCount:
         storages = self._storages
         storages.start_operations()
         self._start = storages.reset_peak()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            out = self._shard(**inputs)
+        leaving = None if self._around is None else self._around.register_forward_hook(self._leave_encoder)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+                out = self._shard(**inputs)
+        finally:
+            if leaving is not None:
+                leaving.remove()
         loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
         has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
-        roots = [loss] if has_loss else [x for x in tensors_in(_values(out)) if x.requires_grad]
+        roots: list[Any] = [loss] if has_loss else [x for x in tensors_in(values_of(out)) if x.requires_grad]
         del out  # execute_pipeline keeps no outputs
-        if self._before is None:  # no block was called
-            self._end_before()
-        after = self._after(roots, storages)
-        assert self._before is not None
-        return ForwardCount(self._found, self._before, after, has_loss)
+        if not self._segments:  # no block was called
+            self._end_segment(0, roots)
+        self._end_segment(_BEHIND, roots)
+        first, *fronts = self._segments
+        units = {place: segment.closed() for place, segment in self._segments.items()}
+        found = {**self._found, **({self._encoder: units[self._encoder]} if self._encoder in fronts else {})}
+        between = {
+            place: unit
+            for place in fronts
+            if place not in (self._encoder, _BEHIND) and ((unit := units[place]).saved or unit.operations)
+        }
+        after = self._with_backward(units[_BEHIND], roots)
+        return ForwardCount(found, units[first], after, has_loss, between, self._encoder)
 
-    def _after(self, roots: list[Any], storages: Storages) -> Unit:
-        saved = self._saved
-        kept_bytes, forward_peak = sum(saved.values()), storages.peak
-        operations, storages.operations = storages.operations or [], None
-        calls = collectives_of(roots, self._last)
-        base = self._base
-        backward_peak = forward_peak
-        if roots and self._last:
-            storages.reset_peak()
-            ends = [x for x in self._last if x.requires_grad]
-            try:
-                torch.autograd.grad(roots, ends, [torch.empty_like(x) for x in roots], allow_unused=True)
-                backward_peak = storages.peak
-            except (RuntimeError, NotImplementedError):  # an operation whose backward has no shapes
-                backward_peak = forward_peak + kept_bytes
-        return Unit(
-            saved,
-            forward_peak=max(forward_peak - base - kept_bytes, 0),
-            backward_peak=max(backward_peak - base - kept_bytes, 0),
-            operations=operations,
-            collectives=calls,
+    # -- outside of blocks -----------------------------------------------------------------------------------------
+
+    def _end_segment(self, place: int, made: Sequence[torch.Tensor]) -> None:
+        """End the code in front of the element ``place``, which is given ``made``."""
+        storages, entries = self._storages, self._saved.take()
+        made = [x for x in made if x.requires_grad]
+        first, behind = not self._segments, place == _BEHIND
+        held = sum(alive(entries).values())
+        halves = backward_halves(made, [] if first else self._last)
+        towers, self._towers = self._towers, Unit()
+        unit = replace(
+            towers,
+            late={} if halves.rest else None,
+            halves=halves.apart,
+            gradients=halves.gradients,
+            outputs=self._saved.numbered(made),
+            forward_peak=max(storages.peak - (self._start if first else self._base) - held, 0),
+            operations=[*(storages.operations or []), *towers.operations],
+            collectives=collectives_of(made, self._last if behind else (), () if behind else self._given),
         )
-
-    # -- what is saved ---------------------------------------------------------------------------------------------
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in self._weights and tensor.is_meta:
-            number = self._storages.number(tensor)
-            self._saved[self._entered.get(number, number)] = self._storages.bytes(tensor)
-        return tensor
-
-    def _end_before(self) -> None:
-        """Close what ran before the first block."""
-        storages = self._storages
-        saved, self._saved = self._saved, {}
-        self._before = Unit(
-            saved,
-            forward_peak=max(storages.peak - self._start - sum(saved.values()), 0),
-            operations=storages.operations or [],
-            collectives=self._before_collectives,
-        )
+        known = self._segments.get(place)
+        if known is not None:  # of a block that stands for all layers
+            unit, entries = known.unit.followed_by(unit), [*known.entries, *entries]
+        self._segments[place] = _Segment(unit, entries, frozenset(node._sequence_nr() for node in halves.freed))
         storages.start_operations()
+
+    def _leave_encoder(self, encoder: nn.Module, args: Any, output: Any) -> None:
+        """Count what an encoder does behind its blocks as the element that it is."""
+        assert self._encoder is not None
+        made = list(tensors_in(values_of(output)))
+        self._end_segment(self._encoder, made)
+        self._give(made)
+        self._last = [x for x in made if x.requires_grad]
+        self._base = self._storages.reset_peak()
+
+    def _give(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._given += [x.grad_fn for x in tensors if x.grad_fn is not None]
+
+    def _with_backward(self, after: Unit, roots: list[Any]) -> Unit:
+        """What lies behind the blocks, with the memory of its backward."""
+        if not roots or not self._last:
+            return replace(after, backward_peak=after.forward_peak)
+        storages, held = self._storages, self._base + sum(after.saved.values())
+        storages.reset_peak()
+        try:
+            torch.autograd.grad(roots, self._last, [torch.empty_like(x) for x in roots], allow_unused=True)
+            peak = max(storages.peak - held, 0)
+        except (RuntimeError, NotImplementedError):  # an operation whose backward has no shapes
+            peak = after.forward_peak + sum(after.saved.values())
+        return replace(after, backward_peak=peak)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -153,9 +209,11 @@ class _Count(BlockReplay):
         if self._inside_a_block:
             return forward(*args, **kwargs)
         given = [x for x in tensors_in((args, kwargs)) if x.is_meta]
-        if self._before is None and id(block) in self._places:
-            self._before_collectives = collectives_of([x for x in given if x.requires_grad])
-            self._end_before()
+        places = self._places.get(id(block))
+        place = None if not places else places.pop(0) if len(places) > 1 else places[0]
+        if place is not None:
+            self._end_segment(place, given)
+        self._give(given)
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             return self._measure(block, forward, args, kwargs)
@@ -163,85 +221,27 @@ class _Count(BlockReplay):
         self._unit = None
         out = super()._call(block, group, differing, measured, args, kwargs)
         unit: Unit | None = self._unit
-        if unit is not None:
-            places = self._places.get(id(block))
-            if places:
-                place = places.pop(0) if len(places) > 1 else places[0]
-                known = self._found.get(place)  # of a block that stands for all layers
-                self._found[place] = unit if known is None else known.followed_by(unit)
-            else:  # of a tower before the blocks
-                self._saved.update(unit.saved)
-                if self._storages.operations is not None:
-                    self._storages.operations += unit.operations
-        self._last = [x for x in tensors_in(_values(out)) if x.requires_grad]
+        if unit is not None and place is not None:
+            known = self._found.get(place)  # of a block that stands for all layers
+            self._found[place] = unit if known is None else known.followed_by(unit)
+        elif unit is not None:  # of a tower before the blocks
+            operations = [*self._towers.operations, *unit.operations]
+            self._towers = Unit({**self._towers.saved, **unit.saved}, operations=operations)
+        self._last = [x for x in tensors_in(values_of(out)) if x.requires_grad]
         self._base = self._storages.reset_peak()
         return out
 
     def _measure(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a block forward and backward by itself."""
-        storages = self._storages
-        outside, self._saved = self._saved, {}
-        operations_outside = storages.operations
-        entered: list[torch.Tensor] = []
-        copies: dict[int, torch.Tensor] = {}
-
-        def enter(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad or not tensor.is_meta:
-                return tensor
-            if id(tensor) not in copies:
-                leaf = tensor.detach().requires_grad_()
-                inside = leaf.clone()  # which the block may write into
-                self._entered[storages.number(inside)] = storages.number(tensor)
-                entered.append(leaf)
-                copies[id(tensor)] = inside
-            return copies[id(tensor)]
-
-        storages.operations = None
-        args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
-        given = list({id(x): x for x in tensors_in((args, kwargs)) if x.is_meta}.values())
-        operations = storages.start_operations()
-        start = storages.reset_peak()
+        outside, self._first_inside = self._saved.take(), self._storages.count
         self._inside_a_block = True
         try:
-            out = forward(*args, **kwargs)
+            unit, out = measure_block(forward, args, kwargs, self._storages, self._saved)
         finally:
             self._inside_a_block = False
-        storages.operations = None
-        saved, self._saved = self._saved, {}
-        held = sum(saved.values()) - sum(saved.get(self._original(x), 0) for x in given)
-        forward_peak = storages.peak - start - held
-        made = [x for x in tensors_in(_values(out)) if x.requires_grad]
-        calls = collectives_of(made, copies.values())
-        output = sum({self._original(x): storages.bytes(x) for x in made}.values())
-        backward_peak = self._backward(made, entered, start + held + output, saved)
-        self._unit = Unit(
-            saved,
-            {self._original(x): storages.bytes(x) for x in given if storage_key(x) not in self._weights},
-            output,
-            max(forward_peak, 0),
-            max(backward_peak, 0),
-            operations,
-            calls,
-            isinstance(block, GradientCheckpointingLayer) or not isinstance(self._shard, PreTrainedModel),
-        )
-        self._saved, storages.operations = outside, operations_outside
-        return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
-
-    def _original(self, tensor: torch.Tensor) -> int:
-        number = self._storages.number(tensor)
-        return self._entered.get(number, number)
-
-    def _backward(self, made: list[Any], entered: list[Any], base: int, saved: dict[int, int]) -> int:
-        """Run a block backward; return the most memory that takes beside what it has saved."""
-        storages = self._storages
-        if not made or not entered:
-            return 0
-        storages.reset_peak()
-        try:
-            torch.autograd.grad(made, entered, [torch.empty_like(x) for x in made], allow_unused=True)
-        except (RuntimeError, NotImplementedError):  # an operation whose backward has no shapes
-            return sum(saved.values())
-        return storages.peak - base
+        self._saved.put(outside)
+        recomputed = isinstance(block, GradientCheckpointingLayer) or not isinstance(self._shard, PreTrainedModel)
+        self._unit = replace(unit, recomputed=recomputed)
+        return out
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
@@ -249,30 +249,37 @@ class _Count(BlockReplay):
         return (tensor.requires_grad,)
 
     def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
-        unit = self._unit
-        assert unit is not None
-        return form_of(output), output.requires_grad, unit, [self._storages.number(x) for x in arguments]
+        assert self._unit is not None
+        before = [self._saved.number(x) for x in arguments]
+        own = self._saved.number(output)
+        return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
 
-    def make(self, kept: tuple[Form, bool, Unit, list[int]], block: nn.Module, arguments: list[torch.Tensor]) -> Any:
-        form, requires_grad, unit, before = kept
+    def make(self, kept: _Kept, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
         if self._unit is None:
-            now = [self._storages.number(x) for x in arguments]
-            known = dict(zip(before, now, strict=True))
+            now = [self._saved.number(x) for x in arguments]
+            known = dict(zip(kept.before, now, strict=True))
             self._replays += 1
             fresh = -self._replays * 1_000_000  # what the block makes by itself is made again
-            renumbered = {
-                known.get(number, number if number in before or number in self._shared else fresh - number): size
-                for number, size in unit.saved.items()
-            }
-            given = {known.get(number, number): size for number, size in unit.arguments.items()}
-            self._unit = replace(unit, saved=renumbered, arguments=given)
-        return tensor_of(form).requires_grad_(requires_grad)
-
-    @property
-    def _shared(self) -> dict[int, int]:
-        return self._before.saved if self._before is not None else {}
+            inside = {*kept.unit.saved, *kept.unit.outputs} - known.keys()
+            known |= {number: fresh - number for number in inside if number > kept.first}
+            self._renumbered, self._unit = known, kept.unit.renumbered(known)
+        number = self._saved.number(made)
+        self._unit = self._unit.renumbered({self._renumbered.get(kept.own, kept.own): number})
+        return made
 
 
-def _values(out: Any) -> Any:
-    """The values of an output, also of a dataclass."""
-    return dict(out) if hasattr(out, "keys") else vars(out) if hasattr(out, "__dataclass_fields__") else out
+class _Kept(NamedTuple):
+    """An output of a block that others repeat.
+
+    Attributes:
+        before: numbers of the block's arguments; ``own``: of the output.
+        first: the last number that was given before the block ran.
+    """
+
+    form: Form
+    requires_grad: bool
+    unit: Unit
+    before: list[int]
+    own: int
+    first: int

@@ -11,12 +11,18 @@ __all__ = ["Candidate", "Estimate", "RankMemory", "Rows", "mesh_words"]
 
 
 class Rows(NamedTuple):
-    """How sequences lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions, whole experts."""
+    """How sequences lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions, whole experts.
+
+    Attributes:
+        tp_rank, cp_rank: the rank that is meant; no other has more than the first.
+    """
 
     tp: int
     cp: int = 1
     sequence_parallel: bool = False
     by_expert: bool = False
+    tp_rank: int = 0
+    cp_rank: int = 0
 
 
 def mesh_words(tp: int, cp: int, pp: int, dp: int) -> str:

@@ -42,13 +42,16 @@ _NODES = {
 }
 
 
-def collectives_of(outputs: Iterable[torch.Tensor], inputs: Collection[torch.Tensor] = ()) -> list[Collective]:
+def collectives_of(
+    outputs: Iterable[torch.Tensor], inputs: Collection[torch.Tensor] = (), nodes: Iterable[Any] = ()
+) -> list[Collective]:
     """Return the collectives between ``inputs`` and ``outputs``, in the order of the backward.
 
     Args:
         inputs: leaves, or outputs of what is counted elsewhere.
+        nodes: of the graph, of such outputs.
     """
-    ends = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
+    ends = {*nodes, *(tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None)}
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(ends)
     again: set[int] = set()  # sequences that several weights read, gathered once

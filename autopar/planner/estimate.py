@@ -14,7 +14,8 @@ from autopar.planner.candidate import Candidate, Estimate, RankMemory, Rows
 from autopar.planner.hardware import Gpu
 from autopar.planner.model_states import RankBytes
 from autopar.planner.planned_model import PlannedModel
-from autopar.planner.stage_costs import ActivationBytes, StageCost, State, peak_of, stage_costs, states_of, volume
+from autopar.planner.stage_costs import StageCost, stage_costs, volume
+from autopar.planner.waiting import ActivationBytes, State, most_kept, peak_of, states_of
 
 __all__ = ["Estimator"]
 
@@ -26,6 +27,13 @@ _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments an
 def _kind(candidate: Candidate) -> tuple[Rows, int, str, int, bool]:
     """What the costs of a stage follow from."""
     return candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+
+
+def _enough(candidate: Candidate) -> int:
+    """As many micro-batches as show the most that waits: with more of them a schedule goes on as before."""
+    if candidate.schedule == "gpipe":
+        return candidate.microbatches
+    return min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
 
 
 @dataclass
@@ -59,14 +67,25 @@ class Estimator:
             AutoparError: the sizes do not fit the model, or it does not run on the meta device.
         """
         states = self._states_of(candidate)
-        enough = min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
-        if candidate.schedule == "gpipe":
-            enough = candidate.microbatches
-        peaks = self._peaks(*_kind(candidate), enough)
+        peaks = self._peaks(*_kind(candidate), _enough(candidate))
         return tuple(
             self._memory(candidate, rank, held, peak)
             for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
         )
+
+    def kept(self, candidate: Candidate, tp: int, cp: int) -> list[int]:
+        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline.
+
+        Args:
+            tp, cp: place of the rank on these axes.
+
+        Raises:
+            AutoparError: as :meth:`memory`.
+        """
+        c = candidate
+        costs = self._costs(c.rows._replace(tp_rank=tp, cp_rank=cp), c.pp, c.schedule, c.microbatch, c.checkpointing)
+        moments = self._moments(c.pp, c.schedule, _enough(c), c.checkpointing)
+        return [most_kept(states, costs) for states in moments]
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
         buffers = held.buffers

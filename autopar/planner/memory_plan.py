@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,13 @@ class MemoryPlan:
     Attributes:
         ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact. With context
             parallelism the second counts dp x cp, cp first.
+        kept: likewise, the most bytes that wait for backwards at one time: what autograd has saved, and what was sent
+            on. Exact for micro-batches of one size.
         stages: for each rank of the pipeline all parts, of the tp and dp rank that hold most.
     """
 
     ranks: Mapping[tuple[int, int, int], RankBytes]
+    kept: Mapping[tuple[int, int, int], int]
     stages: tuple[RankMemory, ...]
 
     @property
@@ -41,7 +44,10 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        ranks = [{"pp": p, "dp": d, "tp": t, **held._asdict()} for (p, d, t), held in self.ranks.items()]
+        ranks = [
+            {"pp": p, "dp": d, "tp": t, **held._asdict(), "kept": self.kept[p, d, t]}
+            for (p, d, t), held in self.ranks.items()
+        ]
         return {"ranks": ranks, "stages": [{**asdict(memory), "total": memory.total} for memory in self.stages]}
 
     def __str__(self) -> str:
@@ -65,7 +71,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of each rank for a step of ``execute_pipeline``; no process group, no weights, nothing changes.
 
-    Weights, gradients and the optimizer's state are exact. Activations are what one rank's forward saves, counted on
+    Weights, gradients and the optimizer's state are exact. Activations are what each rank's forward saves, counted on
     the meta device at these sizes; what runs beside them is the largest of any block. Experts get equally many tokens.
 
     Args:
@@ -91,6 +97,7 @@ def plan_memory(
         precision=parsed.precision,
         optimizer=optimizer,
         loss_chunk=parsed.loss_chunk,
+        method=parsed.context_parallel_method,
     )
     if parsed.activation_checkpointing:
         planned.check_checkpointing()
@@ -109,7 +116,18 @@ def plan_memory(
         for d in range(candidate.replicas)
         for t in range(tp)
     }
-    return MemoryPlan(ranks, estimator.memory(candidate))
+    kept = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(cp)}
+    by_rank = {(p, d, t): kept[t, d % cp][p] for p, d, t in ranks}
+    return MemoryPlan(ranks, by_rank, estimator.memory(candidate))
+
+
+def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, cp: int) -> Sequence[int]:
+    """What waits on each rank of the pipeline; tp ranks whose shards are equal are counted once."""
+    if not candidate.by_expert:
+        plan = planned.plan(candidate.tp)
+        shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]
+        tp = shapes.index(shapes[tp])
+    return estimator.kept(candidate, tp, cp)
 
 
 def _microbatches(config: ParallelConfig, batch: int) -> tuple[int, int]:

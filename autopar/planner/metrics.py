@@ -81,7 +81,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     with lazy_init():
         plain = kind._from_config(vars(inner).get("_autopar_config", inner.config))
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
-    units = [count.before, *count.elements.values(), count.after]
+    units = count.units()
     return 3 * sum(operation.flops for unit in units for operation in unit.operations)
 
 

@@ -48,7 +48,7 @@ class PlannedModel:
         sequence: tokens of each sample.
         precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
         optimizer: one of :data:`~autopar.planner.model_states.OPTIMIZERS`.
-        loss_chunk: as in the configuration.
+        loss_chunk, method: as in the configuration; the method of context parallelism.
         fp32_gradients: see :class:`~autopar.planner.model_states.ModelStates`.
         dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
             one forward. A search does that for what it has found (:meth:`rehearse`).
@@ -66,6 +66,7 @@ class PlannedModel:
         precision: str = "bf16",
         optimizer: str = "adamw",
         loss_chunk: int = 0,
+        method: str = "auto",
         fp32_gradients: bool = True,
         dry_run: bool = True,
     ) -> None:
@@ -79,7 +80,7 @@ class PlannedModel:
             )
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
-        self._chunk, self._fp32_gradients, self._dry_run = loss_chunk, fp32_gradients, dry_run
+        self._chunk, self._method, self._fp32_gradients, self._dry_run = loss_chunk, method, fp32_gradients, dry_run
         self._shard: tuple[Rows, Shard] | None = None
         self._plans: dict[tuple[int, bool], Plan | AutoparError] = {}
         self._stages: dict[Any, StagePlan | AutoparError] = {}
@@ -148,7 +149,7 @@ class PlannedModel:
         return self._once(self._row_plans, cp, lambda: plan_rows(self.inner, self.policy, self.prefix, cp))
 
     def count(self, rows: Rows, batch: int) -> ForwardCount:
-        """Count what the first rank's shard keeps of a micro-batch of ``batch`` samples; no rank has more units.
+        """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
 
         Raises:
             ConfigError: sequence or context parallelism does not fit the model.
@@ -197,10 +198,12 @@ class PlannedModel:
         inner, region = shard.inner, shard.region
         start = f"{self.prefix}." if self.prefix else ""
         elements = [path.removeprefix(start) for path in self._one_stage.elements]
+        encoder = self._one_stage.encoder
         region.expect_logits(True)
         region.start()
         try:
-            return count_forward(inner, _with_labels(inner, batch, self.sequence), elements, shard.equal)
+            inputs = _with_labels(inner, batch, self.sequence)
+            return count_forward(inner, inputs, elements, shard.equal, encoder)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
@@ -210,7 +213,7 @@ class PlannedModel:
             region.finish()
 
     def _shard_of(self, rows: Rows) -> Shard:
-        """The shard of the first rank; the last one that was asked for is kept."""
+        """The shard of a rank; the last one that was asked for is kept."""
         if self._shard is None or self._shard[0] != rows:
             made = make_shard(
                 self.model,
@@ -219,6 +222,7 @@ class PlannedModel:
                 rows,
                 precision=self.precision,
                 loss_chunk=self._chunk,
+                method=self._method,
                 sequence=self.sequence_plan(rows.tp, rows.by_expert) if rows.sequence_parallel else None,
                 context=self.row_plan(rows.cp) if rows.cp > 1 else None,
             )
@@ -234,5 +238,5 @@ def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str,
     inputs = sample_inputs(model, batch, sequence)
     ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
-        inputs["labels"] = ids
+        inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
     return inputs

@@ -49,13 +49,15 @@ def make_shard(
     *,
     precision: str,
     loss_chunk: int,
+    method: str = "auto",
     sequence: SequencePlan | None = None,
     context: RowPlan | None = None,
 ) -> Shard:
-    """Make the shard of the first rank, in training mode and with the attention of the run.
+    """Make the shard of one rank, in training mode and with the attention of the run.
 
     Args:
         model: whole, only read.
+        method: of context parallelism, as in the configuration.
         sequence: with sequence parallelism; ``context``: with context parallelism.
     """
     equal = equal_blocks(model, plan)
@@ -67,7 +69,7 @@ def make_shard(
             own = getattr(getattr(module, "config", None), name, None)
             if own is not None:
                 setattr(copied.config, name, own if own == _EAGER or name[1] == "e" else "sdpa")
-    region = Region(Axis("tp", None, range(plan.tp), 0))
+    region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
     apply(shard, plan, region.axis, region)
     inner = shard.get_submodule(prefix)
     if plan.tp > 1:
@@ -82,7 +84,7 @@ def make_shard(
         sequence_parallel.apply(shard, sequence, region)
         lists = [[_below(path, prefix) for path in each] for each in sequence.lists]
     if context is not None:
-        context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), 0), "auto")
+        context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), method)
         lists = context.lists
     shard.train()
     return Shard(inner, region, [] if prefix else _without_ends(equal, {each[-1] for each in lists}))

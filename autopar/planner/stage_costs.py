@@ -1,4 +1,4 @@
-"""What one micro-batch costs in one stage: memory, time and bytes that travel; and what a rank holds of many. Pure."""
+"""What one micro-batch costs in one stage: memory, time and bytes that travel. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from autopar.planner.hardware import Gpu
 from autopar.planner.storages import Operation
 from autopar.planner.units import ForwardCount, Unit
 
-__all__ = [
-    "ActivationBytes",
-    "StageCost",
-    "State",
-    "collective_time",
-    "peak_of",
-    "stage_costs",
-    "states_of",
-    "volume",
-]
+__all__ = ["StageCost", "collective_time", "stage_costs", "volume"]
 
 _ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
 _ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
@@ -34,8 +25,11 @@ class StageCost:
     """One micro-batch in one stage.
 
     Attributes:
-        saved: bytes that wait for the backward; ``logits``: those of the head and the loss among them.
-        output: bytes that are sent on, and kept until the backward.
+        kept: bytes that wait for the backward: what autograd has saved, and what is sent on.
+        late: what is left of that between the halves of a split backward.
+        gradients: bytes of those that wait beside ``late``.
+        logits, late_logits: bytes of the head and the loss among them.
+        output: bytes that are sent on.
         forward_work, backward_work: the most bytes beside what waits, while it runs.
         forward, backward_input, backward_weight: seconds, without collectives.
         forward_tp, backward_tp: seconds of the collectives over tp; ``forward_cp``, ``backward_cp``: over cp.
@@ -43,8 +37,11 @@ class StageCost:
         flops: of products, without what is computed again.
     """
 
-    saved: int
+    kept: int
+    late: int
+    gradients: int
     logits: int
+    late_logits: int
     output: int
     forward_work: int
     backward_work: int
@@ -69,19 +66,6 @@ class StageCost:
         if action.kind == "I" and not recomputed:
             return whole_input
         return whole_input + self.backward_weight
-
-
-class ActivationBytes(NamedTuple):
-    """What a rank holds of its micro-batches when it holds most."""
-
-    activations: int
-    logits: int
-    work: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(self)
 
 
 def stage_costs(
@@ -119,10 +103,11 @@ def stage_costs(
 
     for stage in range(stages.stages):
         places = range(stages.bounds[stage], stages.bounds[stage + 1])
-        units = [count.elements[place] for place in places if place in count.elements]
         first, last = stage == 0, stage == stages.stages - 1
-        row = [*([count.before] if first else []), *units, *([count.after] if last else [])]
-        memory = _Memory(row, checkpointing)
+        row = count.of_stage(places, first=first, last=last)
+        sent = {} if last else count.sent(places)
+        memory = _Memory(row, sent, checkpointing)
+        late = memory.late(split=not first)
         forward, backward_input, backward_weight = (sum(times(unit)[kind] for unit in row) for kind in range(3))
         again = sum(times(unit).forward for unit in row if unit.recomputed) if checkpointing else 0.0
         calls = [call for unit in row for call in unit.collectives]
@@ -131,9 +116,12 @@ def stage_costs(
         backward_calls = [*repeated, *(call for call in calls if call.backward)]
         costs.append(
             StageCost(
-                saved=memory.saved,
-                logits=memory.of(count.after) if last else 0,
-                output=0 if last or not units else units[-1].output,
+                kept=memory.kept,
+                late=sum(late),
+                gradients=memory.gradients(split=not first),
+                logits=memory.own[-1] if last else 0,
+                late_logits=late[-2] if last else 0,
+                output=sum(sent.values()),
                 forward_work=memory.forward_work,
                 backward_work=memory.backward_work,
                 forward=forward,
@@ -170,28 +158,62 @@ class _Network:
 
 
 class _Memory:
-    """What the units of a stage keep, each storage once, and what they need beside while they run."""
+    """What the units of a stage keep, each storage once, and what they need beside while they run.
 
-    def __init__(self, units: Sequence[Unit], checkpointing: bool) -> None:
-        self._kept: dict[int, int] = {}
-        self._own: dict[int, int] = {}
-        forward = backward = 0
+    Args:
+        sent: what the stage sends on, and holds until the backward.
+
+    Attributes:
+        own: bytes that each unit keeps and none before it.
+    """
+
+    def __init__(self, units: Sequence[Unit], sent: Mapping[int, int], checkpointing: bool) -> None:
+        self._units, self._checkpointing = units, checkpointing
+        known: dict[int, int] = {}
+        self.own: list[int] = []
+        forward = backward = held = 0
         for unit in units:
             again = checkpointing and unit.recomputed
-            new = {key: size for key, size in _kept(unit, again).items() if key not in self._kept}
-            self._kept.update(new)
-            self._own[id(unit)] = sum(new.values())
-            held = sum(self._kept.values())
-            recomputed = sum(size for key, size in unit.saved.items() if key not in self._kept) if again else 0
+            self.own.append(_add(known, _kept(unit, again)))
+            held += self.own[-1]
+            recomputed = sum(size for key, size in unit.saved.items() if key not in known) if again else 0
             # Without gradients, as the first forward of a recomputed block is, less than this is alive.
             forward = max(forward, held + (unit.output if again else 0) + unit.forward_peak)
             backward = max(backward, held + recomputed + unit.backward_peak)
-        self.saved = sum(self._kept.values())
-        self.forward_work = max(forward - self.saved, 0)
-        self.backward_work = max(backward - self.saved, 0)
+        self.forward_work = max(forward - held, 0)
+        self.backward_work = max(backward - held, 0)
+        self.sent = _add(known, sent)
+        self.kept = held + self.sent
 
-    def of(self, unit: Unit) -> int:
-        return self._own[id(unit)]
+    def late(self, *, split: bool) -> list[int]:
+        """Return what each unit, and behind them what is sent, keeps between the halves of a backward.
+
+        Args:
+            split: whether the first half computes anything; in the first stage the second half is all of it.
+        """
+        if not split:
+            return [*self.own, self.sent]
+        if not all(unit.halves for unit in self._units):
+            return [0] * (len(self.own) + 1)
+        known: dict[int, int] = {}
+        found = []
+        last = max((place for place, unit in enumerate(self._units) if unit.late is not None), default=-1)
+        for place, unit in enumerate(self._units):
+            left = {} if place > last else unit.saved if place < last or unit.late is None else unit.late
+            found.append(_add(known, left))
+        return [*found, 0]
+
+    def gradients(self, *, split: bool) -> int:
+        """Return the bytes of the gradients that wait between the halves of a backward, at most."""
+        both = split and all(unit.halves for unit in self._units)
+        return sum(unit.gradients for unit in self._units) if both else 0
+
+
+def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:
+    """Add storages to those that are known; return the bytes of the new ones."""
+    new = {number: size for number, size in sizes.items() if number not in known}
+    known.update(new)
+    return sum(new.values())
 
 
 def _kept(unit: Unit, again: bool) -> Mapping[int, int]:
@@ -226,37 +248,3 @@ def volume(kind: str, size: int, ranks: int) -> int:
 def collective_time(call: Collective, ranks: int, bandwidth: float, latency: float) -> float:
     """Return the seconds of a collective; ``bandwidth`` in bytes a second and rank."""
     return 0.0 if ranks == 1 else volume(call.kind, call.bytes, ranks) / bandwidth + latency
-
-
-class State(NamedTuple):
-    """A moment of one rank's list: what runs, and how many micro-batches of each stage wait."""
-
-    forward: bool
-    stage: int
-    waiting: tuple[tuple[int, int], ...]
-
-
-def states_of(actions: Sequence[Action], *, recomputed: bool) -> list[State]:
-    """Return the distinct moments of one rank's list; with recomputation the first half of a backward is all of it."""
-    waiting: dict[int, int] = {}
-    found: dict[State, None] = {}
-    for kind, stage, _ in actions:
-        if kind == "F":
-            waiting[stage] = waiting.get(stage, 0) + 1
-        if not (kind == "W" and recomputed):
-            found[State(kind == "F", stage, tuple(waiting.items()))] = None
-        if kind == "B" or (kind != "F" and (kind == "I") is recomputed):
-            waiting[stage] -= 1
-    return list(found)
-
-
-def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBytes:
-    """Return the most that the micro-batches of one rank need at one time."""
-    most = ActivationBytes(0, 0, 0)
-    for forward, stage, waiting in states:
-        logits = sum(costs[s].logits * number for s, number in waiting)
-        every = sum((costs[s].saved + costs[s].output) * number for s, number in waiting)
-        work = costs[stage].forward_work if forward else costs[stage].backward_work
-        if every + work > most.total:
-            most = ActivationBytes(every - logits, logits, work)
-    return most

@@ -34,6 +34,7 @@ class Storages(TensorTracking):
     """A dispatch mode that numbers the storages of tensors, and adds up those that live.
 
     Attributes:
+        count: of the storages that have a number; that of the last one.
         live, peak: bytes of the storages that live, and the most since :meth:`reset_peak`.
         operations: since :meth:`start_operations`; None: they are not noted.
     """
@@ -41,7 +42,7 @@ class Storages(TensorTracking):
     def __init__(self) -> None:
         super().__init__()
         self._numbers: dict[int, int] = {}  # of storages that live
-        self._count = 0
+        self.count = 0
         self.live = self.peak = 0
         self.operations: list[Operation] | None = None
 
@@ -74,6 +75,9 @@ class Storages(TensorTracking):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16:
+            halves = [x.to(torch.bfloat16) for x in args[:2]]  # without data torch knows it of bfloat16 only
+            return on_meta(func, (*halves, *args[2:]), kwargs).to(args[0].dtype)
         return on_meta(func, args, kwargs)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -94,8 +98,8 @@ class Storages(TensorTracking):
             return -1
         number = self._numbers.get(key)
         if number is None:
-            self._count += 1
-            number = self._numbers[key] = self._count
+            self.count += 1
+            number = self._numbers[key] = self.count
             storage = tensor.untyped_storage()
             size = storage.nbytes() if counted and tensor.is_meta else 0
             self.live += size

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
-from autopar.distributed.rng import TorchGenerators, seed_torch
+from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion
@@ -241,12 +241,19 @@ class Region(RowsOfRegion):
         seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
         self._outside = TorchGenerators.now()
         seed_torch(seed)
+        follow_streams(self._follow)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self) -> None:
+        unfollow_streams(self._follow)
         outside, self._outside = self._outside, None
         if outside is not None:
             outside.restore()
+
+    def _follow(self) -> None:
+        """Go on by rank where a stage's own stream has begun inside, which is what is outside from here on."""
+        unfollow_streams(self._follow)
+        self._seed()
 
 
 def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:

@@ -1,6 +1,7 @@
 """Random draws: dropout of replicated activations draws alike on all tensor-parallel ranks, of sharded ones apart.
 
-Stages draw from streams of their own, which the plain model can be given: then it drops the same elements.
+Stages draw from streams of their own, which the plain model can be given: then it drops the same elements. Where ranks
+have rows of sequences, and on stages with tensor parallelism, it is given their masks (:mod:`.replayed_draws`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.verification.closeness import measure
 from autopar.verification.dropout_rates import switched_on
 from autopar.verification.outputs import floats_of, named, reseed, same_floats
 from autopar.verification.recording import running
+from autopar.verification.replayed_draws import recomputed, replayed
 from autopar.verification.report import Row
 from autopar.verification.session import Session
 from autopar.verification.training import Named, worst_row
@@ -99,19 +101,28 @@ def wrong_draws(plain: Sequence[Draw], everyone: Sequence[Sequence[Draw]]) -> It
 
 
 def dropout(session: Session) -> list[Row]:
-    """Compare the draws of the tensor-parallel ranks, and that replicated outputs stay equal; those of stages exactly.
+    """Compare what the ranks draw with what the plain model does.
 
-    Without tensor parallelism the plain model, given the streams of the stages, drops the same elements.
+    Of tensor-parallel ranks the states of their generators, and that replicated outputs stay equal. The plain model
+    that is given the streams of stages, or the masks of ranks that have rows of sequences, drops the same elements.
     """
-    tp, pp = session.mpu.tp, session.mpu.pp
-    if session.mpu.cp.size > 1 or tp.size == pp.size == 1:
-        reason = "with rows of sequences there is no list" if session.mpu.cp.size > 1 else "only ranks of a model do"
-        return [Row("dropout", "random draws", None, note=reason)]
+    tp, pp, cp = session.mpu.tp, session.mpu.pp, session.mpu.cp
+    if tp.size == pp.size == cp.size == 1:
+        return [Row("dropout", "random draws", None, note="only ranks of a model do")]
     with switched_on((session.plain, session.parallel), session.rates, _RATE) as switched:
         if not switched:
             return [Row("dropout", "random draws", None, note="the model has no dropout")]
-        plain, expected = _run(session, session.plain)
-        mine, outputs = _run(session, session.parallel)
+        rows = replayed(session) if cp.size > 1 or (tp.size > 1 and pp.size > 1) else _compared(session)
+        if session.config.activation_checkpointing and rows[0].holds is not None:
+            rows += recomputed(session)
+    return rows
+
+
+def _compared(session: Session) -> list[Row]:
+    """The draws of tensor-parallel ranks by their states, or those of stages by what they make of the outputs."""
+    tp = session.mpu.tp
+    plain, expected = _run(session, session.plain)
+    mine, outputs = _run(session, session.parallel)
     if not plain:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
     if tp.size == 1:
@@ -119,8 +130,6 @@ def dropout(session: Session) -> list[Row]:
         found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
         row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
         return [row if row.holds is not False or row.note else replace(row, note=_OTHERS)]
-    if pp.size > 1:
-        plain = list(_of_stage(plain, mine))
     everyone: list[Any] = [None] * tp.size
     digest = repr([of_tensor(value + 0) for _, value in floats_of(outputs)])
     dist.all_gather_object(everyone, (mine, digest), group=tp.group)
@@ -131,16 +140,6 @@ def dropout(session: Session) -> list[Row]:
         Row("dropout", "random draws", not wrong, name=wrong[0][0] if wrong else "", note=note),
         Row("dropout", "outputs of all ranks", same, note="" if same else "they differ between tensor-parallel ranks"),
     ]
-
-
-def _of_stage(plain: Sequence[Draw], mine: Sequence[Draw]) -> Iterator[Draw]:
-    """The plain model's draws in the modules that a stage runs, in its order; pure."""
-    left: dict[str, list[Draw]] = {}
-    for draw in plain:
-        left.setdefault(draw.module, []).append(draw)
-    for draw in mine:
-        if left.get(draw.module):
-            yield left[draw.module].pop(0)
 
 
 def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:

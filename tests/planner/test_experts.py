@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from tests.planner.test_memory import SavedTensors
+from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.small import llama
 
@@ -84,7 +84,7 @@ def test_what_ranks_keep_is_what_was_planned() -> None:
     plan = autopar.plan_memory(mixtral(**settings), WHOLE, sequence=SEQUENCE, batch=4, device="cpu")
     model: Any = autopar.initialize(mixtral(**settings), WHOLE).train()
     ids = torch.randint(0, 131, (4, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    saved = SavedTensors(model)
+    saved = SavedBytes(model)
     with saved:
         model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
     kept = torch.tensor(float(saved.most))

@@ -1,4 +1,4 @@
-"""Planned memory against what ranks really hold: bytes of states exactly, what autograd saves, and the peak."""
+"""Planned memory against what ranks really hold: bytes of states exactly, and the peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AlbertConfig, AlbertForMaskedLM
 
 import autopar
 from autopar import activation_checkpoint
@@ -74,97 +73,6 @@ MESHES = {
 @pooled(world_size=2)
 def test_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
     _states_are_as_planned(build, _config(**MESHES[mesh]))
-
-
-class _Saved:
-    """A tensor that waits for the backward pass."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
-class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd holds at a time, each storage once, weights not."""
-
-    def __init__(self, model: Any) -> None:
-        weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-        self.alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self.most = 0
-
-        def pack(tensor: torch.Tensor) -> Any:
-            if tensor.untyped_storage().data_ptr() in weights:
-                return tensor
-            saved = _Saved(tensor)
-            self.alive.add(saved)
-            storages = {s.tensor.untyped_storage().data_ptr(): s.tensor.untyped_storage().nbytes() for s in self.alive}
-            self.most = max(self.most, sum(storages.values()))
-            return saved
-
-        super().__init__(pack, lambda saved: saved.tensor if isinstance(saved, _Saved) else saved)
-
-
-@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
-def test_saved_activations_are_those_of_a_step(build: Any) -> None:
-    plan = autopar.plan_memory(build(), sequence=SEQUENCE, batch=BATCH, device="cpu")
-    model = build().train()
-    ids = torch.randint(0, 131, (BATCH, SEQUENCE))
-    saved = SavedTensors(model)
-    with saved:
-        out = model(input_ids=ids, labels=ids, use_cache=False)
-    assert saved.most == plan.peak.activations + plan.peak.logits
-    del out
-
-
-def test_a_block_that_stands_for_all_layers_is_counted_each_time() -> None:
-    torch.manual_seed(0)
-    config = AlbertConfig(
-        hidden_size=24, embedding_size=12, num_attention_heads=6, num_hidden_layers=5, intermediate_size=37,
-        vocab_size=131, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model = AlbertForMaskedLM._from_config(config).train()
-    plan = autopar.plan_memory(model, sequence=SEQUENCE, batch=BATCH, device="cpu")
-    ids = torch.randint(0, 131, (BATCH, SEQUENCE))
-    saved = SavedTensors(model)
-    with saved:
-        out = model(input_ids=ids, labels=ids)
-    planned = plan.peak.activations + plan.peak.logits
-    assert abs(saved.most / planned - 1) < 0.02, (saved.most, planned)
-    del out
-
-
-@pytest.mark.parametrize("chunk", [0, 8])
-@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
-@pooled(world_size=2)
-def test_saved_activations_of_tensor_parallel_ranks(build: Any, chunk: int) -> None:
-    config = {"model_parallelism": {"tensor_parallel_size": 2}, "loss": {"chunk": chunk}}
-    plan = autopar.plan_memory(build(), config, sequence=SEQUENCE, batch=BATCH, device="cpu")
-    model = autopar.initialize(build(), config).train()
-    ids = torch.zeros((BATCH, SEQUENCE), dtype=torch.long)
-    saved = SavedTensors(model)
-    with saved:
-        model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
-    planned = plan.peak.activations + plan.peak.logits
-    if model.mpu.tp.rank == 0:  # which has more heads
-        assert abs(saved.most / planned - 1) < 0.02, (saved.most, planned)
-    else:
-        assert saved.most <= planned
-    model.mpu.destroy()
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
-@pooled(world_size=2)
-def test_saved_activations_follow_the_schedule(schedule: str) -> None:
-    config = _config(pipeline_parallel_size=2, schedule=schedule)
-    plan = autopar.plan_memory(llama(num_hidden_layers=4), config, sequence=SEQUENCE, batch=BATCH, device="cpu")
-    model = autopar.initialize(llama(num_hidden_layers=4), config).train()
-    ids = torch.zeros((BATCH, SEQUENCE), dtype=torch.long)
-    saved = SavedTensors(model)
-    with saved:
-        model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
-    memory = plan.stages[model.mpu.pp.rank]
-    planned = memory.activations + memory.logits
-    assert abs(saved.most / planned - 1) < 0.1, (saved.most, planned)  # what waits to be sent is no saved tensor
-    model.mpu.destroy()
 
 
 class LiveBytes(TorchDispatchMode):

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.context_parallel.rows_ahead import whole_tensors
+from autopar.distributed.axis import Axis
+from autopar.distributed.rng import seeded
 from autopar.verification.session import Session
 
 After = Callable[[Session, ExitStack], None]
@@ -158,6 +161,20 @@ def reversed_gather(layer: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
 def same_seeds(session: Session, stack: ExitStack) -> None:
     region = session.parallel.transformer.h[0].attn.c_attn.region
     region.draw_per_rank = lambda training: None
+
+
+def same_seeds_of_rows(session: Session, stack: ExitStack) -> None:
+    region = session.parallel.transformer.h[0]._autopar_rows.region
+    region.axis = Axis("cp", None, range(2), 0)
+
+
+def other_seeds_of_all_rows(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
+    with seeded(dist.get_rank()):
+        return plain(whole_tensors(x))
+
+
+def every_second(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (torch.arange(x.shape[-1]) % 2) * 2 if module.training and module.p else x
 
 
 def other_seeds(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""What really waits for backwards: the bytes of the storages that autograd has saved, or that a stage has sent on."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from autopar.pipeline_parallel.engine import Engine
+
+
+class _Saved:
+    """A tensor that waits for the backward pass."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what waits, each storage once, weights not.
+
+    That is what ``saved_tensors_hooks`` see, as long as its node lives; what a stage holds because the backward begins
+    there; and arguments of a recomputed block that torch's ``checkpoint`` has by name, which no hook sees. It counts
+    when a forward has ended: while code runs, more is alive.
+
+    Attributes:
+        most: bytes, after any forward of ``execute_pipeline``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._named: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() in self._weights:
+                return tensor
+            saved = _Saved(tensor)
+            self._saved.add(saved)
+            return saved
+
+        super().__init__(pack, lambda saved: saved.tensor if isinstance(saved, _Saved) else saved)
+
+    def now(self, roots: Any = ()) -> int:
+        """Return the bytes that wait now."""
+        tensors = [*(saved.tensor for saved in self._saved), *roots, *self._alive_by_name()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for key, size in storages.items() if key not in self._weights)
+
+    def _alive_by_name(self) -> Iterator[torch.Tensor]:
+        return (tensor for ref in self._named if (tensor := ref()) is not None)
+
+    def __enter__(self) -> SavedBytes:
+        forward, saved = Engine._forward, self
+
+        def counted(engine: Engine, stage: int, microbatch: int, step: Any) -> None:
+            forward(engine, stage, microbatch, step)
+            last = engine.plan.stages - 1
+            sent = [root for (at, _), opened in engine._open.items() if at < last for root in opened.roots]
+            saved.most = max(saved.most, saved.now(sent))
+
+        self._engine = patch.object(Engine, "_forward", counted)
+        self._engine.start()
+        for module in self._model.modules():
+            function = vars(module).get("_gradient_checkpointing_func")
+            if function is not None:
+                module._gradient_checkpointing_func = self._noting_names(function)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._engine.stop()
+
+    def _noting_names(self, function: Any) -> Any:
+        def checkpoint(block: Any, *args: Any, **kwargs: Any) -> Any:
+            named = tree_leaves((_keywords_of(block), kwargs))
+            self._named += [weakref.ref(leaf) for leaf in named if isinstance(leaf, torch.Tensor)]
+            return function(block, *args, **kwargs)
+
+        return checkpoint
+
+
+def _keywords_of(block: Any) -> list[Any]:
+    """The arguments by name of a block that is to be called again, also inside of a function that calls it."""
+    cells = [cell.cell_contents for cell in getattr(block, "__closure__", None) or ()]
+    inside = [cell for cell in cells if isinstance(cell, functools.partial)]
+    return [each.keywords for each in (block, *inside) if isinstance(each, functools.partial)]

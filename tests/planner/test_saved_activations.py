@@ -1,0 +1,205 @@
+"""What the planner counts on the meta device against what waits for backwards in real steps: equal, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import autopar
+from autopar.pipeline_parallel.engine import Engine
+from autopar.planner.candidate import Rows
+from autopar.planner.planned_model import PlannedModel
+from tests.planner.saved_bytes import SavedBytes
+from tests.pool import pooled
+from tests.small import gpt2, llama
+
+BATCH, SEQUENCE = 4, 15
+_ODD = {"vocab_size": 131, "intermediate_size": 37, "hidden_size": 24, "num_attention_heads": 6}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _deep_gpt2() -> Any:
+    return gpt2(n_layer=4)
+
+
+def _deep_llama() -> Any:
+    return llama(num_hidden_layers=4)
+
+
+def _few_keys() -> Any:
+    """A llama whose heads of keys no two ranks can share out."""
+    return llama(num_hidden_layers=4, num_key_value_heads=1)
+
+
+def _bert() -> Any:
+    return BertForMaskedLM._from_config(BertConfig(**_ODD, **_NO_DROPOUT, num_hidden_layers=2))
+
+
+def _albert() -> Any:
+    """One block stands for all layers."""
+    config = AlbertConfig(**_ODD, **_NO_DROPOUT, embedding_size=12, num_hidden_layers=5)
+    return AlbertForMaskedLM._from_config(config)
+
+
+def _bart() -> Any:
+    sizes = {"encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "encoder_layers": 2, "decoder_layers": 2}
+    heads = {"encoder_attention_heads": 6, "decoder_attention_heads": 6}
+    config = BartConfig(vocab_size=131, d_model=24, **sizes, **heads, dropout=0.0, max_position_embeddings=64)
+    return BartForConditionalGeneration._from_config(config)
+
+
+def _t5() -> Any:
+    """Eager: torch's fused attention on the CPU takes no mask that has a gradient, as a learned bias has."""
+    sizes = {"d_model": 24, "d_kv": 4, "d_ff": 37, "num_layers": 2, "num_heads": 6}
+    config = T5Config(vocab_size=131, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return T5ForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def _mixtral() -> Any:
+    """Sizes that the grouped product takes, on two ranks too."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=131, **sizes, num_hidden_layers=2, num_local_experts=5)
+    return MixtralForCausalLM._from_config(config)
+
+
+def _inputs(model: Any, batch: int) -> dict[str, Any]:
+    ids = torch.randint(2, 131, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    found = {"input_ids": ids, "labels": ids.clone()}
+    if model.config.is_encoder_decoder:
+        found["decoder_input_ids"] = ids.clone()
+    return found if isinstance(model, (BertForMaskedLM, AlbertForMaskedLM)) else {**found, "use_cache": False}
+
+
+def _kept_is_as_planned(build: Any, batch: int = BATCH, **sections: Any) -> None:
+    pipeline = {"microbatch_size": 1, "schedule": sections.pop("schedule", "1f1b")}
+    sizes = {
+        name: sections.pop(name) for name in list(sections) if name.split("_")[-1] in ("size", "parallel", "method")
+    }
+    config = {"model_parallelism": sizes, "pipeline": pipeline, **sections}
+    world = torch.distributed.get_world_size()
+    plan = autopar.plan_memory(build(), config, sequence=SEQUENCE, batch=batch, gpus=world, device="cpu")
+    model = build().train()
+    model, optimizer = autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters()))
+    mpu = model.mpu
+    saved = SavedBytes(model)
+    with saved:
+        model.execute_pipeline(_inputs(model, batch), optimizer=optimizer)
+    assert plan.kept[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank] == saved.most > 0, (build.__name__, config)
+    mpu.destroy()
+
+
+RECOMPUTED = {"activation_checkpointing": {"enable": True}}
+MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, _mixtral]
+TP: dict[str, Any] = {"tensor_parallel_size": 2}
+CP: dict[str, Any] = {"context_parallel_size": 2}
+PP: dict[str, Any] = {"pipeline_parallel_size": 2}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_in_one_process(build: Any) -> None:
+    plan = autopar.plan_memory(build(), sequence=SEQUENCE, batch=BATCH, device="cpu")
+    model = build().train()
+    saved = SavedBytes(model)
+    with saved:
+        loss = model(**_inputs(model, BATCH)).loss
+    assert saved.now() == plan.kept[0, 0, 0] == plan.peak.activations + plan.peak.logits
+    del loss
+    assert saved.now() == 0
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pooled(world_size=2)
+def test_of_tensor_parallel_ranks(build: Any) -> None:
+    _kept_is_as_planned(build, **TP)
+
+
+@pooled(world_size=2)
+def test_of_tensor_parallel_ranks_in_parts() -> None:
+    for build in (gpt2, llama):
+        _kept_is_as_planned(build, **TP, loss={"chunk": 8})
+        _kept_is_as_planned(build, **TP, **RECOMPUTED)
+    _kept_is_as_planned(llama, **TP, sequence_parallel=True)
+    _kept_is_as_planned(_mixtral, **TP, precision={"dtype": "bf16"})
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, _mixtral])
+@pooled(world_size=2)
+def test_of_stages(build: Any) -> None:
+    _kept_is_as_planned(build, **PP)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"])
+@pooled(world_size=2)
+def test_over_a_schedule(schedule: str) -> None:
+    for build in (_deep_gpt2, _deep_llama):
+        _kept_is_as_planned(build, **PP, schedule=schedule)
+    _kept_is_as_planned(_deep_llama, **PP, schedule=schedule, **RECOMPUTED)
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pooled(world_size=2)
+def test_of_rows(method: str) -> None:
+    """Rows that two ranks do not have equally many of; with one head of keys each rank sees others."""
+    _kept_is_as_planned(llama, **CP, context_parallel_method=method)
+    _kept_is_as_planned(_few_keys, **CP, context_parallel_method=method)
+    _kept_is_as_planned(gpt2, **CP, context_parallel_method=method, **RECOMPUTED)
+
+
+@pooled(world_size=4)
+def test_of_four_ranks() -> None:
+    for build in (gpt2, _t5):
+        _kept_is_as_planned(build, tensor_parallel_size=4)
+    for schedule in ("1f1b", "zbv"):
+        _kept_is_as_planned(_deep_gpt2, **TP, **PP, schedule=schedule)
+    _kept_is_as_planned(_deep_llama, **TP, **PP, sequence_parallel=True)
+    _kept_is_as_planned(_deep_llama, **CP, **PP)
+    _kept_is_as_planned(_mixtral, **TP, **CP)
+    _kept_is_as_planned(_deep_llama, batch=8, pipeline_parallel_size=4, schedule="zero-bubble")
+
+
+def _waiting_between_halves(model: Any) -> dict[int, int]:
+    """Stage -> bytes of the gradients that wait for the second half of a backward, each storage once."""
+    waiting: dict[int, int] = {}
+    first_half = Engine._backward_input
+
+    def counted(engine: Engine, stage: int, microbatch: int, step: Any) -> None:
+        first_half(engine, stage, microbatch, step)
+        rest = engine._open[stage, microbatch].rest
+        arrived = [gradient for each in rest.arrived.values() for gradient in each] if rest is not None else []
+        waiting[stage] = sum({x.data_ptr(): x.nbytes for x in arrived if x is not None}.values())
+
+    with patch.object(Engine, "_backward_input", counted):
+        model.execute_pipeline(_inputs(model, BATCH))
+    return waiting
+
+
+@pooled(world_size=2)
+def test_gradients_between_the_halves_of_a_backward() -> None:
+    config = {"model_parallelism": PP, "pipeline": {"schedule": "zbv", "microbatch_size": 1}}
+    for build in (_deep_gpt2, _deep_llama):
+        count = PlannedModel(build(), sequence=SEQUENCE, precision="fp32").count(Rows(1), 1)
+        model = autopar.initialize(build(), config).train()
+        stages, waiting = model._autopar.stages, _waiting_between_halves(model)
+        for stage, size in waiting.items():
+            places = range(stages.bounds[stage], stages.bounds[stage + 1])
+            units = count.of_stage(places, first=False, last=stage == stages.stages - 1)
+            assert size == (sum(unit.gradients for unit in units) if stage else 0), stage
+        assert sum(map(bool, waiting.values())) == (2 if model.mpu.pp.rank else 1)
+        model.mpu.destroy()
