@@ -22,7 +22,7 @@ from autopar.distributed.profiling import named_collective
 __all__ = ["Links", "StatesOfRank"]
 
 _KINDS = ("conv", "recurrent")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _HEADER = 16  # numbers: which state, its dtype, its dims
 
 
@@ -67,8 +67,9 @@ class StatesOfRank(States):
                 self.taken.append(_receive_header(self.neighbours, self.device))
             message = self.taken[self._taken]
             self._taken += 1
-            take = _Taken.apply if self.anchors else _receive
-            self._early[message.key] = take(self.neighbours, message, self.device, *self.anchors)
+            anchors = self.anchors if message.dtype.is_floating_point else []
+            take = _Taken.apply if anchors else _receive
+            self._early[message.key] = take(self.neighbours, message, self.device, *anchors)
         return self._early.pop(key)
 
     def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -82,6 +83,8 @@ class StatesOfRank(States):
         assert self.given[self._given] == message, f"{message} is handed on, {self.given[self._given]} was before"
         self._given += 1
         self.neighbours.send(state, 1)
+        if not state.is_floating_point():  # ids of tokens
+            return through
         if through is not None:
             return self._tie(through, [state])
         self._untied.append(state)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,13 +18,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.context_parallel.apply import apply, undo
-from autopar.context_parallel.handed_states import HandedStates
+from autopar.context_parallel.apply import apply
 from autopar.context_parallel.own_rows import may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.handed_states import Call, handed_states
+from autopar.dry_run.handed_states import calls_of, hand_on_states
 from autopar.dry_run.head_shards import modules_by_heads
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
@@ -172,15 +170,7 @@ class _Search:
 
     def handing_states_on(self, plan: RowPlan) -> RowPlan:
         """Return the plan in which modules that go on from a state as from rows hand on their states instead."""
-        undo(self.copied)
-        known: dict[Any, HandedStates | None] = {}
-        for path, where in plan.whole.items():
-            module, like = self.model.get_submodule(path), self.copied.get_submodule(path)
-            alike = (type(module), repr(module), tuple((name, x.shape) for name, x in module.named_parameters()))
-            if alike not in known and path in self.calls:
-                rows = (self.prime * self.ranks, self.ranks + 1)
-                known[alike] = handed_states(self.model, module, like, where, self.calls[path], *rows)
-            where.states = known.get(alike)
+        hand_on_states(self.model, self.copied, plan, self.calls, self.prime * self.ranks, self.ranks + 1)
         return plan
 
     def _try_own(self) -> _Failure | None:
@@ -247,7 +237,7 @@ class _Search:
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
         count = _follow(model, stack, {path for each in self.plan.lists for path in each})
-        self.copied, self.calls = model, _calls_of(model, self.plan.whole)
+        self.copied, self.calls = model, calls_of(model, self.plan.whole)
         for module in model.modules():
             if _is_experts(module):
                 module.forward = _Experts(tracking)
@@ -274,18 +264,6 @@ class _Search:
     def _check(self, state: RowState) -> _Failure | None:
         missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
         return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
-
-
-def _calls_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Call]:
-    """The arguments that the modules at ``paths`` get, with all rows; filled while the model runs."""
-    calls: dict[str, Call] = {}
-    for path in paths:
-
-        def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            calls[path] = (args, kwargs)
-
-        model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True)
-    return calls
 
 
 def _unseen(plan: RowPlan) -> RowPlan:

@@ -175,7 +175,7 @@ def test_adapters_inside(targets: list[str]) -> None:
 
 @pooled(world_size=2)
 def test_gradients_of_some_weights_alone() -> None:
-    """``torch.autograd.grad`` of a weight behind states or in front of them asks all ranks for the states' gradients."""
+    """``torch.autograd.grad`` of one weight asks all ranks for the gradients of states."""
     plain, model = one("gated delta")(), autopar.initialize(one("gated delta")(), sizes(2))
     for name in ("model.layers.0.linear_attn.in_proj_ba.weight", "model.layers.0.linear_attn.out_proj.weight"):
         found = []
