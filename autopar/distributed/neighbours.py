@@ -26,9 +26,17 @@ class Neighbours:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._backward = -1
 
     def send(self, x: torch.Tensor, step: int) -> None:
-        """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once."""
+        """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
+
+        What is sent in a backward has been received when it ends: gloo gives up a message whose sender forgets it.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait_sent)
+        self._backward = backward
         run(self._start, self.axis, x.detach().contiguous(), self.axis.ranks[self.axis.rank + step])
         if len(self._sent) > _AHEAD:
             self._wait(1)

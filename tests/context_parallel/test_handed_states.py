@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,6 +194,16 @@ def test_the_gradient_of_a_gradient_is_refused() -> None:
     loss = model(**padded_left(16)).loss
     with pytest.raises(autopar.ConfigError, match="create_graph=True"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pooled(world_size=2)
+def test_a_rank_may_forget_the_model_before_the_others_have_its_gradients() -> None:
+    model = autopar.initialize(one("short convolution")(), sizes(2))
+    if dist.get_rank() == 0:
+        model.model.layers[0].register_full_backward_pre_hook(lambda *_: time.sleep(1))
+    model(**padded_left(16)).loss.backward()
+    del model
+    gc.collect()
 
 
 def test_documents_for_kernels_take_all_rows() -> None:
