@@ -53,7 +53,12 @@ class StatesOfRank(States):
         super().__init__(how, first=links.axis.rank == 0)
         hidden, self.last, self.neighbours = made_of[0], links.axis.rank == links.axis.size - 1, links.neighbours
         self.device = hidden.device
-        call = (path, hidden.shape[0], hidden.dtype, torch.is_autocast_enabled(hidden.device.type))
+        call = (
+            path,
+            hidden.shape[0],
+            hidden.dtype,
+            not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type),
+        )
         self.given, self.taken = links.given.setdefault(call, []), links.taken.setdefault(call, [])
         self.anchors = [x for x in made_of if x.requires_grad] if torch.is_grad_enabled() else []
         self._given = self._taken = 0
