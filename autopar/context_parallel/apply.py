@@ -47,7 +47,7 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
                 _attend_over_rows(module, f"{path}.{below}" if below else path, number, state)
         for path, where in plan.whole.items():
             if any(path == block or path.startswith(f"{block}.") for block in blocks):
-                swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where))
+                swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where, path))
         for place, path in enumerate(blocks):
             ends = (number, place == 0, place == len(blocks) - 1)
             swap(modules[path], Door, _autopar_rows=state, _autopar_place=ends)
@@ -135,7 +135,7 @@ class AfterRows:
         if state.cutting and state.running == 0:
             output = _read(output)
         if state.running == 0:
-            state.finish()
+            state.finish(failed=output is None)
         return output
 
 

@@ -17,13 +17,16 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers.cache_utils import Cache
 
+from autopar.context_parallel.handed_states import own_arguments, with_states
 from autopar.context_parallel.joined_rows import join
+from autopar.context_parallel.rank_states import StatesOfRank
 from autopar.context_parallel.rows_ahead import RowsAhead, whole_tensors
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
+from autopar.tensor_tracking import tensors_in
 
 __all__ = ["Door", "NeedsAllRows", "gather_all"]
 
@@ -199,16 +202,27 @@ class Recomputed:
 
 
 class NeedsAllRows:
-    """Class before that of a module that mixes rows: it runs with all of them, on every rank."""
+    """Class before that of a module that mixes rows: it runs with all of them, on every rank, or hands on its states.
+
+    Attributes:
+        _autopar_whole: number of its list, how it runs, its path.
+    """
 
     _autopar_rows: RowState
-    _autopar_whole: tuple[int, WholeModule]
+    _autopar_whole: tuple[int, WholeModule, str]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, (number, where) = self._autopar_rows, self._autopar_whole
+        state, (number, where, path) = self._autopar_rows, self._autopar_whole
         layout = state.layout(number)
         if not state.cutting or layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if where.states is not None and state.tracking is None:
+            own = own_arguments(self, (args, kwargs), where.states, where.inputs, layout, state.axis.rank)
+            if own is not None:
+                anchors = (*tensors_in(own), *self.parameters())  # type: ignore[attr-defined]
+                states = StatesOfRank(where.states, state.links, path, anchors)
+                args, kwargs = with_states(self, own, where.states, states)
+                return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
             if where.heads is None or not where.heads.fits(self):  # type: ignore[arg-type]

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.context_parallel.handed_states import HandedStates
 from autopar.context_parallel.heads import Heads
+from autopar.context_parallel.rank_states import Links
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -29,6 +31,7 @@ class WholeModule:
         outputs: path in what it returns -> dim of rows; ``shapes``: what it had in the rehearsal.
         table: whether it returns something that has rows in several dims: a bias for each pair of rows.
         heads: how it is sharded over the ranks by heads; None: each rank computes all of it.
+        states: how it runs over own rows instead, and hands on its states; None: it does not.
     """
 
     inputs: dict[str, int] = field(default_factory=dict)
@@ -37,6 +40,7 @@ class WholeModule:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     table: bool = False
     heads: Heads | None = None
+    states: HandedStates | None = None
 
 
 @dataclass
@@ -81,6 +85,11 @@ class RowPlan:
     through: bool = True
     between: bool = False
 
+    @property
+    def in_runs(self) -> bool:
+        """Whether each rank's rows are one run, since states are handed on from one rank to the next."""
+        return any(where.states is not None for where in self.whole.values())
+
 
 class Snapshot(NamedTuple):
     """What tells one forward from another."""
@@ -108,6 +117,7 @@ class RowState:
         tracking: of a rehearsal: marks rows.
         opened, spoiled: modules whose rows came to a door, and those of which the whole was read in front of it.
         region: random draws that differ over the axis.
+        links: the ranks beside this one, to which states are handed on.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
         batches: number of sequences that each list of blocks was given.
         seen_keys: mask and first row of a run -> the mask, the first key that the run sees and the one behind the last.
@@ -120,7 +130,7 @@ class RowState:
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
-        self.region = Region(axis)
+        self.region, self.links = Region(axis), Links(axis)
         self.opened: set[str] = set()
         self.spoiled: set[str] = set()
         self.entered: set[int] = set()
@@ -145,8 +155,10 @@ class RowState:
         self.cutting, self.keeping = cutting, cutting and keeping
         self.was_cut = cutting
 
-    def finish(self) -> None:
+    def finish(self, *, failed: bool = False) -> None:
         """End it, also one that failed."""
+        if not failed:
+            self.links.neighbours.wait_sent()
         self.cutting = self.keeping = False
         self.region.finish()
         self.release()
@@ -210,7 +222,8 @@ class RowState:
         if length < 2 * self.axis.size:
             return None
         if length not in self._known:
-            self._known[length] = rows_layout(length, self.axis.size, zigzag=self.method != "ulysses")
+            zigzag = self.method != "ulysses" and not self.plan.in_runs
+            self._known[length] = rows_layout(length, self.axis.size, zigzag=zigzag)
         return self._known[length]
 
     def layout(self, number: int) -> Layout | None:

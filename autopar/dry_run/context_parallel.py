@@ -23,6 +23,7 @@ from autopar.context_parallel.own_rows import may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
+from autopar.dry_run.handed_states import calls_of, hand_on_states
 from autopar.dry_run.head_shards import modules_by_heads
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
@@ -60,7 +61,8 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     with kept():
         search = _Search(model, _first_plan(model, lists), ranks)
         search.run()
-        return search.sharded_by_heads(policy) if by_heads else search.plan
+        plan = search.sharded_by_heads(policy) if by_heads else search.plan
+        return search.handing_states_on(plan)
 
 
 def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
@@ -166,6 +168,11 @@ class _Search:
             where.heads = None
         return plan if self._try() is None else replace(plan, whole=before)
 
+    def handing_states_on(self, plan: RowPlan) -> RowPlan:
+        """Return the plan in which modules that go on from a state as from rows hand on their states instead."""
+        hand_on_states(self.model, self.copied, plan, self.calls, self.prime * self.ranks, self.ranks + 1)
+        return plan
+
     def _try_own(self) -> _Failure | None:
         """Try the plan with modules in front of the blocks that compute own rows; without, if that fails."""
         before = self.plan
@@ -230,6 +237,7 @@ class _Search:
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
         count = _follow(model, stack, {path for each in self.plan.lists for path in each})
+        self.copied, self.calls = model, calls_of(model, self.plan.whole)
         for module in model.modules():
             if _is_experts(module):
                 module.forward = _Experts(tracking)

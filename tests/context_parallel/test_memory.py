@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
+from tests.context_parallel.test_exactness import made
 from tests.pool import pooled
 from tests.small import llama
 
@@ -33,9 +37,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def saved_and_largest(n: int, method: str) -> tuple[int, dict[int, int]]:
-    """Bytes that the backward of a step keeps, besides weights; elements of the largest tensors by width."""
-    model: Any = llama(
+def small_llama() -> Any:
+    return llama(
         hidden_size=HEADS * HEAD_DIM,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
@@ -43,6 +46,11 @@ def saved_and_largest(n: int, method: str) -> tuple[int, dict[int, int]]:
         intermediate_size=64,
         max_position_embeddings=4 * ROWS,
     )
+
+
+def saved_and_largest(n: int, method: str, make: Callable[[], Any] = small_llama) -> tuple[int, dict[int, int]]:
+    """Bytes that the backward of a step keeps, besides weights; elements of the largest tensors by width."""
+    model = make()
     if n > 1:
         parallelism = {"context_parallel_size": n, "context_parallel_method": method}
         model = autopar.initialize(model, {"model_parallelism": parallelism})
@@ -82,3 +90,21 @@ def test_gather_keeps_keys_values_and_masks_up_to_the_last_row_of_a_run() -> Non
     repeated, masks = 2 * BATCH * 2 * ROWS * HEADS * HEAD_DIM * 4, ROWS // 2 * 2 * ROWS * 4  # of two runs
     if dist.get_rank() == 0:  # the runs of the last rank touch: they are one, with fewer keys
         assert 0 <= four - two - LAYERS * (repeated + masks) <= 0.005 * two, (two, four)
+
+
+KINDS = [("qwen3_next", "Qwen3NextForCausalLM"), ("lfm2", "Lfm2ForCausalLM"), ("mamba2", "Mamba2ForCausalLM")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pooled(world_size=4)
+def test_modules_that_hand_on_states_keep_as_much_for_whatever_length(kind: tuple[str, str]) -> None:
+    """From 2 to 4 ranks, so for twice the sequence, nothing but token ids; a rank behind another has a state more."""
+    make = functools.partial(made, *kind, 4, 4)
+    (two, sizes), (four, sizes_of_four) = (saved_and_largest(n, "ulysses", make) for n in (2, 4))
+    if dist.get_rank() == 2:  # the first of two, the third of four
+        return
+    ids = BATCH * 2 * ROWS * 8
+    assert 0 <= four - two <= 3 * ids, (two, four)
+    hidden = HEADS * HEAD_DIM
+    assert sizes[hidden] == sizes_of_four[hidden] == BATCH * ROWS * hidden
+    assert max(sizes.values()) == max(sizes_of_four.values())

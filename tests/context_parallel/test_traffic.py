@@ -5,13 +5,16 @@ The whole step is recorded, so a collective too many, or one of more heads or ro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import autopar
 from benchmarks.traffic import Collective, record
+from tests.context_parallel.test_exactness import made, sizes
 from tests.docs.pages import DOCS
 from tests.pool import pooled
 from tests.small import llama
@@ -77,3 +80,37 @@ def test_the_page_has_these_numbers(kv_heads: int) -> None:
     numbers = [of_a_block(method, n, kv_heads) for n in (2, 4) for method in ("ulysses", "gather")]
     row = f"| {kv_heads} | " + " | ".join(f"{number:,}" for number in numbers) + " |"
     assert row in (DOCS / "long-sequences.md").read_text(), row
+
+
+def handed_on(config: Any, name: str, itemsize: int = BYTES) -> int:
+    """The formula, one way: the last rows that a convolution saw, and the state of the heads."""
+    if name == "lfm2":
+        return BATCH * (config.conv_L_cache - 1) * config.hidden_size * itemsize
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    channels = 2 * keys * config.linear_key_head_dim + values * config.linear_value_head_dim
+    state = values * config.linear_key_head_dim * config.linear_value_head_dim
+    return BATCH * ((config.linear_conv_kernel_dim - 1) * channels + state) * itemsize
+
+
+@pooled(world_size=4)
+def test_a_module_that_hands_on_states_sends_what_the_page_says() -> None:
+    """To the rank behind, and back; whatever the length. The rest is attention and the loss."""
+    for n, (name, head) in itertools.product(
+        (2, 4), (("qwen3_next", "Qwen3NextForCausalLM"), ("lfm2", "Lfm2ForCausalLM"))
+    ):
+        model = autopar.initialize(made(name, head, 4, 4), sizes(n, "ulysses"))
+        ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 131
+
+        def step(model: Any = model, ids: torch.Tensor = ids) -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+        step()
+        found = [each for each in record(step) if each.dtype != torch.int64]
+        rank, messages = model.mpu.cp.rank, [each for each in found if each.name == "send"]
+        neighbours = (rank > 0) + (rank < n - 1)
+        assert sum(each.bytes for each in messages) == neighbours * handed_on(model.config, name), (name, n)
+        others = [each for each in found if each.name not in ("send", "recv")]
+        rows, head_dim = BATCH * LENGTH // n, getattr(model.config, "head_dim", model.config.hidden_size // 4)
+        attention = 4 * rows * (4 + 4) * head_dim * (n - 1) * BYTES // n
+        assert sent(others, n) == attention + of_the_loss(n), (name, n)
+        model.mpu.destroy()

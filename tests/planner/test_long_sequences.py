@@ -21,6 +21,7 @@ from autopar.planner.planned_model import PlannedModel
 from autopar.planner.search import Space, search
 from autopar.planner.stage_costs import volume
 from autopar.planner.svg import draw
+from tests.context_parallel.test_exactness import made
 from tests.pool import pooled
 from tests.small import llama
 
@@ -71,6 +72,16 @@ def test_a_block_keeps_rows() -> None:
     plain, rows = (sum(middle(Rows(4, 1, more)).saved.values()) for more in (False, True))
     n = BATCH * SEQUENCE * WIDTH * ELEMENT
     assert rows < plain - 3 * n, "norms, residuals and the inputs of both regions"
+
+
+def test_modules_that_hand_on_states_keep_as_much_for_whatever_length() -> None:
+    kept = []
+    for cp in (2, 4):
+        planned = PlannedModel(made("mamba2", "Mamba2ForCausalLM"), sequence=SEQUENCE * cp, precision="fp32")
+        block = planned.count(Rows(1, cp), BATCH).elements[0]
+        assert not block.collectives
+        kept.append(sum(block.saved.values()))
+    assert kept[0] == kept[1]
 
 
 def test_the_search_tries_both() -> None:

@@ -1,0 +1,72 @@
+"""Messages between neighbours on an axis: to the rank behind or the one in front, in the order in which they are sent.
+
+What goes one way along an axis makes no ring, so nobody waits for a rank that waits for it: a rank sends without
+waiting, and a receive waits for nothing but the ranks on that side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import run
+from autopar.distributed.gloo_collectives import finish
+
+__all__ = ["Neighbours"]
+
+_AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest
+
+
+class Neighbours:
+    """Sends to and receives from the ranks beside this one."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._backward = -1
+
+    def send(self, x: torch.Tensor, step: int) -> None:
+        """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
+
+        What is sent in a backward has been received when it ends: gloo gives up a message whose sender forgets it.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait_sent)
+        self._backward = backward
+        run(self._start, self.axis, x.detach().contiguous(), self.axis.ranks[self.axis.rank + step])
+        if len(self._sent) > _AHEAD:
+            self._wait(1)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, step: int) -> torch.Tensor:
+        """Receive the next tensor from the rank ``step`` places along the axis."""
+        x = torch.empty(shape, dtype=dtype, device=device)
+        if x.numel():
+            run(_receive, self.axis, x, self.axis.ranks[self.axis.rank + step])
+        return x
+
+    def wait_sent(self) -> None:
+        """Wait until everything that was sent has been received: its memory is free then."""
+        self._wait(len(self._sent))
+
+    def _start(self, x: torch.Tensor, peer: int, group: Any) -> None:
+        if x.numel():
+            self._sent.append((dist.isend(x, peer, group=group), x))
+
+    def _wait(self, number: int) -> None:
+        for _ in range(number):
+            run(_finish, self.axis, *self._sent.pop(0))
+
+
+def _receive(x: torch.Tensor, peer: int, group: Any) -> None:
+    _finish(dist.irecv(x, peer, group=group), x, group)
+
+
+def _finish(work: Any, x: torch.Tensor, group: Any) -> None:
+    if x.is_cpu:
+        finish(work)
+    else:
+        work.wait()
