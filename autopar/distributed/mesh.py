@@ -136,7 +136,7 @@ class MPU(MeshAccessors):
         made: dict[tuple[int, ...], Any] = {}
         groups = rank_groups(self.sizes)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
-        for axis in axes.values():
+        for axis in filter(None, axes.values()):  # stages in the middle have no embedding
             axis.reduce_dtype = torch.float32 if reduce_dtype == "fp32" else None
         self.tp, self.cp, self.dp, self.pp = (axes[name] for name in ("tp", "cp", "dp", "pp"))
         self.model = axes["model"]
