@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+from torch import nn
+from transformers import DynamicCache, Qwen3NextConfig, StaticCache, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import autopar
-from autopar.errors import ConsistencyError
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.tensor_parallel.given_caches import goes_on
 from benchmarks.traffic import record
 from tests.compare import same_weights
 from tests.parity import close
@@ -119,6 +121,82 @@ def test_tokens_after_a_cache_are_compared_and_weights_now_and_then():
     with raises_everywhere(ConsistencyError, "weight model.norm.weight: rank 0: "):
         for _ in range(48):
             model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pooled(world_size=2)
+@torch.no_grad()
+def test_ranks_that_disagreed_about_a_token_compare_the_same_afterwards():
+    rank, ids = dist.get_rank(), torch.arange(4)[None]
+    model = parallel(gpt2(), 2).eval()  # more replicated weights than one sample has
+    cache = model(ids, use_cache=True).past_key_values
+    with raises_everywhere(ConsistencyError, "goes on from a cache: rank 0: missing, rank 1: yes"):
+        model(ids, past_key_values=cache if rank else None, use_cache=True)
+    model(ids)
+    if rank:
+        model.extra = nn.Linear(2, 2)
+    with pytest.raises(ConfigError if rank else ConsistencyError, match="extra"):
+        model(ids)
+    if rank:
+        del model.extra
+    cache = model(ids, use_cache=True).past_key_values
+    for _ in range(20):
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pooled(world_size=2)
+@torch.no_grad()
+def test_a_token_with_dropout_compares_the_generators_that_it_draws_from():
+    model, ids = parallel(gpt2(resid_pdrop=0.5), 2).eval(), torch.arange(4)[None]
+    for module in model.modules():
+        module.train(isinstance(module, nn.Dropout))  # several answers of one model, which evaluates
+    cache = [model(ids, use_cache=True).past_key_values for _ in range(2)][-1]
+    model(ids[:, :1], past_key_values=cache, use_cache=True)
+    torch.rand(1 + dist.get_rank())  # as a rank that samples for all
+    with raises_everywhere(ConsistencyError, "have different random states (1)", "random state of torch: rank 0: "):
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pooled(world_size=2)
+@torch.no_grad()
+def test_weights_are_compared_for_tokens_however_seldom_forwards_are():
+    ids = torch.arange(4)[None]
+    for every in (10, 25):
+        model = parallel(llama(), 2, consistency_check={"inputs": f"every {every}"}).eval()
+        cache = model(ids, use_cache=True).past_key_values
+        if dist.get_rank():
+            model.model.norm.weight.data[3] += 1e-6
+        with raises_everywhere(ConsistencyError, "weight model.norm.weight: rank 0: "):
+            for _ in range(2 * every):
+                model(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pooled(world_size=2)
+@torch.no_grad()
+@pytest.mark.parametrize("static", [True, False])
+def test_a_cache_that_was_reset_begins_anew(static):
+    model, ids = parallel(llama(), 2).eval(), torch.arange(4)[None]
+    cache = StaticCache(model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    assert not goes_on((), {"past_key_values": cache})
+    model(ids, past_key_values=cache, use_cache=True)
+    assert goes_on((), {"past_key_values": cache})
+    model(ids[:, :1], past_key_values=cache, use_cache=True)
+    cache.reset()
+    assert not goes_on((), {"past_key_values": cache})
+    if dist.get_rank():
+        model.model.norm.weight.data[3] += 1e-6
+    with raises_everywhere(ConsistencyError, "weight model.norm.weight: rank 0: "):
+        model(ids, past_key_values=cache, use_cache=True)
+
+
+def test_states_of_linear_attention_that_were_reset_begin_anew():
+    config = Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    cache = DynamicCache(config=config)
+    cache._autopar_local = True
+    assert not goes_on((), {"cache_params": cache})
+    cache.update_conv_state(torch.ones(1, 8, 4), 0)
+    assert goes_on((), {"cache_params": cache})
+    cache.reset()
+    assert not goes_on((), {"cache_params": cache})
 
 
 @pooled(world_size=2)

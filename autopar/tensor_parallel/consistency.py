@@ -81,8 +81,8 @@ class ForwardCheck:
         Args:
             arguments: by name (:func:`named_arguments`).
             compiled: the forward is a graph, after which :meth:`after_forward` is not called.
-            going_on: the forward evaluates one more token, or some, after a cache that an earlier one has filled.
-                Generators and weights were compared there, and are again in some of these.
+            going_on: the forward is given a cache that an earlier one has filled. In evaluation weights were compared
+                there, and are again in one of :data:`_WATCHED_AGAIN` forwards.
 
         Raises:
             ConsistencyError: on every rank of the axis; names what differs, and both values.
@@ -96,15 +96,16 @@ class ForwardCheck:
         full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
-        going_on = going_on and full and number % _WATCHED_AGAIN > 0
+        brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained(model)):x}"[:8]
         seen |= {"goes on from a cache": "yes"} if going_on else {}
         seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
-        if going_on:
+        if brief:
             self._before = None
-            if not self._compare([of_text(repr(seen)), of_values(arguments)]).alike:
+            inputs, states = of_values(arguments), of_text(repr(self._states(model)))
+            if not self._compare([of_text(repr(seen)), inputs, states]).alike:
                 self._raise(model, arguments, seen, full=True)
             return
         watched = not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
@@ -150,6 +151,7 @@ class ForwardCheck:
         Peers that begin one raise and quote ``call``.
         """
         if self._left != 0 and self.every and not self._compare([of_text("refused")]).alike:
+            self._count_anew()
             everyone = [{"call": call}] * self.mpu.tp_cp.size
             dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
 
@@ -220,6 +222,11 @@ class ForwardCheck:
         """Collect the weights anew: modules have changed."""
         self._samples.reset()
 
+    def _count_anew(self) -> None:
+        """After a disagreement ranks may have counted apart: what the next forwards compare follows from the counts."""
+        self._forwards = dict.fromkeys(self._forwards, 0)
+        self._samples.count_anew()
+
     # -- naming ----------------------------------------------------------------------------------------------------
 
     def _raise(
@@ -238,6 +245,7 @@ class ForwardCheck:
         everyone = [mine] * axis.size
         with self.failures.blame("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
+        self._count_anew()
         raise ConsistencyError(explanation(everyone, list(axis.ranks), _kind_of_group(self.mpu)))
 
 

@@ -109,12 +109,21 @@ class ShardCaches:
 
 
 def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a forward is given a cache that a forward of the parallelized model has filled."""
+    """Whether a forward is given a cache that a forward of the parallelized model has filled, and nobody has reset."""
+    caches = [list(_leaves(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     return any(
-        all(vars(cache).get(_SHARDED) for cache in _leaves(value))
-        for value in (*args, *kwargs.values())
-        if isinstance(value, Cache)
+        all(vars(cache).get(_SHARDED) for cache in leaves) and any(map(_holds_tokens, leaves)) for leaves in caches
     )
+
+
+def _holds_tokens(cache: Cache) -> bool:
+    """Whether a layer holds states; one that :meth:`reset` keeps the tensors of has counters, which are 0 then."""
+    for layer in cache.layers:
+        held = vars(layer)
+        seen = held.get("cumulative_length", held.get("has_previous_state", True))
+        if _filled(held) and (any(seen.values()) if isinstance(seen, Mapping) else bool(seen)):
+            return True
+    return False
 
 
 class MarkCaches:

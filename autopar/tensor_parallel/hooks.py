@@ -107,8 +107,8 @@ class BeforeForward(Hook, CompiledCheck):
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
-            going_on = not model.training and goes_on(args, kwargs)
-            self._check(model, named_arguments(self.names, args, kwargs), going_on=going_on)
+            named = named_arguments(self.names, args, kwargs)
+            self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
         return changed

@@ -58,6 +58,10 @@ class WeightSamples:
         """Collect the weights anew at the next sample."""
         self._model = None
 
+    def count_anew(self) -> None:
+        """Begin with the first weights again."""
+        self._next = self._next_sharded = 0
+
     def trained(self, model: nn.Module) -> bytes:
         """Return for each weight whether it is trained."""
         self._collect(model)
