@@ -117,10 +117,15 @@ def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _holds_tokens(cache: Cache) -> bool:
-    """Whether a layer holds states; one that :meth:`reset` keeps the tensors of has counters, which are 0 then."""
+    """Whether a layer holds states; one that :meth:`reset` keeps the tensors of has counters, which are 0 then.
+
+    A counter on a GPU is not read, which would wait for the GPU: there such a cache goes on as if nobody had reset it.
+    """
     for layer in cache.layers:
         held = vars(layer)
         seen = held.get("cumulative_length", held.get("has_previous_state", True))
+        if isinstance(seen, torch.Tensor) and not seen.is_cpu:
+            seen = True
         if _filled(held) and (any(seen.values()) if isinstance(seen, Mapping) else bool(seen)):
             return True
     return False
