@@ -57,13 +57,18 @@ class Site:
 
 
 def sites_of(
-    plain: Sequence[DrawnMask], everyone: Mapping[Place, Sequence[DrawnMask]], rows_of: RowsOf, batch: int
+    plain: Sequence[DrawnMask],
+    everyone: Mapping[Place, Sequence[DrawnMask]],
+    rows_of: RowsOf,
+    batch: int,
+    scattered: Callable[[str], bool] = lambda module: False,
 ) -> Iterator[Site]:
     """Yield the draws of the plain model with those of the ranks.
 
     Args:
         everyone: the draws of each rank, in their order.
         batch: samples: rows of all of them may lie in one dim.
+        scattered: whether the heads of a rank do not lie side by side in a module.
     """
     for module in dict.fromkeys(draw.module for draw in plain):
         expected = [draw for draw in plain if draw.module == module]
@@ -79,16 +84,16 @@ def sites_of(
                 for place, draws in found.items()
                 if draws
             }
-            yield Site(draw, number, list(_parts(draw, pieces, rows_of, batch)))
+            yield Site(draw, number, list(_parts(draw, pieces, rows_of, batch, scattered(module))))
 
 
 def _parts(
-    plain: DrawnMask, pieces: Mapping[Place, Sequence[DrawnMask]], rows_of: RowsOf, batch: int
+    plain: DrawnMask, pieces: Mapping[Place, Sequence[DrawnMask]], rows_of: RowsOf, batch: int, scattered: bool
 ) -> Iterator[_Part]:
     found: list[_Part] = []
     pieces = {place: _unpacked(plain.shape, draws, place.cp, rows_of) for place, draws in pieces.items()}
     for place, draws in pieces.items():
-        others = {at: each[0].shape for at, each in pieces.items() if at.pp == place.pp}
+        others = {at: each[0].shape for at, each in pieces.items() if at.pp == place.pp and not scattered}
         for number, draw in enumerate(draws):
             found.append(
                 _Part(place, draw, *_where(plain.shape, draw, place, number, len(draws), others, rows_of, batch))

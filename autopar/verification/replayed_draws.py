@@ -45,7 +45,8 @@ def replayed(session: Session) -> list[Row]:
     place, after = Place(mpu.pp.rank, mpu.cp.rank, mpu.tp.rank), generator_state(mpu.device)
     dist.all_gather_object(everyone, (place, mine.found, after), group=mpu.model.group)
     draws: dict[Place, list[DrawnMask]] = {at: found for at, found, _ in everyone}
-    sites = list(sites_of(plain.found, draws, _layouts(rows, mine.lengths), _samples(session, batch)))
+    layouts, samples = _layouts(rows, mine.lengths), _samples(session, batch)
+    sites = list(sites_of(plain.found, draws, layouts, samples, _scattered(session, rows)))
     return [
         _row_of_draws(sites),
         _row_of_rates(sites),
@@ -83,6 +84,20 @@ def _rows_of(model: nn.Module) -> RowState | None:
 def _layouts(rows: RowState | None, lengths: Collection[int]) -> Callable[[int], Layout | None]:
     """Rows of the sequences that were cut; other dims are as long by chance."""
     return lambda length: rows.rows_of(length) if rows is not None and length in lengths else None
+
+
+def _scattered(session: Session, rows: RowState | None) -> Callable[[str], bool]:
+    """Tell of a module whether a row-parallel layer in it, or beside it, has several runs of features on a rank."""
+    planned = dict(session.plan.modules)
+    for path, whole in rows.plan.whole.items() if rows is not None else ():
+        planned |= {f"{path}.{below}": each for below, each in (whole.heads.modules if whole.heads else {}).items()}
+    around = {
+        path.rpartition(".")[0]
+        for path, each in planned.items()
+        if each.rule == "row" and each.layout is not None
+        if any(len(each.layout.ranges(rank)) > 1 for rank in range(each.layout.axis_size))
+    }
+    return lambda module: any(f"{module}.".startswith(f"{path}.") for path in around)
 
 
 def _samples(session: Session, batch: dict[str, Any]) -> int:
