@@ -158,7 +158,9 @@ class RowState:
 
     def finish(self, *, failed: bool = False) -> None:
         """End it, also one that failed."""
-        if not failed:
+        if failed:
+            self.links.forget()
+        else:
             self.links.neighbours.wait_sent()
         self.cutting = self.keeping = False
         self.region.finish()

@@ -6,6 +6,7 @@ waiting, and a receive waits for nothing but the ranks on that side.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autopar.distributed.gloo_collectives import finish
 __all__ = ["Neighbours"]
 
 _TAGS = 1 << 16
+_BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks
 _AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest
 
 
@@ -33,7 +35,8 @@ class Neighbours:
     def begin(self) -> None:
         """Begin a pass, on every rank: on gloo what a failed one has left is not taken for this one's."""
         self._lost, self._sent = self._sent, []  # somebody may still ask for it
-        self._tag = (self._tag + 1) % _TAGS
+        _BEGUN[self.axis.ranks] += 1
+        self._tag = _BEGUN[self.axis.ranks] % _TAGS
 
     def send(self, x: torch.Tensor, step: int) -> None:
         """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
