@@ -40,6 +40,11 @@ class Links:
         self.given: dict[Any, list[_Message]] = {}
         self.taken: dict[Any, list[_Message]] = {}
 
+    def forget(self) -> None:
+        """Forget which shapes are known: a forward failed, perhaps before a rank was told of some."""
+        self.given.clear()
+        self.taken.clear()
+
 
 class StatesOfRank(States):
     """States from the rank before, and for the rank behind.

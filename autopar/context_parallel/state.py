@@ -150,6 +150,7 @@ class RowState:
     def start(self, *, cutting: bool, keeping: bool) -> None:
         """Begin the forward of the outermost model."""
         self.release()
+        self.links.neighbours.begin()
         self.region.start()
         self.forwards += 1
         self.cutting, self.keeping = cutting, cutting and keeping
@@ -157,7 +158,9 @@ class RowState:
 
     def finish(self, *, failed: bool = False) -> None:
         """End it, also one that failed."""
-        if not failed:
+        if failed:
+            self.links.forget()
+        else:
             self.links.neighbours.wait_sent()
         self.cutting = self.keeping = False
         self.region.finish()

@@ -6,6 +6,7 @@ waiting, and a receive waits for nothing but the ranks on that side.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from autopar.distributed.gloo_collectives import finish
 
 __all__ = ["Neighbours"]
 
+_TAGS = 1 << 16
+_BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks
 _AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest
 
 
@@ -26,7 +29,14 @@ class Neighbours:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._backward = -1
+        self._lost: list[tuple[Any, torch.Tensor]] = []
+        self._tag, self._backward = 0, -1
+
+    def begin(self) -> None:
+        """Begin a pass, on every rank: on gloo what a failed one has left is not taken for this one's."""
+        self._lost, self._sent = self._sent, []  # somebody may still ask for it
+        _BEGUN[self.axis.ranks] += 1
+        self._tag = _BEGUN[self.axis.ranks] % _TAGS
 
     def send(self, x: torch.Tensor, step: int) -> None:
         """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
@@ -45,7 +55,7 @@ class Neighbours:
         """Receive the next tensor from the rank ``step`` places along the axis."""
         x = torch.empty(shape, dtype=dtype, device=device)
         if x.numel():
-            run(_receive, self.axis, x, self.axis.ranks[self.axis.rank + step])
+            run(self._receive, self.axis, x, self.axis.ranks[self.axis.rank + step])
         return x
 
     def wait_sent(self) -> None:
@@ -54,15 +64,14 @@ class Neighbours:
 
     def _start(self, x: torch.Tensor, peer: int, group: Any) -> None:
         if x.numel():
-            self._sent.append((dist.isend(x, peer, group=group), x))
+            self._sent.append((dist.isend(x, peer, group=group, tag=self._tag), x))
+
+    def _receive(self, x: torch.Tensor, peer: int, group: Any) -> None:
+        _finish(dist.irecv(x, peer, group=group, tag=self._tag), x, group)
 
     def _wait(self, number: int) -> None:
         for _ in range(number):
             run(_finish, self.axis, *self._sent.pop(0))
-
-
-def _receive(x: torch.Tensor, peer: int, group: Any) -> None:
-    _finish(dist.irecv(x, peer, group=group), x, group)
 
 
 def _finish(work: Any, x: torch.Tensor, group: Any) -> None:

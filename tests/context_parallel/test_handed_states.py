@@ -206,6 +206,27 @@ def test_a_rank_may_forget_the_model_before_the_others_have_its_gradients() -> N
     gc.collect()
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pooled(world_size=2)
+def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
+    """A state that was sent then and not received is not that of the next forward."""
+    plain, model = one("gated delta")(), autopar.initialize(one("gated delta")(), sizes(2))
+    module = model.model.layers[0].linear_attn
+    if not first:  # shapes are known
+        model(**padded_left(16))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    hook = (module.out_proj if dist.get_rank() == 0 else module).register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="planted"):
+        model(**packed(7, 9))
+    hook.remove()
+    losses = [each(**padded_left(16)).loss for each in (plain, model)]
+    close(losses[1], losses[0], "loss")
+    losses[1].backward()
+
+
 def test_documents_for_kernels_take_all_rows() -> None:
     """Kernels cut states between documents; which of them a rank has is not put into other words."""
     module, rows = build(Case(*KINDS["gated delta"]), 6, 3).model.layers[0].linear_attn, rows_layout(8, 2)
