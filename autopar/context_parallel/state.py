@@ -150,7 +150,8 @@ class RowState:
     def start(self, *, cutting: bool, keeping: bool) -> None:
         """Begin the forward of the outermost model."""
         self.release()
-        self.links.neighbours.begin()
+        if cutting and self.plan.in_runs and self.axis.group is not None:
+            self.links.neighbours.begin()
         self.region.start()
         self.forwards += 1
         self.cutting, self.keeping = cutting, cutting and keeping

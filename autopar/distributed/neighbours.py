@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.axis import Axis
+from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.collectives import run
-from autopar.distributed.gloo_collectives import finish
+from autopar.distributed.gloo_collectives import all_gather_into_tensor, finish
 
 __all__ = ["Neighbours"]
 
 _TAGS = 1 << 16
-_BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks
+_BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks, as far as this one knows
 _AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest
 
 
@@ -33,10 +33,17 @@ class Neighbours:
         self._tag, self._backward = 0, -1
 
     def begin(self) -> None:
-        """Begin a pass, on every rank: on gloo what a failed one has left is not taken for this one's."""
+        """Begin a pass, on every rank: on gloo what a failed one has left is not taken for this one's.
+
+        The ranks agree on its number, since one may have begun passes that others have not: an error came before.
+        """
         self._lost, self._sent = self._sent, []  # somebody may still ask for it
-        _BEGUN[self.axis.ranks] += 1
-        self._tag = _BEGUN[self.axis.ranks] % _TAGS
+        if device_of(self.axis).type != "cpu":
+            return  # nccl knows no tags
+        ranks, begun = self.axis.ranks, torch.empty(self.axis.size, dtype=torch.int64)
+        run(all_gather_into_tensor, self.axis, begun, torch.tensor([_BEGUN[ranks]]))
+        _BEGUN[ranks] = int(begun.max()) + 1
+        self._tag = _BEGUN[ranks] % _TAGS
 
     def send(self, x: torch.Tensor, step: int) -> None:
         """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.

@@ -21,6 +21,7 @@ from autopar.context_parallel import rank_states
 from autopar.context_parallel.handed_states import HandedStates, States, own_arguments
 from autopar.context_parallel.rank_states import StatesOfRank
 from autopar.context_parallel.rows import rows_layout
+from autopar.distributed import neighbours
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.policy.match import find_policy
 from tests.context_parallel.test_exactness import batches, labelled_on_one_rank, made, packed, padded_left, sizes
@@ -225,6 +226,23 @@ def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
     losses = [each(**padded_left(16)).loss for each in (plain, model)]
     close(losses[1], losses[0], "loss")
     losses[1].backward()
+
+
+@pooled(world_size=2)
+def test_a_rank_may_have_run_forwards_by_itself() -> None:
+    """With a cache it is not cut, so a rank can run it alone where nothing is compared; or others may have failed."""
+    plain = one("short convolution")().eval()
+    model = autopar.initialize(copy.deepcopy(plain), {**sizes(2), "consistency_check": {"enable": False}}).eval()
+    ids = torch.arange(24).view(2, 12)
+    expected = plain(input_ids=ids, labels=ids, use_cache=False).loss
+    for number in range(3):
+        if dist.get_rank() == number % 2:
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=True)
+            neighbours._BEGUN[model.mpu.cp.ranks] += 1
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        close(loss, expected, "loss")
 
 
 def test_documents_for_kernels_take_all_rows() -> None:
