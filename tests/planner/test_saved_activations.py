@@ -42,7 +42,7 @@ def _deep_llama() -> Any:
 
 
 def _few_keys() -> Any:
-    """A llama with one KV head, which is replicated on all ranks."""
+    """A llama with one KV head."""
     return llama(num_hidden_layers=4, num_key_value_heads=1)
 
 
