@@ -40,10 +40,14 @@ class Links:
         self.given: dict[Any, list[_Message]] = {}
         self.taken: dict[Any, list[_Message]] = {}
 
-    def forget(self) -> None:
-        """Forget which shapes are known: a forward failed, perhaps before a rank was told of some."""
-        self.given.clear()
-        self.taken.clear()
+        self.failed = False  # the last forward, on this rank: perhaps before another was told of some shapes
+
+    def begin(self) -> None:
+        """Begin a forward, on every rank; after one that failed on any of them all tell shapes anew."""
+        if self.neighbours.begin(self.failed):
+            self.given.clear()
+            self.taken.clear()
+        self.failed = False
 
 
 class StatesOfRank(States):

@@ -151,7 +151,7 @@ class RowState:
         """Begin the forward of the outermost model."""
         self.release()
         if cutting and self.plan.in_runs and self.axis.group is not None:
-            self.links.neighbours.begin()
+            self.links.begin()
         self.region.start()
         self.forwards += 1
         self.cutting, self.keeping = cutting, cutting and keeping
@@ -160,7 +160,7 @@ class RowState:
     def finish(self, *, failed: bool = False) -> None:
         """End it, also one that failed."""
         if failed:
-            self.links.forget()
+            self.links.failed = True
         else:
             self.links.neighbours.wait_sent()
         self.cutting = self.keeping = False

@@ -32,18 +32,23 @@ class Neighbours:
         self._lost: list[tuple[Any, torch.Tensor]] = []
         self._tag, self._backward = 0, -1
 
-    def begin(self) -> None:
+    def begin(self, forgets: bool) -> bool:
         """Begin a pass, on every rank: on gloo what a failed one has left is not taken for this one's.
 
         The ranks agree on its number, since one may have begun passes that others have not: an error came before.
+
+        Returns:
+            Whether any rank ``forgets`` what messages told before; on nccl, which knows no tags, this one's answer.
         """
         self._lost, self._sent = self._sent, []  # somebody may still ask for it
         if device_of(self.axis).type != "cpu":
-            return  # nccl knows no tags
-        ranks, begun = self.axis.ranks, torch.empty(self.axis.size, dtype=torch.int64)
-        run(all_gather_into_tensor, self.axis, begun, torch.tensor([_BEGUN[ranks]]))
-        _BEGUN[ranks] = int(begun.max()) + 1
+            return forgets
+        ranks, everyone = self.axis.ranks, torch.empty(2 * self.axis.size, dtype=torch.int64)
+        run(all_gather_into_tensor, self.axis, everyone, torch.tensor([_BEGUN[ranks], forgets]))
+        begun, forgetting = everyone.view(-1, 2).amax(0).tolist()
+        _BEGUN[ranks] = begun + 1
         self._tag = _BEGUN[ranks] % _TAGS
+        return bool(forgetting)
 
     def send(self, x: torch.Tensor, step: int) -> None:
         """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.

@@ -229,6 +229,27 @@ def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
 
 
 @pooled(world_size=2)
+def test_a_forward_may_have_failed_on_one_rank_alone() -> None:
+    """Behind the blocks, so that the other one ends it, and knows shapes that this one forgets."""
+    plain, model = one("gated delta")().eval(), autopar.initialize(one("gated delta")(), sizes(2)).eval()
+    ids = torch.arange(24).view(2, 12)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    for rank in range(2):
+        model(input_ids=ids, use_cache=False)
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        if dist.get_rank() != rank:
+            hook.remove()
+        with pytest.raises(ValueError, match="planted") if dist.get_rank() == rank else contextlib.nullcontext():
+            model(input_ids=ids, use_cache=False)
+        hook.remove()
+        losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (plain, model)]
+        close(losses[1], losses[0], "loss")
+
+
+@pooled(world_size=2)
 def test_a_rank_may_have_run_forwards_by_itself() -> None:
     """With a cache it is not cut, so a rank can run it alone where nothing is compared; or others may have failed."""
     plain = one("short convolution")().eval()
