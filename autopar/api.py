@@ -26,7 +26,7 @@ from autopar.data_parallel.replica_check import StepCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.derivation.given_policy import given_policy
-from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.consensus import all_ranks, same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -48,6 +48,7 @@ from autopar.planner.allocated import allocated_line, planned_bytes
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
+from autopar.storage.takeover import Takeover
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
@@ -144,7 +145,8 @@ def deparallelize(model: Model) -> Model:
 
     Raises:
         ConfigError: the model is not parallelized.
-        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on.
+        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on. Or the file
+            that the weights were loaded from was written to meanwhile.
     """
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
@@ -152,6 +154,7 @@ def deparallelize(model: Model) -> Model:
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     model.wait_for_save()  # type: ignore[operator]
+    all_ranks(state.mpu, state.takeover.wait)
     state.dp.undo()
     context_parallel.undo(model)
     if state.sequence is not None:
@@ -178,15 +181,23 @@ class Parallelized:
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         policy: the one that fitted; ``own_policy``: that one if the user gave it.
         pp, dp: the parts that can be undone.
+        takeover: of the weights that were loaded.
     """
 
     def __init__(
-        self, checked: _Call, plan: Plan, stages: StagePlan, mpu: MPU, pp: Pipeline, dp: data_parallel.DataParallel
+        self,
+        checked: _Call,
+        plan: Plan,
+        stages: StagePlan,
+        mpu: MPU,
+        pp: Pipeline,
+        dp: data_parallel.DataParallel,
+        takeover: Takeover,
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
         self.policy = checked.policy
         self.own_policy = checked.policy if checked.own_policy else None
-        self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
+        self.plan, self.stages, self.mpu, self.pp, self.dp, self.takeover = plan, stages, mpu, pp, dp, takeover
         self.sequence: SequencePlan | None = None
 
     @property
@@ -345,20 +356,21 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     if sequence is not None:
         sequence_parallel.apply(model, sequence, region)
 
-    same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get their memory
+    takeover = same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get memory
     if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
 
-    tensor_parallel.attach(inner, plan, mpu, config, region, failures, dp.steps)
+    tensor_parallel.attach(inner, plan, mpu, config, region, failures, dp.steps, takeover)
     if first_forward is not None:
         first_forward.attach(inner)
     pp.attach(model)
     if rows is not None:
         always = config.loss_gather_logits == "always"
         context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method, gather_logits=always)
-    checkpoint.attach(model, plan, mpu, inner, checked.prefix, {name: stages.holders(name) for name in plan.tensors})
+    holders = {name: stages.holders(name) for name in plan.tensors}
+    checkpoint.attach(model, plan, mpu, inner, checked.prefix, holders, takeover)
     model.mpu = mpu  # type: ignore[assignment]
-    state = Parallelized(checked, plan, stages, mpu, pp, dp)
+    state = Parallelized(checked, plan, stages, mpu, pp, dp, takeover)
     state.sequence = sequence
     model._autopar = state  # type: ignore[assignment]
     dp.attach(optimizer, blocks)

@@ -16,12 +16,13 @@ from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.config import ParallelConfig
-from autopar.deferred_init.context import in_lazy_init, lazy_init
+from autopar.deferred_init.context import in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.policy.schema import Policy
+from autopar.storage.range_file import Access
 
 __all__ = ["from_pretrained"]
 
@@ -78,15 +79,16 @@ def from_pretrained(
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
         kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...; its
-            ``disable_mmap=False`` maps the files on a CPU instead of reading them, where a shard's bytes lie together:
-            quicker, but a file that is overwritten in place later changes the model.
+            ``disable_mmap``: by default weights on a CPU lie in maps of the files until the first forward, state dict
+            or save, which copies them; True reads them at once, False leaves them in maps.
 
     Returns:
         The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
         what was missing. In this order.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes.
+        CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes. The first
+            forward raises it, on all ranks, if a file was written to since.
         ConfigError: arguments that make no sense here (quantization, ``device_map``) or that transformers does not
             know; a call inside :func:`autopar.lazy_init`.
         ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
@@ -115,7 +117,7 @@ def _load(
     """Build a lazy model whose values are in a checkpoint, and say what that lacks. ``given`` is for transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
     try:
-        with torch.device("cpu"):  # whatever the default device is
+        with on_cpu():
             if (folder / MANIFEST).is_file():
                 return _from_shards(model_class, folder, config, verify, given), {}
             with lazy_init():
@@ -183,7 +185,7 @@ def _checked_dtype(dtype: Any) -> str | torch.dtype:
 
 def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any]) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours."""
-    shards = Shards(folder, mapped=given.get("disable_mmap") is False)
+    shards = Shards(folder, access=Access.of(given.get("disable_mmap")))
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
     if verify:

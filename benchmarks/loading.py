@@ -3,10 +3,12 @@
     python -m benchmarks loading                               # 2 processes, a Llama of 1 GB in one file
     python -m benchmarks loading --rounds 5 --shard-size 200MB
 
-Variants, each in fresh processes, which touch every parameter after loading:
+Variants, each in fresh processes, which touch every parameter after loading (``s``), and run a short forward then
+(``with a forward, s``):
 
-* ``autopar``: ``autopar.from_pretrained``, which reads each rank's own byte ranges;
-* ``mapped``: the same with ``disable_mmap=False``, which maps what lies together, as transformers does;
+* ``autopar``: ``autopar.from_pretrained``, which maps each rank's own byte ranges, and copies at the first forward;
+* ``read``: the same with ``disable_mmap=True``, which reads them at once;
+* ``mapped``: the same with ``disable_mmap=False``, which leaves them in maps, as transformers does;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;
 * ``shards``: ``autopar.from_pretrained`` of the same weights, saved as shards by the same number of ranks, verified;
 * ``parallelized``: ``model.from_parallelized`` of those, into a model that was built lazily, so with random weights;
@@ -30,7 +32,7 @@ from benchmarks.process_memory import bytes_read, high_water, status
 from benchmarks.ranks import run_ranks
 from benchmarks.variants import first_line
 
-VARIANTS = ("autopar", "mapped", "shards", "parallelized", "initialize", "transformers")
+VARIANTS = ("autopar", "read", "mapped", "shards", "parallelized", "initialize", "transformers")
 MIB = 1 << 20
 
 
@@ -83,8 +85,9 @@ def load(variant: str, folder: str, world: int) -> Any:
     sizes = {"model_parallelism": {"tensor_parallel_size": world}}
     if variant == "autopar":
         return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, dtype=torch.float32)
-    if variant == "mapped":
-        return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, dtype=torch.float32, disable_mmap=False)
+    if variant in ("read", "mapped"):
+        given = {"dtype": torch.float32, "disable_mmap": variant == "read"}
+        return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, **given)
     if variant == "shards":
         return autopar.from_pretrained(AutoModelForCausalLM, f"{folder}/parallelized", sizes, dtype=torch.float32)
     if variant == "parallelized":
@@ -100,7 +103,8 @@ def load(variant: str, folder: str, world: int) -> Any:
 
 
 def rank_main(options: dict[str, Any]) -> dict[str, Any]:
-    """On every rank: load once, touch every page, and tell what it took."""
+    """On every rank: load once, touch every page, run a forward, and tell what it took."""
+    import torch
     import torch.distributed as dist
     import transformers.models.llama.modeling_llama  # noqa: F401  (what every variant imports is no part of it)
 
@@ -115,10 +119,13 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.detach().view(-1)[:: 4096 // local.element_size()].sum().item()  # every page once
             share += local.numel() * local.element_size()
+        taken = time.perf_counter() - start
+        with torch.no_grad():
+            model(input_ids=torch.arange(16).view(1, 16))
     except Exception as error:  # no accelerate
         return {"missing": first_line(error)}
-    taken = time.perf_counter() - start
-    return {"share": share, "s": taken, "read": bytes_read() - read, "peak": high_water() - memory}
+    used, peak = time.perf_counter() - start, high_water() - memory
+    return {"share": share, "s": taken, "used": used, "read": bytes_read() - read, "peak": peak}
 
 
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -154,6 +161,7 @@ def row_of(variant: str, measured: list[list[dict[str, Any]]]) -> dict[str, Any]
         "read, MiB": round(most["read"] / MIB),
         "read / share": round(most["read"] / most["share"], 3),
         "s": round(statistics.median(max(rank["s"] for rank in one) for one in measured), 3),
+        "with a forward, s": round(statistics.median(max(rank["used"] for rank in one) for one in measured), 3),
     }
 
 

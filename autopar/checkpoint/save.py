@@ -198,7 +198,7 @@ def write_shard(
     metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     try:
-        with SafetensorsWriter(path, specs, metadata) as writer:
+        with SafetensorsWriter(path, specs, metadata, align=64) as writer:
             for name in writer.order:
                 writer.write(name, tensors[name])
         return FileRecord(*place, path.stat().st_size, writer.header, writer.checksums)

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autopar.errors import ConfigError
 from autopar.storage.lazy_tensor import InMemory
 from autopar.tensor_tracking import storage_key, tensors_in
 
-__all__ = ["in_lazy_init", "lazy_init"]
+__all__ = ["in_lazy_init", "lazy_init", "on_cpu"]
 
 _WRITE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
@@ -63,7 +63,7 @@ def lazy_init() -> Iterator[None]:
     _patch_torch(patches, made, empty)
     _patch_transformers(patches, models, empty)
     try:
-        with torch.device("cpu"), empty:
+        with on_cpu(), empty:
             yield
     finally:
         patches.undo()
@@ -127,6 +127,14 @@ def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta)
 def in_lazy_init() -> bool:
     """Whether this thread is inside :func:`lazy_init`."""
     return any(isinstance(mode, _EmptyOnMeta) for mode in _get_current_function_mode_stack())
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Make tensors on the CPU inside, whatever torch's default device is. Costs nothing where that is the CPU.
+
+    ``torch.device`` as a context intercepts each of torch's functions (measured: 15 ms while a model is loaded).
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 class _Models:

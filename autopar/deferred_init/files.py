@@ -24,6 +24,7 @@ from autopar.deferred_init.sources import replace_storage, set_source, sources_o
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
+from autopar.storage.range_file import Access
 from autopar.storage.safetensors_io import dtype_name
 
 __all__ = ["differs", "explained", "load_lazily", "point_to"]
@@ -39,8 +40,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
         )
     if config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
-    mapped = config.disable_mmap is False  # None, the default, reads
-    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", mapped)
+    access = Access.of(config.disable_mmap)
+    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", access)
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     info, index = original(model, sketches, None, config, *rest, **kwargs)
     if info.conversion_errors:

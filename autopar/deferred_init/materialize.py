@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.adapters import adapter_parameters
+from autopar.deferred_init.context import on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps
 from autopar.deferred_init.sources import by_parameter, clear_sources, replace_storage, sources_of, version
 from autopar.distributed.mesh import MPU
@@ -22,6 +23,7 @@ from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 from autopar.storage.huge_pages import empty
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
+from autopar.storage.takeover import Takeover
 from autopar.storage.threads import in_threads, reading_threads
 from autopar.tensor_parallel.parallelize import sync_parameters
 
@@ -101,11 +103,14 @@ class Materializer:
         if unfilled:
             raise ConfigError(_uninitialised(self._model, unfilled))
 
-    def fill(self, mpu: MPU) -> None:
+    def fill(self, mpu: MPU) -> Takeover:
         """Give every parameter of the model, which is sharded already, its final storage.
 
+        Returns:
+            What makes the storage of those that lie in maps of files the process's own.
+
         Raises:
-            CheckpointError: a file cannot be read.
+            CheckpointError: a file cannot be read, or was written to meanwhile.
         """
         here = {id(parameter) for parameter in self._model.parameters()}  # on this stage
         left = [pending for pending in self._pending.values() if id(pending.parameter) in here]
@@ -119,16 +124,21 @@ class Materializer:
                 if mapped is not None:
                     return mapped
             shard = empty(pending.parameter.shape, pending.parameter.dtype, mpu.device)
-            with torch.device("cpu"):  # for temporary tensors
+            with on_cpu():  # for temporary tensors
                 read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
             return shard
 
-        for pending, shard in zip(left, in_threads(shard_of, left, reading_threads(mpu.world_size)), strict=True):
+        files = {file: None for pending in left if pending.source is not None for file in pending.source.files()}
+        threads = reading_threads(mpu.world_size)
+        for pending, shard in zip(left, in_threads(shard_of, left, threads), strict=True):
             vars(pending.parameter).pop("_is_hf_initialized", None)
             replace_storage(pending.parameter, shard)
             pending.shard = pending.source = None
         for module in self._model.modules():
             clear_sources(module)
+        for file in files:
+            file.check_unchanged()
+        return Takeover(files, threads)
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:

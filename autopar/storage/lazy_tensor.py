@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autopar.layout import Layout, Range
-from autopar.storage.range_file import RangeFile
+from autopar.storage.range_file import Access, RangeFile
 
 __all__ = [
     "Box",
@@ -43,6 +43,7 @@ Box = tuple[Range, ...]
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
 _MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
+_ALIGNED = 16  # bytes: at other places MKL's products with one row of float32 round otherwise (measured)
 
 
 class LazyTensor(ABC):
@@ -63,6 +64,10 @@ class LazyTensor(ABC):
     def mapped(self, box: Box) -> torch.Tensor | None:
         """Return the elements of ``box`` as they lie in a mapped file; None if they have to be read."""
         return None
+
+    def files(self) -> Iterator[RangeFile]:
+        """Iterate over the files that its bytes lie in, some of them several times."""
+        yield from ()
 
     def slabs(self, limit: int) -> Iterator[Box]:
         """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
@@ -107,6 +112,9 @@ class Stored(LazyTensor):
         self.file = file
         self.offset = offset
 
+    def files(self) -> Iterator[RangeFile]:
+        yield self.file
+
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.numel() == 0:
             return
@@ -128,7 +136,8 @@ class Stored(LazyTensor):
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
         offset = self.offset + first * self.dtype.itemsize
-        return None if offset % self.dtype.itemsize else self.file.view(offset, self.dtype, sizes)
+        needed = _ALIGNED if self.file.access is Access.OWN else self.dtype.itemsize
+        return None if offset % needed else self.file.view(offset, self.dtype, sizes)
 
     def _copy_mapped(self, out: torch.Tensor, box: Box) -> bool:
         """Copy runs that lie apart out of maps, each given up at once: 3 times quicker than a call for each run."""
@@ -137,7 +146,8 @@ class Stored(LazyTensor):
             part = [(low + start, low + stop) for (low, _), (start, stop) in zip(box, slab, strict=True)]
             first = sum(low * stride for (low, _), stride in zip(part, strides, strict=True))
             last = sum((high - 1) * stride for (_, high), stride in zip(part, strides, strict=True))
-            span = self.file.view(self.offset + first * self.dtype.itemsize, self.dtype, (last - first + 1,))
+            offset = self.offset + first * self.dtype.itemsize
+            span = self.file.view(offset, self.dtype, (last - first + 1,), kept=False)
             if span is None:
                 return False
             found = span.as_strided([high - low for low, high in part], strides)
@@ -212,6 +222,10 @@ class Joined(LazyTensor):
         super().__init__(shape, parts[0].dtype)
         self.parts = tuple(parts)
         self.dim = dim
+
+    def files(self) -> Iterator[RangeFile]:
+        for part in self.parts:
+            yield from part.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         start, stop = box[self.dim]

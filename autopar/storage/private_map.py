@@ -1,4 +1,4 @@
-"""Maps of files that hold no file descriptor.
+"""Maps of files that hold no file descriptor, and memory of the process's own in the place of their pages.
 
 Python's ``mmap`` keeps a descriptor for each map as long as it lives; a thousand weights would use up what a process
 may have (``ulimit -n``).
@@ -7,16 +7,23 @@ may have (``ulimit -n``).
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["private_map"]
+__all__ = ["HUGE", "pages_can_be_replaced", "private_map", "replace_pages"]
+
+HUGE = 1 << 21
+"""Bytes of a huge page; where memory begins at a multiple of it, Linux can give some."""
 
 _FAILED = ctypes.c_void_p(-1).value
+_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14; before, EINVAL
+_MOVE_ONTO = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP of mremap(2), Linux 5.7
+_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def private_map(handle: int, start: int, length: int) -> Any:
@@ -24,26 +31,82 @@ def private_map(handle: int, start: int, length: int) -> Any:
 
     The map lives as long as the buffer. None where the system gives none.
     """
-    functions = _functions()
-    if functions is None:
+    system = _system()
+    if system is None:
         return None
-    map_, unmap = functions
-    address = map_(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, handle, start)
+    address = system.mmap(None, length, _WRITABLE, mmap.MAP_PRIVATE, handle, start)
     if address in (None, _FAILED):
         return None
     buffer = (ctypes.c_char * length).from_address(address)
-    weakref.finalize(buffer, unmap, address, length).atexit = False
+    weakref.finalize(buffer, system.munmap, address, length).atexit = False
     return buffer
 
 
+def replace_pages(address: int, length: int) -> int:
+    """Put memory of the process's own in the place of pages of a private map, with what is in them.
+
+    Copied pages of a map would not do: where a file is cut off, Linux takes those away as well. The place changes hands
+    in one call, so nothing is lost if the program is interrupted; but what another thread writes there meanwhile is.
+    Without Python's lock.
+
+    Args:
+        address: of the first page.
+        length: bytes.
+
+    Returns:
+        0, or the system's error: ``EFAULT`` where the file ends before, ``ENOMEM`` without memory.
+    """
+    system = _system()
+    assert system is not None, "asked only where pages_can_be_replaced"
+    if system.madvise(address, length, _POPULATE_READ) != 0 and ctypes.get_errno() != errno.EINVAL:
+        return ctypes.get_errno()
+    room = length + HUGE
+    found = system.mmap(None, room, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if found in (None, _FAILED):
+        return ctypes.get_errno()
+    try:
+        fresh = found + (address - found) % HUGE  # as far into a huge page
+        system.madvise(fresh, length, mmap.MADV_HUGEPAGE)  # advice: whether it is followed matters to nobody
+        ctypes.memmove(fresh, address, length)
+        moved = system.mremap(fresh, length, length, _MOVE_ONTO, address)
+        return ctypes.get_errno() if moved in (None, _FAILED) else 0
+    finally:
+        system.munmap(found, room)
+
+
 @functools.cache
-def _functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The C library's ``mmap`` and ``munmap``; None where they are not known to be these."""
+def pages_can_be_replaced() -> bool:
+    """Tell whether the system has :func:`replace_pages`: Linux since 5.7."""
+    system = _system()
+    if system is None:
+        return False
+    page = system.mmap(None, mmap.PAGESIZE, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if page in (None, _FAILED):
+        return False
+    try:
+        return replace_pages(page, mmap.PAGESIZE) == 0
+    finally:
+        system.munmap(page, mmap.PAGESIZE)
+
+
+class _System(NamedTuple):
+    """Functions of the C library."""
+
+    mmap: Callable[..., Any]
+    munmap: Callable[[int, int], int]
+    mremap: Callable[..., Any]
+    madvise: Callable[[int, int, int], int]
+
+
+@functools.cache
+def _system() -> _System | None:
+    """None where the functions are not known to be these."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None, use_errno=True)
-    map_, unmap = library.mmap, library.munmap
-    word, number = ctypes.c_size_t, ctypes.c_int
-    map_.argtypes, map_.restype = (ctypes.c_void_p, word, number, number, number, ctypes.c_ssize_t), ctypes.c_void_p
-    unmap.argtypes, unmap.restype = (ctypes.c_void_p, word), number
-    return map_, unmap
+    pointer, word, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.argtypes, library.mmap.restype = (pointer, word, number, number, number, ctypes.c_ssize_t), pointer
+    library.munmap.argtypes, library.munmap.restype = (pointer, word), number
+    library.mremap.argtypes, library.mremap.restype = (pointer, word, word, number, pointer), pointer
+    library.madvise.argtypes, library.madvise.restype = (pointer, word, number), number
+    return _System(library.mmap, library.munmap, library.mremap, library.madvise)

@@ -20,7 +20,7 @@ from autopar.errors import CheckpointError
 from autopar.storage.checksum import checksum, checksum_of
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 from autopar.storage.output_file import OutputFile
-from autopar.storage.range_file import RangeFile
+from autopar.storage.range_file import Access, RangeFile
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
 
@@ -83,6 +83,7 @@ class SafetensorsWriter:
         path: the file to make.
         tensors: name -> (dtype, shape) of everything that the file will hold.
         metadata: strings for the header.
+        align: the first tensor begins at a multiple of so many bytes; what safetensors writes has 8.
 
     Attributes:
         order: the names in the order in which they lie in the file.
@@ -91,7 +92,11 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str],
+        align: int = 8,
     ) -> None:
         self.path = path
         self._tensors = dict(tensors)
@@ -111,7 +116,7 @@ class SafetensorsWriter:
             header[name] = {"dtype": _CODE_OF[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
             offset = stop
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-(8 + len(text)) % align)
         self._file = OutputFile(path)
         text = len(text).to_bytes(8, "little") + text
         self.header = checksum(text)
@@ -169,7 +174,7 @@ class SafetensorsReader:
 
     Args:
         path: the file.
-        mapped: whether lazy tensors may lie in a map of it (:class:`~autopar.storage.range_file.RangeFile`).
+        access: whether lazy tensors may lie in a map of it.
 
     Attributes:
         metadata: the strings of the header.
@@ -180,9 +185,9 @@ class SafetensorsReader:
         CheckpointError: with the file's name, if the header is malformed or does not describe the file.
     """
 
-    def __init__(self, path: Path, mapped: bool = False) -> None:
+    def __init__(self, path: Path, access: Access = Access.READ) -> None:
         self.path = path
-        self._file = RangeFile(path, mapped)
+        self._file = RangeFile(path, access)
         self.header = ""
         try:
             self.metadata, self.entries = self._read_header()

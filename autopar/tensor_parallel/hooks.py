@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +19,11 @@ from autopar import activation_checkpoint
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
-from autopar.errors import ConfigError
+from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
+from autopar.storage.takeover import Takeover
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
@@ -36,10 +37,17 @@ __all__ = ["Hook", "attach", "detach"]
 
 _NAMES = ("_autopar_failures", "_autopar_check")
 _OWNER = "tensor parallelism"
+T = TypeVar("T")
 
 
 def attach(
-    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
+    model: nn.Module,
+    plan: Plan,
+    mpu: MPU,
+    region: Region,
+    failures: FailureLog,
+    check: ForwardCheck | None,
+    takeover: Takeover,
 ) -> None:
     """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
 
@@ -48,12 +56,14 @@ def attach(
     Args:
         failures: where ``generate`` publishes its errors.
         check: compares over tp and cp when a forward begins; None for no checks.
+        takeover: of the weights that were loaded.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
-        before = BeforeForward(region, check, ModuleTree(module) if plan.tp > 1 else None, parameters_of(module))
+        tree = ModuleTree(module) if plan.tp > 1 else None
+        before = BeforeForward(region, check, tree, parameters_of(module), takeover)
         before.outermost = module is model
-        if check is not None or plan.tp > 1:
+        if check is not None or plan.tp > 1 or takeover.copies:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
@@ -87,21 +97,27 @@ def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class BeforeForward(Hook, CompiledCheck):
-    """Forward pre-hook: check modules, and consistency over tp and cp, before the outermost model runs."""
+    """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs."""
 
     outermost = False
     model: nn.Module
 
     def __init__(
-        self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, names: tuple[str, ...]
+        self,
+        region: Region,
+        check: ForwardCheck | None,
+        tree: ModuleTree | None,
+        names: tuple[str, ...],
+        takeover: Takeover,
     ) -> None:
-        self.region, self.check, self.tree, self.names = region, check, tree, names
+        self.region, self.check, self.tree, self.names, self.takeover = region, check, tree, names, takeover
         self.register()
 
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         silent = self.tree is None if self.check is None else self.check.is_silent
+        silent = silent and not self.takeover.copies
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -120,18 +136,19 @@ class BeforeForward(Hook, CompiledCheck):
     def _check(
         self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
     ) -> None:
-        if self._has_changed(model):
+        self._or_report(self.takeover.wait)
+        if self._or_report(lambda: self.tree is not None and self.tree.check(model)):
             self.region.find_dropout(model)  # also in new modules
             if self.check is not None:
                 self.check.reset()
         if self.check is not None:
             self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
 
-    def _has_changed(self, model: nn.Module) -> bool:
-        """Whether the module tree has; if that is refused, ranks without the change raise as well."""
+    def _or_report(self, step: Callable[[], T]) -> T:
+        """Do what this rank alone may refuse the forward for; then the others raise as well."""
         try:
-            return self.tree is not None and self.tree.check(model)
-        except ConfigError as error:
+            return step()
+        except (CheckpointError, ConfigError) as error:
             if self.check is not None:
                 self.check.report(f"refused: {str(error).splitlines()[0]}")
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor
 from autopar.layout import Layout
 
@@ -44,15 +46,15 @@ class WeightSamples:
     def find_sharded(self, model: nn.Module, axis: Axis) -> None:
         """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of the axis."""
         weights = list(_sharded_weights(model))
-        mine = [None if (part := _first_rows(weight)) is None else of_tensor(part) for weight in weights]
-        everyone = [mine] * axis.size
-        dist.all_gather_object(everyone, mine, group=axis.group)
-        digests = zip(*everyone, strict=True)
-        self.apart = {
-            id(weight): weight
-            for weight, seen in zip(weights, digests, strict=True)
-            if None not in seen and len(set(seen)) > 1
-        }
+        if not weights:
+            return
+        parts = [_first_rows(weight) for weight in weights]
+        digests = [0 if part is None else of_tensor(part) for part in parts]
+        device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(axis.group)) else weights[0].device
+        largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)], device)
+        differ = [high != low for high, low in zip(largest, smallest, strict=True)]
+        found = zip(weights, differ, largest[len(weights) :], strict=False)
+        self.apart = {id(weight): weight for weight, apart, missing in found if apart and not missing}
 
     def reset(self) -> None:
         """Collect the weights anew at the next sample."""
@@ -129,7 +131,9 @@ def _first_rows(weight: torch.Tensor) -> torch.Tensor | None:
     if not weight.numel():
         return None
     part = weight.detach()[: max(1, 2048 * len(weight) // weight.numel())]
-    return part if (part != part.flatten()[0]).any() and torch.isfinite(part).all() else None
+    numbers = torch.view_as_real(part) if part.is_complex() else part.float() if part.element_size() == 1 else part
+    low, high = (end.item() for end in numbers.aminmax())
+    return part if low < high and math.isfinite(low) and math.isfinite(high) else None
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import autopar
 from autopar.deferred_init.random_init import InitSteps
 from autopar.errors import CheckpointError
 from autopar.split import split_checkpoint
+from autopar.storage.private_map import pages_can_be_replaced
 from autopar.storage.range_file import RangeFile
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled
@@ -61,26 +63,39 @@ def test_a_folder_of_shards_on_any_mesh(tmp_path):
         autopar.from_pretrained(AutoModelForCausalLM, str(tmp_path / "1-2"), tp(2))
 
 
+@pytest.mark.parametrize("disable_mmap", [True, None])
 @pooled(world_size=2)
-def test_a_rank_reads_its_share_and_no_more(tmp_path):
+def test_a_rank_reads_or_maps_its_share_and_no_more(tmp_path, disable_mmap):
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1024}
     path = shared(tmp_path / "m", llama(**sizes, vocab_size=1000))
     read: list[int] = []
-    real = RangeFile.read_runs
+    mapped: list[int] = []  # rows of row-parallel weights are copied out of maps of all rows, given up at once
+    real, real_view = RangeFile.read_runs, RangeFile.view
 
     def counting(self: RangeFile, target: memoryview, places: Iterable[tuple[int, int]], length: int) -> None:
         places = list(places)
         real(self, target, places, length)
         read.append(len(places) * length)
 
+    def counting_views(self: RangeFile, *args: Any, kept: bool = True) -> torch.Tensor | None:
+        view = real_view(self, *args, kept=kept)
+        if kept and view is not None:
+            mapped.append(view.nbytes)
+        return view
+
     RangeFile.read_runs = counting  # type: ignore[method-assign]
+    RangeFile.view = counting_views  # type: ignore[method-assign]
     try:
-        lazy = autopar.from_pretrained(LlamaForCausalLM, path, tp(2))
+        lazy = autopar.from_pretrained(LlamaForCausalLM, path, tp(2), disable_mmap=disable_mmap)
     finally:
         RangeFile.read_runs = real  # type: ignore[method-assign]
+        RangeFile.view = real_view  # type: ignore[method-assign]
     share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
     assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    assert share < sum(read) < 1.01 * share
+    rows = sum(p.nbytes for name, p in lazy.named_parameters() if "o_proj" in name or "down_proj" in name)
+    copied = 0 if disable_mmap else rows
+    assert share < sum(read) + sum(mapped) + copied < 1.01 * share
+    assert bool(mapped) == (not disable_mmap and pages_can_be_replaced())
 
 
 @pooled(world_size=2)

@@ -39,6 +39,21 @@ def test_files_are_byte_for_byte_those_of_the_library(tmp_path):
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
+@pytest.mark.parametrize("align", [16, 64])
+def test_shards_begin_where_memory_would(tmp_path, align):
+    """Products of maps of them are rounded as those of memory of torch's own."""
+    tensors = every_kind()
+    specs = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    for filler in range(9):
+        with SafetensorsWriter(tmp_path / "f", specs, {"filler": "x" * filler}, align=align) as writer:
+            for name in writer.order:
+                writer.write(name, tensors[name])
+        with SafetensorsReader(tmp_path / "f") as reader:
+            assert min(entry.start for entry in reader.entries.values()) % align == 0
+        found = load_file(tmp_path / "f")
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
 def test_reading_returns_what_was_written(tmp_path):
     tensors = every_kind()
     checksums = write(tmp_path / "file", tensors, {"format": "pt", "autopar_tp": "3"}).checksums

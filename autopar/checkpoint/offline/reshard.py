@@ -182,7 +182,7 @@ def write_part(
                 if stages[key] == p and _holds(key, plan, t)
             }
             metadata = {"format": "pt", "autopar_save_id": staging.id, "autopar_file": name}
-            writers[t, p] = stack.enter_context(SafetensorsWriter(staging.temp / name, specs, metadata))
+            writers[t, p] = stack.enter_context(SafetensorsWriter(staging.temp / name, specs, metadata, align=64))
         for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
             full, plan = read(key), plans[key]
             for t in range(tp):

@@ -1,0 +1,287 @@
+"""Weights that lie in maps of files when a model is loaded, and in memory of the process's own once it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+import autopar
+from autopar.errors import CheckpointError, ConsistencyError
+from autopar.storage import lazy_tensor, range_file, takeover
+from autopar.storage.lazy_tensor import Stored
+from autopar.storage.private_map import pages_can_be_replaced, replace_pages
+from autopar.storage.range_file import Access, RangeFile
+from autopar.storage.takeover import Takeover
+from tests.checkpoint.loading import same, shared, tp
+from tests.pool import pooled
+from tests.small import llama
+
+pytestmark = pytest.mark.skipif(not pages_can_be_replaced(), reason="Linux since 5.7")
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Numbers 0 to 8191 from byte 8 on."""
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(8) + torch.arange(8192.0).numpy().tobytes())
+    return path
+
+
+@contextlib.contextmanager
+def small_maps():
+    """Map also what is small, and lies anywhere."""
+    lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 256, 4
+    try:
+        yield
+    finally:
+        lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 1 << 16, 16
+
+
+def overwrite(path: Path, byte: int = 7) -> None:
+    """Write other numbers into a file, in place."""
+    with open(path, "r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes([byte]) * 4096)
+    os.utime(path)  # at another time, however coarse the clock of the file system is
+
+
+def taken_over(file: Path) -> tuple[torch.Tensor, Takeover]:
+    opened = RangeFile(file, Access.OWN)
+    view = opened.view(8, torch.float32, (8192,))
+    taken = Takeover([opened])
+    assert opened.maps == []
+    return view, taken
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_memory_is_the_processs_own_afterwards(file, truncated):
+    view, taken = taken_over(file)
+    place = view.data_ptr()
+    taken.wait()
+    overwrite(file)
+    if truncated:  # Linux takes away pages of a map of it, those that were written as well
+        file.write_bytes(bytes(32776))
+    assert torch.equal(view, torch.arange(8192.0)) and view.data_ptr() == place
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    taken.wait()  # the file may change now
+    view.mul_(2)
+    assert view[-1] == 2 * 8191
+
+
+def test_large_ones_are_moved_piece_by_piece(tmp_path, monkeypatch):
+    count = 3 * takeover._PIECE // 4 + 5000
+    values = torch.arange(count, dtype=torch.int32)
+    (tmp_path / "large").write_bytes(bytes(4) + values.numpy().tobytes())
+    opened = RangeFile(tmp_path / "large", Access.OWN)
+    view = opened.view(4, torch.int32, (count,))
+    moved = []
+
+    def noted(address: int, length: int) -> int:
+        moved.append((address, length))
+        return replace_pages(address, length)
+
+    monkeypatch.setattr(takeover, "replace_pages", noted)
+    Takeover([opened], threads=3).wait()
+    assert torch.equal(view, values)
+    assert max(length for _, length in moved) <= takeover._PIECE and len(moved) in (4, 5)
+    assert sum(length for _, length in moved) == 4 + 4 * count
+    assert all(address % takeover._PIECE == 0 for address, _ in moved[1:])
+
+
+def test_what_is_written_meanwhile_stays(file):
+    view, taken = taken_over(file)
+    view[:4000] = 1
+    taken.wait()
+    assert torch.equal(view[:4000], torch.ones(4000)) and torch.equal(view[4000:], torch.arange(4000, 8192.0))
+
+
+def test_a_file_that_changes_meanwhile_is_an_error_that_stays(file):
+    _view, taken = taken_over(file)
+    overwrite(file)
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as raised:
+            taken.wait()
+        assert str(raised.value) == (
+            f"{file} was written to while it was being loaded: the weights may be of both files.\n"
+            "  Load it again once nothing writes to it; write checkpoints to another file, and rename that."
+        )
+
+
+def test_a_file_that_is_cut_off_meanwhile_does_not_end_the_process(file):
+    _view, taken = taken_over(file)
+    os.truncate(file, 100)
+    with pytest.raises(CheckpointError, match=r"while it was being loaded \(it had 32776 bytes, now 100\)"):
+        taken.wait()
+
+
+def test_a_file_that_another_takes_the_place_of_may_be_gone(file, tmp_path):
+    """A checkpoint that appears by renaming leaves the old file to those who have it open."""
+    view, taken = taken_over(file)
+    (tmp_path / "new").write_bytes(bytes(40000))
+    os.replace(tmp_path / "new", file)
+    taken.wait()
+    assert torch.equal(view, torch.arange(8192.0))
+
+
+def test_no_memory_is_an_error(file, monkeypatch):
+    monkeypatch.setattr(takeover, "replace_pages", lambda address, length: errno.ENOMEM)
+    view, taken = taken_over(file)
+    with pytest.raises(CheckpointError, match="weights that lie in a map of it cannot be copied: Cannot allocate"):
+        taken.wait()
+    assert view[5] == 5
+
+
+def test_ctrl_c_loses_nothing(file, monkeypatch):
+    view, taken = taken_over(file)
+    monkeypatch.setattr(takeover, "replace_pages", lambda address, length: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        taken.wait()
+    monkeypatch.undo()
+    taken.wait()
+    file.write_bytes(b"")
+    assert torch.equal(view, torch.arange(8192.0))
+
+
+def test_a_tensor_that_is_gone_is_not_copied(file, monkeypatch):
+    opened = RangeFile(file, Access.OWN)
+    opened.view(8, torch.float32, (8192,))
+    assert len(opened.maps) == 1
+    monkeypatch.setattr(takeover, "replace_pages", lambda address, length: pytest.fail("copied"))
+    Takeover([opened]).wait()
+    opened.view(8, torch.float32, (8192,), kept=False)
+    assert opened.maps == []
+
+
+def test_copies_of_a_model_share_it(file):
+    _view, taken = taken_over(file)
+    assert copy.deepcopy({"of a model": taken})["of a model"] is taken
+
+
+def test_a_fork_waits_for_it(file):
+    view, taken = taken_over(file)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if taken._ended else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    file.write_bytes(b"")
+    assert view[8191] == 8191
+
+
+def test_who_asks_for_what_gets_it(monkeypatch):
+    assert [Access.of(value) for value in (None, True, False)] == [Access.OWN, Access.READ, Access.MAP]
+    monkeypatch.setattr(range_file, "pages_can_be_replaced", lambda: False)  # another system
+    assert [Access.of(value) for value in (None, True, False)] == [Access.READ, Access.READ, Access.MAP]
+
+
+def test_a_file_system_in_user_space_is_read(file, monkeypatch):
+    """hf-mount hangs when threads wait for pages; transformers reads there, too."""
+    device = os.stat(file).st_dev
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / /data rw,noatime shared:1 - fuse.hf-mount hf-mount rw"
+    monkeypatch.setattr(range_file, "_file_systems", lambda: range_file._mounts(line))
+    stored = Stored(RangeFile(file, Access.OWN), 8, torch.float32, (8192,))
+    assert stored.file.access is Access.READ
+    assert RangeFile(file, Access.MAP).mapped  # who asks for it gets it
+    monkeypatch.setattr(range_file, "_file_systems", lambda: range_file._mounts(line.replace("fuse.hf-mount", "ext4")))
+    assert RangeFile(file, Access.OWN).mapped
+    assert not RangeFile(file.parent / "gone", Access.READ).mapped
+
+
+def test_a_file_that_is_read_must_not_change_either(file):
+    opened = RangeFile(file)
+    stored = Stored(opened, 8, torch.float32, (8192,))
+    assert list(lazy_tensor.Joined([stored, stored], 0).files()) == [opened, opened]
+    stored.read()
+    opened.check_unchanged()
+    overwrite(file)
+    with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+        opened.check_unchanged()
+
+
+@pooled(world_size=2)
+def test_a_loaded_model_does_not_follow_its_file(tmp_path):
+    plain = llama(num_hidden_layers=2)
+    folder = Path(shared(tmp_path / "m", plain))
+    expected = autopar.initialize(plain, tp(2))
+    ids = torch.arange(14).view(2, 7)
+    with small_maps():
+        loaded = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(2))
+        with autopar.lazy_init():
+            lazily = LlamaForCausalLM.from_pretrained(folder)
+        lazily = autopar.initialize(lazily, tp(2))
+        assert loaded._autopar.takeover.copies and lazily._autopar.takeover.copies
+        assert loaded(ids).logits.shape == lazily(ids).logits.shape  # which waits
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for path in folder.glob("*.safetensors"):
+                path.write_bytes(bytes(path.stat().st_size))
+        dist.barrier()
+    same(loaded, expected)
+    same(lazily, expected)
+
+
+@pooled(world_size=2)
+def test_a_file_that_changes_on_one_rank_stops_all_of_them(tmp_path):
+    """A forward, a state dict, a save and deparallelize; later ones too."""
+    folder = Path(shared(tmp_path / "m", llama(num_hidden_layers=2)))
+    ids = torch.arange(14).view(2, 7)
+    with small_maps():
+        model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(2))
+        if dist.get_rank() == 0:
+            model._autopar.takeover.wait()  # before
+        dist.barrier()
+        if dist.get_rank() == 0:
+            overwrite(folder / "model.safetensors")
+        dist.barrier()
+        for _ in range(2):
+            if dist.get_rank() == 1:
+                with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+                    model(ids)
+            else:
+                with pytest.raises(ConsistencyError, match=r"refused: .*was written to while it was being loaded"):
+                    model(ids)
+        if dist.get_rank() == 1:
+            with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+                model.state_dict()
+        with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+            model.save_parallelized(str(tmp_path / "out"))
+        with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+            autopar.deparallelize(model)
+    assert not (tmp_path / "out").exists()
+
+
+@pooled(world_size=2)
+def test_it_happens_before_a_state_dict_and_before_deparallelize(tmp_path):
+    plain = llama(num_hidden_layers=2)
+    folder = Path(shared(tmp_path / "m", plain))
+    with small_maps():
+        for take in (lambda model: model.state_dict(), autopar.deparallelize):
+            model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(2))
+            taken = model._autopar.takeover
+            assert not taken._ended
+            take(model)
+            assert taken._ended
+    same(model, plain)
+
+
+@pooled(world_size=2)
+def test_it_happens_in_a_compiled_step_of_replicas(tmp_path):
+    """Without tensor parallelism nothing else is checked before a forward inside of a graph."""
+    folder = Path(shared(tmp_path / "m", llama(num_hidden_layers=1)))
+    ids = torch.arange(14).view(2, 7)
+    with small_maps():
+        model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(1))
+        taken = model._autopar.takeover
+        step = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, backend="aot_eager")
+        with torch.no_grad():
+            found = step(ids)
+        assert taken._ended
+        assert torch.allclose(found, model(input_ids=ids, use_cache=False).logits, atol=1e-5)
