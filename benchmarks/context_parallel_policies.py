@@ -21,7 +21,8 @@ from benchmarks.machine import ROOT, code_digest
 from tests.context_parallel.meshes import MESHES, compare
 from tests.pool import pooled
 from tests.random_models import Case
-from tests.test_every_policy import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, WHOLE, _main
+from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT
+from tests.test_every_policy import WHOLE, _main
 
 NOT_IN_STAGES = {
     **dict.fromkeys(("albert", "hrm_text"), "its forward does not call each block once, in order"),

@@ -15,7 +15,8 @@ from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR, h
 from tests.context_parallel.meshes import LENGTHS, MESHES, compare, plain_of
 from tests.pool import pooled
 from tests.random_models import Case
-from tests.test_every_policy import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, WHOLE
+from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT
+from tests.test_every_policy import WHOLE
 
 GPT2, LLAMA, T5 = (
     Case("gpt2", "GPT2LMHeadModel"),
