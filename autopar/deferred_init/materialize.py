@@ -15,6 +15,7 @@ from torch import nn
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.adapters import adapter_parameters
 from autopar.deferred_init.context import on_cpu
+from autopar.deferred_init.first_use import wait_in_layers
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps
 from autopar.deferred_init.sources import by_parameter, clear_sources, replace_storage, sources_of, version
 from autopar.distributed.mesh import MPU
@@ -138,7 +139,10 @@ class Materializer:
             clear_sources(module)
         for file in files:
             file.check_unchanged()
-        return Takeover(files, threads)
+        takeover = Takeover(files, threads)
+        if takeover.copies:
+            wait_in_layers(self._model, (pending.parameter for pending in left), takeover)
+        return takeover
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:

@@ -9,7 +9,7 @@ stays a description of byte ranges; any other result is computed from the real t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from autopar.errors import CheckpointError
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
+from autopar.storage.range_file import RangeFile
 from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped
 from autopar.tensor_tracking import written_in_place
 
@@ -36,6 +37,11 @@ class Computed(LazyTensor):
         super().__init__(like.shape, like.dtype)
         self._call = func, args, kwargs
         self._which = which
+
+    def files(self) -> Iterator[RangeFile]:
+        for leaf in tree_leaves(self._call[1:]):
+            if isinstance(leaf, Sketch):
+                yield from leaf.lazy.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         func, args, kwargs = self._call

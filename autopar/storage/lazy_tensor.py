@@ -42,6 +42,8 @@ Box = tuple[Range, ...]
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
+_NEAR = 1 << 14  # bytes between runs that cost less than a call; where files are mapped, nobody counts what is read
+_ROW = 1 << 18  # bytes of such rows that are read at a time: they stay in the processor's cache
 _MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
 _ALIGNED = 16  # bytes: at other places MKL's products with one row of float32 round otherwise (measured)
 
@@ -65,9 +67,9 @@ class LazyTensor(ABC):
         """Return the elements of ``box`` as they lie in a mapped file; None if they have to be read."""
         return None
 
+    @abstractmethod
     def files(self) -> Iterator[RangeFile]:
         """Iterate over the files that its bytes lie in, some of them several times."""
-        yield from ()
 
     def slabs(self, limit: int) -> Iterator[Box]:
         """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
@@ -119,7 +121,8 @@ class Stored(LazyTensor):
         if out.numel() == 0:
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
-        if self.file.mapped and inner > 0 and self.offset % self.dtype.itemsize == 0 and self._copy_mapped(out, box):
+        mapped = self.file.access is Access.MAP and inner > 0 and self.offset % self.dtype.itemsize == 0
+        if mapped and self._copy_mapped(out, box):
             return
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
         if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
@@ -162,7 +165,9 @@ class Stored(LazyTensor):
         """Tell whether the runs are so short that reading what lies between them is cheaper."""
         start, stop = box[inner] if box else (0, 1)
         element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
+        run, row = (stop - start) * element, self.shape[inner] * element if box else 0
+        near = self.file.access is Access.OWN and row - run < _NEAR
+        return inner > 0 and row <= _ROW and (near or run < _SHORT)
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize
@@ -177,13 +182,17 @@ class Stored(LazyTensor):
         self.file.read_runs(memory(out), places, length)
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
-        """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
+        """Read through a small buffer: another dtype, a GPU, other strides, or short runs."""
         inner = self._run_dim(box)
         widened = self._scattered(box, inner)
         wide = with_range(box, inner, (0, self.shape[inner])) if widened else box
-        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
+        limit, room = _ROW if widened else _BOUNCE, torch.empty(0, dtype=self.dtype, device="cpu")
+        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, limit):
             part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
-            buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
+            sizes = [high - low for low, high in slab]
+            if room.numel() < math.prod(sizes):
+                room = torch.empty(math.prod(sizes), dtype=self.dtype, device="cpu")
+            buffer = room[: math.prod(sizes)].view(sizes)
             self._read_runs(buffer, part, self._run_dim(part))
             where = [slice(low, high) for low, high in slab]
             if widened:
@@ -255,6 +264,9 @@ class InMemory(LazyTensor):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
         self.tensor = tensor.detach()
+
+    def files(self) -> Iterator[RangeFile]:
+        yield from ()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         part = self.tensor

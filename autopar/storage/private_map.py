@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import mmap
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,6 @@ HUGE = 1 << 21
 """Bytes of a huge page; where memory begins at a multiple of it, Linux can give some."""
 
 _FAILED = ctypes.c_void_p(-1).value
-_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14; before, EINVAL
 _MOVE_ONTO = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP of mremap(2), Linux 5.7
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -45,9 +45,10 @@ def private_map(handle: int, start: int, length: int) -> Any:
 def replace_pages(address: int, length: int) -> int:
     """Put memory of the process's own in the place of pages of a private map, with what is in them.
 
-    Copied pages of a map would not do: where a file is cut off, Linux takes those away as well. The place changes hands
-    in one call, so nothing is lost if the program is interrupted; but what another thread writes there meanwhile is.
-    Without Python's lock.
+    Copied pages of a map would not do: where a file is cut off, Linux takes those away as well. The kernel copies: it
+    says so where a file is cut off meanwhile, which would end the process (SIGBUS). The place changes hands in one
+    call, so nothing is lost if the program is interrupted; but what another thread writes there meanwhile is. Without
+    Python's lock.
 
     Args:
         address: of the first page.
@@ -58,8 +59,6 @@ def replace_pages(address: int, length: int) -> int:
     """
     system = _system()
     assert system is not None, "asked only where pages_can_be_replaced"
-    if system.madvise(address, length, _POPULATE_READ) != 0 and ctypes.get_errno() != errno.EINVAL:
-        return ctypes.get_errno()
     room = length + HUGE
     found = system.mmap(None, room, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if found in (None, _FAILED):
@@ -67,7 +66,13 @@ def replace_pages(address: int, length: int) -> int:
     try:
         fresh = found + (address - found) % HUGE  # as far into a huge page
         system.madvise(fresh, length, mmap.MADV_HUGEPAGE)  # advice: whether it is followed matters to nobody
-        ctypes.memmove(fresh, address, length)
+        done = 0
+        while done < length:  # one call copies at most 2 GiB
+            there, here = _Piece(address + done, length - done), _Piece(fresh + done, length - done)
+            copied = system.readv(os.getpid(), here, 1, there, 1, 0)
+            if copied <= 0:
+                return ctypes.get_errno() or errno.EFAULT
+            done += copied
         moved = system.mremap(fresh, length, length, _MOVE_ONTO, address)
         return ctypes.get_errno() if moved in (None, _FAILED) else 0
     finally:
@@ -89,6 +94,12 @@ def pages_can_be_replaced() -> bool:
         system.munmap(page, mmap.PAGESIZE)
 
 
+class _Piece(ctypes.Structure):
+    """``struct iovec``: an address and a number of bytes."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
 class _System(NamedTuple):
     """Functions of the C library."""
 
@@ -96,6 +107,7 @@ class _System(NamedTuple):
     munmap: Callable[[int, int], int]
     mremap: Callable[..., Any]
     madvise: Callable[[int, int, int], int]
+    readv: Callable[..., int]
 
 
 @functools.cache
@@ -109,4 +121,6 @@ def _system() -> _System | None:
     library.munmap.argtypes, library.munmap.restype = (pointer, word), number
     library.mremap.argtypes, library.mremap.restype = (pointer, word, word, number, pointer), pointer
     library.madvise.argtypes, library.madvise.restype = (pointer, word, number), number
-    return _System(library.mmap, library.munmap, library.mremap, library.madvise)
+    readv, piece = library.process_vm_readv, ctypes.POINTER(_Piece)
+    readv.argtypes, readv.restype = (number, piece, word, piece, word, word), ctypes.c_ssize_t
+    return _System(library.mmap, library.munmap, library.mremap, library.madvise, readv)

@@ -56,6 +56,13 @@ class Pages(NamedTuple):
 class _Stamp(NamedTuple):
     size: int
     modified: int  # ns
+    changed: int  # ns; also when it gets another name, owner or mode
+    known: tuple[int, ...]  # what else changes then
+
+    def is_of(self, other: _Stamp) -> bool:
+        """Whether nobody has written into the file between them; a copy may set back when it was modified."""
+        same = self[:2] == other[:2]
+        return same and (self.changed == other.changed or self.known != other.known)
 
 
 class RangeFile:
@@ -156,7 +163,7 @@ class RangeFile:
             now = _stamp(self._opened())
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if now != self._stamp:
+        if not now.is_of(self._stamp):
             grown = f" (it had {self._stamp.size} bytes, now {now.size})" if now.size != self._stamp.size else ""
             raise CheckpointError(
                 f"{self.path} was written to while it was being loaded{grown}: the weights may be of both files.\n"
@@ -184,7 +191,8 @@ class RangeFile:
 
 def _stamp(handle: int) -> _Stamp:
     found = os.fstat(handle)
-    return _Stamp(found.st_size, found.st_mtime_ns)
+    known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
+    return _Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
 
 
 def _lies_in_user_space(path: Path) -> bool:

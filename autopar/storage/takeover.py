@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from autopar.errors import CheckpointError
@@ -24,6 +24,7 @@ from autopar.storage.threads import in_threads
 __all__ = ["Takeover"]
 
 _PIECE = 2 * HUGE  # bytes that are held twice, by each thread
+_PIECES = 8  # of one map at most: each is an area of memory of its own, of which a process may have 65,530
 _pending: weakref.WeakSet[Takeover] = weakref.WeakSet()
 
 
@@ -36,6 +37,7 @@ class Takeover:
 
     Attributes:
         copies: whether there are any maps.
+        at_end: called once after it is done without an error.
     """
 
     def __init__(self, files: Iterable[RangeFile] = (), threads: int = 1) -> None:
@@ -44,16 +46,20 @@ class Takeover:
         self.copies = bool(self._maps)
         self._files = files if self.copies else []
         self._threads = threads
+        self.at_end: Callable[[], None] | None = None
         self._error: str | None = None
         self._ended = not self.copies
-        self._working = threading.Lock()  # of those who wait: the first does it
+        self._working = threading.RLock()  # of threads that wait the first does it; a signal's handler does it again
         for file in files:
             file.maps = []
         if self.copies:
             _pending.add(self)
 
-    def wait(self) -> None:
+    def wait(self, *, traced: bool = False) -> None:
         """Return when the weights lie in the process's own memory. Nobody may write into them meanwhile.
+
+        Args:
+            traced: a graph is being traced, which is guarded by what there is: :attr:`at_end` comes later.
 
         Raises:
             CheckpointError: a file was written to meanwhile, or the memory did not suffice; at every call.
@@ -63,13 +69,20 @@ class Takeover:
                 self._finish()
         if self._error is not None:
             raise CheckpointError(self._error)
+        if self.at_end is not None and not traced:
+            done, self.at_end = self.at_end, None
+            done()
 
     def _finish(self) -> None:
         if self._ended:
             return
-        error = next((failed for failed in in_threads(_replace, self._maps, self._threads) if failed), None)
+        maps = [one for one in self._maps if one.pages.map() is not None]  # the others' weights lie elsewhere by now
+        threads, self._threads = self._threads, 1  # a handler meanwhile starts none
+        error = next((failed for failed in in_threads(_replace, maps, threads) if failed), None)
+        if self._ended:  # done by a signal's handler
+            return
         try:
-            for file in self._files:
+            for file in dict.fromkeys(one.file for one in maps):
                 file.check_unchanged()  # says more than that pages are gone
         except CheckpointError as changed:
             error = str(changed)
@@ -104,8 +117,9 @@ def _replace(one: _Map) -> str | None:
 def _pieces(address: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield addresses and bytes that end where huge pages do."""
     stop = address + length
+    piece = max(_PIECE, -(-length // _PIECES // HUGE) * HUGE)
     while address < stop:
-        end = min(stop, (address // _PIECE + 1) * _PIECE)
+        end = min(stop, (address // piece + 1) * piece)
         yield address, end - address
         address = end
 

@@ -35,7 +35,11 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
         yield from map(function, items)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="autopar-read") as pool:
-        waiting = [pool.submit(function, item) for item in items]
+        try:
+            waiting = [pool.submit(function, item) for item in items]
+        except RuntimeError:  # Python is about to end, and starts no more threads
+            yield from map(function, items)
+            return
         try:
             for future in waiting:
                 yield future.result()

@@ -14,6 +14,7 @@ import torch
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, whole_box, with_range
+from autopar.storage.range_file import RangeFile
 
 __all__ = [
     "Converted",
@@ -27,7 +28,16 @@ __all__ = [
 ]
 
 
-class Narrowed(LazyTensor):
+class View(LazyTensor):
+    """What has the elements of ``base``, or some of them."""
+
+    base: LazyTensor
+
+    def files(self) -> Iterator[RangeFile]:
+        return self.base.files()
+
+
+class Narrowed(View):
     """The range ``[start, stop)`` of ``base`` along ``dim``."""
 
     def __init__(self, base: LazyTensor, dim: int, start: int, stop: int) -> None:
@@ -43,7 +53,7 @@ class Narrowed(LazyTensor):
         return self.base.mapped(with_range(box, self.dim, (low + self.start, high + self.start)))
 
 
-class Permuted(LazyTensor):
+class Permuted(View):
     """``base`` with its dims in the order ``dims``, as ``Tensor.permute`` has them."""
 
     def __init__(self, base: LazyTensor, dims: Sequence[int]) -> None:
@@ -59,7 +69,7 @@ class Permuted(LazyTensor):
         self.base.read_into(out.permute(back), tuple(box[dim] for dim in back))
 
 
-class Unsqueezed(LazyTensor):
+class Unsqueezed(View):
     """``base`` with a dim of size 1 at ``dim``."""
 
     def __init__(self, base: LazyTensor, dim: int) -> None:
@@ -71,7 +81,7 @@ class Unsqueezed(LazyTensor):
             self.base.read_into(out.squeeze(self.dim), (*box[: self.dim], *box[self.dim + 1 :]))
 
 
-class Squeezed(LazyTensor):
+class Squeezed(View):
     """``base`` without ``dim``, whose size is 1."""
 
     def __init__(self, base: LazyTensor, dim: int) -> None:
@@ -82,7 +92,7 @@ class Squeezed(LazyTensor):
         self.base.read_into(out.unsqueeze(self.dim), (*box[: self.dim], (0, 1), *box[self.dim :]))
 
 
-class Converted(LazyTensor):
+class Converted(View):
     """``base`` in another dtype."""
 
     def __init__(self, base: LazyTensor, dtype: torch.dtype) -> None:

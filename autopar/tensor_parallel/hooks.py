@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
 from autopar import activation_checkpoint
-from autopar.distributed.failures import FailureLog
+from autopar.distributed.failures import FailureLog, first_line
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
@@ -63,7 +63,7 @@ def attach(
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module), takeover)
         before.outermost = module is model
-        if check is not None or plan.tp > 1 or takeover.copies:
+        if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
@@ -117,7 +117,8 @@ class BeforeForward(Hook, CompiledCheck):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         silent = self.tree is None if self.check is None else self.check.is_silent
-        silent = silent and not self.takeover.copies
+        if compiling:
+            self._own_weights()
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -128,6 +129,11 @@ class BeforeForward(Hook, CompiledCheck):
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
         return changed
+
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+    def _own_weights(self) -> None:
+        """Move weights into the process's own memory while a graph is traced, and not each time that it runs."""
+        self.takeover.wait(traced=True)
 
     def run(self, arguments: Mapping[str, Any]) -> None:
         """Check a forward that is a graph."""
@@ -148,9 +154,9 @@ class BeforeForward(Hook, CompiledCheck):
         """Do what this rank alone may refuse the forward for; then the others raise as well."""
         try:
             return step()
-        except (CheckpointError, ConfigError) as error:
+        except Exception as error:
             if self.check is not None:
-                self.check.report(f"refused: {str(error).splitlines()[0]}")
+                self.check.report(f"refused: {first_line(error)}")
             raise
 
 

@@ -7,6 +7,10 @@ import copy
 import errno
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +21,12 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.errors import CheckpointError, ConsistencyError
 from autopar.storage import lazy_tensor, range_file, takeover
-from autopar.storage.lazy_tensor import Stored
+from autopar.storage.lazy_conversion import Sketch
+from autopar.storage.lazy_tensor import Joined, Stored
 from autopar.storage.private_map import pages_can_be_replaced, replace_pages
 from autopar.storage.range_file import Access, RangeFile
 from autopar.storage.takeover import Takeover
+from autopar.storage.views import Converted, Narrowed, Permuted, Squeezed, Unsqueezed
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled
 from tests.small import llama
@@ -161,6 +167,99 @@ def test_a_tensor_that_is_gone_is_not_copied(file, monkeypatch):
     assert opened.maps == []
 
 
+def test_a_file_that_no_weight_lies_in_any_more_may_change(file):
+    """They were converted, or moved to a GPU."""
+    view, taken = taken_over(file)
+    moved = view.double()
+    del view
+    overwrite(file)
+    taken.wait()
+    assert moved[5] == 5
+
+
+def test_a_copy_that_keeps_the_time_is_noticed_and_a_new_name_is_none(file):
+    for name in ("name", "time"):
+        view, taken = taken_over(file)
+        then = os.stat(file)
+        if name == "name":
+            os.link(file, file.with_name("other"))
+            file.chmod(0o600)
+            taken.wait()
+        else:
+            overwrite(file)
+            os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+            with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+                taken.wait()
+        del view
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_signal_that_uses_the_model_meanwhile_does_not_wait_for_itself(file, monkeypatch, threads):
+    """A handler that saves before a job is taken from its machine."""
+    opened = RangeFile(file, Access.OWN)
+    view, *_others = (opened.view(8, torch.float32, (8192,)) for _ in range(4))
+    taken = Takeover([opened], threads=threads)
+    before = signal.signal(signal.SIGUSR1, lambda *_: taken.wait())
+    try:
+
+        def interrupted(address: int, length: int) -> int:
+            monkeypatch.setattr(takeover, "replace_pages", replace_pages)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            return replace_pages(address, length)
+
+        monkeypatch.setattr(takeover, "replace_pages", interrupted)
+        taken.wait()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    file.write_bytes(b"")
+    assert torch.equal(view, torch.arange(8192.0))
+
+
+def test_it_happens_at_exit_too(tmp_path):
+    """Python starts no threads by then."""
+    code = f"""
+import atexit, torch
+from pathlib import Path
+from autopar.storage.range_file import Access, RangeFile
+from autopar.storage.takeover import Takeover
+from autopar.storage.views import Converted, Narrowed, Permuted, Squeezed, Unsqueezed
+path = Path({str(tmp_path / "numbers")!r})
+path.write_bytes(torch.arange(8192.0).numpy().tobytes())
+opened = RangeFile(path, Access.OWN)
+views = [opened.view(0, torch.float32, (8192,)) for _ in range(3)]
+taken = Takeover([opened], threads=2)
+atexit.register(lambda: (taken.wait(), print(views[2][-1].item())))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "8191.0\n"
+
+
+def test_a_file_that_is_rewritten_all_the_time_never_ends_the_process(file):
+    """Also between the look at it and the copy."""
+    content, stop, ends = file.read_bytes(), threading.Event(), {"fine": 0, "changed": 0}
+
+    def rewrite() -> None:
+        while not stop.is_set():
+            file.write_bytes(content)
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    try:
+        for _ in range(300):
+            opened = RangeFile(file, Access.OWN)
+            try:
+                view = opened.view(8, torch.float32, (8192,))
+                Takeover([opened]).wait()
+                ends["fine"] += int(torch.equal(view, torch.arange(8192.0)))
+            except CheckpointError:
+                ends["changed"] += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert sum(ends.values()) == 300 and ends["changed"]
+
+
 def test_copies_of_a_model_share_it(file):
     _view, taken = taken_over(file)
     assert copy.deepcopy({"of a model": taken})["of a model"] is taken
@@ -198,7 +297,7 @@ def test_a_file_system_in_user_space_is_read(file, monkeypatch):
 def test_a_file_that_is_read_must_not_change_either(file):
     opened = RangeFile(file)
     stored = Stored(opened, 8, torch.float32, (8192,))
-    assert list(lazy_tensor.Joined([stored, stored], 0).files()) == [opened, opened]
+    assert list(Joined([stored, stored], 0).files()) == [opened, opened]
     stored.read()
     opened.check_unchanged()
     overwrite(file)
@@ -226,6 +325,20 @@ def test_a_loaded_model_does_not_follow_its_file(tmp_path):
         dist.barrier()
     same(loaded, expected)
     same(lazily, expected)
+
+
+@pytest.mark.parametrize("kind", ["narrowed", "moved", "joined", "converted", "computed"])
+def test_the_files_of_views_are_known(file, kind):
+    """Of weights that transformers splits, stacks or converts: their pages are replaced, their files compared, too."""
+    stored = Stored(RangeFile(file, Access.OWN), 8, torch.float32, (64, 128))
+    lazy = {
+        "narrowed": lambda: Narrowed(stored, 0, 3, 40),
+        "moved": lambda: Squeezed(Unsqueezed(Permuted(stored, (1, 0)), 0), 0),
+        "joined": lambda: Joined([Unsqueezed(stored, 0), Unsqueezed(stored, 0)], 0),
+        "converted": lambda: Converted(stored, torch.float64),
+        "computed": lambda: (Sketch(stored) * 2).lazy,
+    }[kind]()
+    assert set(lazy.files()) == {stored.file}
 
 
 @pooled(world_size=2)
@@ -273,6 +386,36 @@ def test_it_happens_before_a_state_dict_and_before_deparallelize(tmp_path):
 
 
 @pooled(world_size=2)
+def test_it_happens_in_a_layer_that_is_called_by_itself(tmp_path):
+    """And in one that is compiled by itself; afterwards no layer has a hook more than it had."""
+    plain = llama(num_hidden_layers=2)
+    folder = Path(shared(tmp_path / "m", plain))
+    ids = torch.arange(6).view(1, 6)
+
+    def compiled(model):
+        return torch.compile(model.get_input_embeddings(), backend="aot_eager", fullgraph=True)
+
+    with small_maps():
+        read = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(1), disable_mmap=True)
+        hooks = {path: len(module._forward_pre_hooks) for path, module in read.named_modules()}
+        for layer in (lambda model: model.get_input_embeddings(), compiled):
+            model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(1))
+            assert len(model.lm_head._forward_pre_hooks) > hooks["lm_head"]
+            found = layer(model)(ids)
+            assert model._autopar.takeover._ended and torch.equal(found, plain.get_input_embeddings()(ids))
+            model(ids)
+            assert {path: len(module._forward_pre_hooks) for path, module in model.named_modules()} == hooks
+        model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(1))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            overwrite(folder / "model.safetensors")
+        dist.barrier()
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
+                model.lm_head(torch.ones(1, 24))
+
+
+@pooled(world_size=2)
 def test_it_happens_in_a_compiled_step_of_replicas(tmp_path):
     """Without tensor parallelism nothing else is checked before a forward inside of a graph."""
     folder = Path(shared(tmp_path / "m", llama(num_hidden_layers=1)))
@@ -284,4 +427,6 @@ def test_it_happens_in_a_compiled_step_of_replicas(tmp_path):
         with torch.no_grad():
             found = step(ids)
         assert taken._ended
+        exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+        assert "begin_forward" not in str(exported.graph)
         assert torch.allclose(found, model(input_ids=ids, use_cache=False).logits, atol=1e-5)
