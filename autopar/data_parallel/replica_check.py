@@ -111,7 +111,7 @@ class StepCheck:
             self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
-        self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
+        self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.accelerator import accelerator
 from autopar.distributed.axis import Axis
 
 __all__ = [
@@ -40,7 +41,7 @@ class TorchGenerators(NamedTuple):
 
     Attributes:
         cpu: of the CPU.
-        cuda: of the current GPU; None where CUDA was not used so far.
+        cuda: of the current GPU or other accelerator; None where it was not used so far.
     """
 
     cpu: torch.Tensor
@@ -48,21 +49,23 @@ class TorchGenerators(NamedTuple):
 
     @classmethod
     def now(cls, cuda: bool | None = None) -> TorchGenerators:
-        """Read the states of this process; the GPU's where ``cuda`` says so, by default where CUDA was used."""
-        cuda = _cuda_in_use() if cuda is None else cuda
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+        """Read the states of this process; the GPU's where ``cuda`` says so, by default where it was used."""
+        found = accelerator()
+        read = found is not None and (found.in_use if cuda is None else cuda)
+        return cls(torch.get_rng_state(), found.module.get_rng_state() if found is not None and read else None)
 
     @classmethod
     def of_seed(cls, seed: int, cuda: bool) -> TorchGenerators:
         """Return the states right after seeding; the generators of this process are left alone."""
         cpu = torch.Generator().manual_seed(seed).get_state()
-        return cls(cpu, torch.Generator("cuda").manual_seed(seed).get_state() if cuda else None)
+        found = accelerator() if cuda else None
+        return cls(cpu, None if found is None else found.seeded(seed))
 
     def restore(self) -> None:
         """Go on from these states; a GPU's is left alone if there is none."""
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+        if self.cuda is not None and (found := accelerator()) is not None:
+            found.module.set_rng_state(self.cuda)
 
 
 class Generators(NamedTuple):
@@ -93,7 +96,7 @@ class Generators(NamedTuple):
         """Hash each state: name for messages -> 12 characters."""
         digests = {
             "random state of torch": self.torch.cpu.numpy().tobytes(),
-            "random state of torch (CUDA)": b"" if self.torch.cuda is None else self.torch.cuda.numpy().tobytes(),
+            "random state of torch (GPU)": b"" if self.torch.cuda is None else self.torch.cuda.numpy().tobytes(),
             "random state of Python's random": repr(self.python).encode(),
             "random state of numpy": repr(_plain(self.numpy)).encode(),
         }
@@ -117,10 +120,10 @@ def kept() -> Iterator[Generators]:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's default generators, on the CPU and on the current GPU where CUDA was used."""
+    """Seed torch's default generators, on the CPU and on the current GPU where that was used."""
     torch.default_generator.manual_seed(seed)
-    if _cuda_in_use():
-        torch.cuda.manual_seed(seed)
+    if (found := accelerator()) is not None and found.in_use:
+        found.module.manual_seed(seed)
 
 
 def switch_stream(seed: int) -> None:
@@ -165,10 +168,6 @@ def base_seed(needed: bool = True) -> Iterator[int | None]:
         if needed:
             before.restore()
         raise
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
 
 
-# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere ----------
+# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere ---------- 
 
 
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ def _compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
     return {input.device.type, from_.device.type} <= {"cpu", NAME} or _torchs_compatible(input, from_)
 
 
-# -- kernels ------------------------------------------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 class _Kind(NamedTuple):
@@ -213,7 +213,7 @@ def _to_device(value: Any, hosts: list[tuple[torch.Tensor, torch.Tensor]]) -> An
     return value
 
 
-# -- waiting ------------------------------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 def _waits_for(kind: _Kind, args: Any, kwargs: Any) -> str:
