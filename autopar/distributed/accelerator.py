@@ -38,10 +38,11 @@ class Accelerator:
         """Whether this process has used it so far."""
         return bool(self.module.is_initialized())
 
-    def carries(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether a group (by default the world) has a backend of the accelerator's own for its tensors."""
+    def backend_of(self, group: dist.ProcessGroup | None = None) -> str | None:
+        """Return what carries the accelerator's tensors in a group (by default the world); None if the host does."""
         entries = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
-        return any(type == self.type and backend not in _OF_THE_HOST for type, _, backend in entries)
+        backend = {type: name for type, _, name in entries}.get(self.type)
+        return None if backend in _OF_THE_HOST else backend
 
     def seeded(self, seed: int) -> torch.Tensor:
         """Return the state of a generator right after seeding."""

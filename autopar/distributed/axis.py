@@ -117,4 +117,4 @@ def device_of(axis: Axis) -> torch.device:
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return where tensors of a group (by default the world) live: as :func:`device_of`."""
     found = accelerator()
-    return torch.device("cpu") if found is None or not found.carries(group) else found.device
+    return torch.device("cpu") if found is None or found.backend_of(group) is None else found.device

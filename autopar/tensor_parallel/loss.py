@@ -146,7 +146,8 @@ def _check_widths(found: torch.Tensor, widths: list[int]) -> None:
     if found.is_meta:
         return
     if not found.is_cpu:
-        right = found == torch.tensor(widths, dtype=found.dtype, device=found.device)
+        expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # nobody waits for it
+        right = found == expected
         torch._assert_async(right.all(), f"the ranks' logits are not {widths} columns wide")
     elif found.tolist() != widths:
         columns = [int(width) for width in found.tolist()]

@@ -105,7 +105,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
 
 
-# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere ---------- 
+# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere ----------
 
 
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
