@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Accelerator", "accelerator"]
+__all__ = ["Accelerator", "accelerator", "device_of_numbers"]
 
 _OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends whose tensors are the CPU's
 
@@ -56,3 +56,10 @@ def accelerator() -> Accelerator | None:
         return None
     backend = dist.Backend.default_device_backend_map.get(found.type)
     return None if backend is None or backend in _OF_THE_HOST else Accelerator(found.type, backend)
+
+
+def device_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where numbers of the host travel in a group: on the CPU if they can, so that nobody waits for a device."""
+    found = accelerator()
+    on_host = found is None or "cpu:" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if found is None or on_host else found.device

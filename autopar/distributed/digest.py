@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar.distributed.accelerator import device_of_numbers
 from autopar.distributed.gloo_collectives import all_reduce
 
 __all__ = ["checksum", "extremes", "hexdigest", "of_checksum", "of_tensor", "of_text", "of_values", "sum_of_bits"]
@@ -79,9 +80,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return _bits(tensor).sum(dtype=torch.int64)
 
 
-def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
+def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
     """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
-    pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device)
+    pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device_of_numbers(group))
     all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = pair.tolist()
     return largest, [-number for number in smallest]

@@ -101,6 +101,15 @@ def start() -> torch.device:
     return torch.device(NAME, 0)
 
 
+@functools.cache
+def _host_group(group: Any) -> Any:
+    """Return a group that carries the host's tensors by what carries the device's in this one."""
+    same = dist.ProcessGroup(group.rank(), group.size())
+    backend = group._get_backend(torch.device(NAME))
+    same._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return same
+
+
 def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
 
@@ -199,6 +208,8 @@ def _to_host(value: Any, hosts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         return torch.device("cpu")
     if isinstance(value, torch.Generator) and value.device.type == NAME:
         return torch.ops.sim.host_generator(value)
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return _host_group(dist.ProcessGroup.unbox(value)).boxed()
     return value
 
 
