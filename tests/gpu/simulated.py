@@ -89,12 +89,13 @@ def start() -> torch.device:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    every, c10d = torch.library.Library("_", "IMPL"), torch.library.Library("c10d", "IMPL")
-    every.fallback(_on_host, "PrivateUse1")
+    every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
+    every.fallback(_on_host, "PrivateUse1")  # torch.tensor(..., device=...) inside a dispatch mode does not find it
+    aten.impl("_copy_from", functools.partial(_on_host, torch.ops.aten._copy_from.default), "PrivateUse1")
     for name in _C10D:
         function = functools.partial(_on_host, getattr(torch.ops.c10d, name).default)
         c10d.impl(name, function, "PrivateUse1", allow_override=True)
-    _libraries.extend((every, c10d))
+    _libraries.extend((every, aten, c10d))
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]
     torch._has_compatible_shallow_copy_type = _compatible  # type: ignore[assignment]
     dist.Backend.register_backend(f"{NAME}gloo", _gloo, devices=[NAME])

@@ -53,6 +53,7 @@ def test_explore(case: str) -> None:
     pref = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     mine = ids if mpu.dp.size == 1 else ids[2 * mpu.dp.rank : 2 * mpu.dp.rank + 2]
     log = []
+    orig = simulated._on_host
     for step in range(3):
         loss = plain(IDS, labels=IDS).loss
         loss.backward()
@@ -62,7 +63,11 @@ def test_explore(case: str) -> None:
         pref.zero_grad()
         with simulated.waits() as found:
             if case == "pp2":
-                out = model.execute_pipeline({"input_ids": mine, "labels": mine}, micro_batches=2) if 0 else model.execute_pipeline({"input_ids": mine, "labels": mine})
+                try: out = model.execute_pipeline({"input_ids": mine, "labels": mine})
+                except Exception as e:
+                    while e is not None:
+                        print("RANK", mpu.rank, "".join(traceback.format_exception(e))[-2500:]); e = None
+                    raise
                 out = out.loss if hasattr(out, "loss") else out
             else:
                 out = model(mine, labels=mine).loss
