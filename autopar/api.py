@@ -343,7 +343,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     publish_uncaught(failures)
 
     sync_parameters(model, mpu)  # rank 0's values
-    sync_generators(mpu.model, mpu.device)  # and random states
+    sync_generators(mpu.model)  # and random states
     first_forward = FirstForward(inner, plan) if plain else None  # of a copy, while the module is whole
     region = tensor_parallel.apply(model, plan, mpu)  # layers swapped, parameters sharded
     if config.activation_checkpointing:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.accelerator import accelerator
+from autopar.distributed.accelerator import accelerator, device_of_numbers
 from autopar.distributed.axis import Axis
 
 __all__ = [
@@ -171,19 +171,16 @@ def base_seed(needed: bool = True) -> Iterator[int | None]:
 
 
 @contextmanager
-def same_draws(device: torch.device) -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """Draw rank 0's numbers from torch's CPU generator on every rank; one that had another state goes back to it.
 
     A collective of the world.
-
-    Args:
-        device: where the world communicates.
     """
     if dist.get_world_size() == 1:
         yield
         return
     own = TorchGenerators.now(cuda=False)
-    staged = own.cpu.to(device, copy=True)
+    staged = own.cpu.to(device_of_numbers(), copy=True)
     dist.broadcast(staged, src=0)
     first = TorchGenerators(staged.cpu(), None)
     first.restore()
@@ -194,15 +191,11 @@ def same_draws(device: torch.device) -> Iterator[None]:
             own.restore()
 
 
-def sync_generators(axis: Axis, device: torch.device) -> None:
-    """Broadcast the first rank's default generators over ``axis``. A collective of the axis.
-
-    Args:
-        device: where the axis communicates.
-    """
+def sync_generators(axis: Axis) -> None:
+    """Broadcast the first rank's default generators over ``axis``. A collective of the axis."""
     if axis.size == 1:
         return
     mine: list[Any] = [Generators.now() if axis.rank == 0 else None]
-    dist.broadcast_object_list(mine, src=axis.ranks[0], group=axis.group, device=device)
+    dist.broadcast_object_list(mine, src=axis.ranks[0], group=axis.group, device=device_of_numbers(axis.group))
     if axis.rank != 0:
         mine[0].restore()

@@ -21,9 +21,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -139,13 +139,16 @@ class _Kind(NamedTuple):
     name: str
     writes: bool
     draws: bool
+    tensors: frozenset[int]  # positions of arguments that are tensors: torch gives numbers there as numbers
 
 
 @functools.cache
 def _kind(op: Any) -> _Kind:
     arguments = op._schema.arguments
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
-    return _Kind(op._schema.name.split("::")[1], writes, any(argument.name == "generator" for argument in arguments))
+    draws = any(argument.name == "generator" for argument in arguments)
+    tensors = frozenset(at for at, argument in enumerate(arguments) if str(argument.type) == "Tensor")
+    return _Kind(op._schema.name.split("::")[1], writes, draws, tensors)
 
 
 def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +162,11 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     if kind.draws and kwargs.get("generator") is None:
         kwargs = {**kwargs, "generator": torch.ops.sim.default_generator()}
     args, kwargs = _to_host(args, hosts), _to_host(kwargs, hosts)
+    if any(isinstance(args[at], int | float) for at in kind.tensors if at < len(args)):
+        args = tuple(
+            torch.tensor(value) if at in kind.tensors and isinstance(value, int | float) else value
+            for at, value in enumerate(args)
+        )
     result = _copy(*args, **kwargs) if kind.name == "_copy_from" else op(*args, **kwargs)
     if kind.writes:
         for host, x in hosts:
@@ -262,6 +270,30 @@ def _note(what: str) -> None:
         found.append(wait)
 
 
+class _Stream:
+    """A stream or an event: what is asked of it is done already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.priority = 0
+
+    def wait_stream(self, other: _Stream) -> None: ...
+
+    def wait_event(self, event: _Stream) -> None: ...
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
+
+    def record(self, stream: _Stream | None = None) -> None: ...
+
+    def wait(self, stream: _Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None:
+        _note("synchronize")
+
+    def query(self) -> bool:
+        return True
+
+
 def _module() -> ModuleType:
     """``torch.sim``."""
     module = ModuleType(f"torch.{NAME}")
@@ -286,7 +318,10 @@ def _module() -> ModuleType:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: _note("synchronize"),
-        "current_stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: nullcontext(),
         "manual_seed": seed,
         "manual_seed_all": seed,
         "get_rng_state": get_state,

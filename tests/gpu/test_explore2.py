@@ -86,7 +86,7 @@ def test_checkpoint(tmp_path: Any, z) -> None:
     st2 = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     for a, b in zip(st, st2): assert torch.equal(a, b) and a.device == b.device, (a.device, b.device)
     assert torch.equal(torch.rand(3, device=mpu.device), drawn)
-    model.save_pretrained(tmp_path / "hf")
+    model.save_parallelized(tmp_path / "hf", merge_checkpoints=True)
 
 @on_device(world_size=2)
 def test_other() -> None:
