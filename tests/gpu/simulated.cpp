@@ -8,6 +8,8 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -67,6 +69,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return draws; }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Draws>(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto data = memory.allocate(bytes);
     std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
@@ -107,6 +110,8 @@ at::Tensor alias(const at::Tensor& x, c10::Device device, c10::DispatchKey key) 
   auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), x.dtype());
   auto* impl = result.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
+  result._set_conj(x.is_conj());
+  result._set_neg(x.is_neg());
   return result;
 }
 
@@ -151,10 +156,31 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
+  library.impl("view_as_complex", &at::native::view_as_complex);
+  library.impl("view_as_real", &at::native::view_as_real);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
   library.impl("unfold", &at::native::unfold);
   library.impl("resize_", &at::native::resize_);
   library.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   library.impl("set_.source_Tensor", &at::native::set_tensor_);
+}
+
+// These keep the bits of lazy conjugation and negation: to resolve them first would be a copy of a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(sim, Conjugate, library) {
+  library.impl("on_host", torch::CppFunction::makeFallthrough());
+  library.impl("on_device", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(sim, Negative, library) {
+  library.impl("on_host", torch::CppFunction::makeFallthrough());
+  library.impl("on_device", torch::CppFunction::makeFallthrough());
 }

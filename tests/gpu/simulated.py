@@ -6,7 +6,7 @@ What goes wrong on an accelerator only goes wrong here too:
 
 - an operation on a tensor of the device and one of the host (0-dimensional ones are allowed) raises as on CUDA;
 - it has its own random generator;
-- whatever would make the host wait on CUDA is noted with its place while :func:`waits` looks.
+- whatever would make the host wait on CUDA is noted with its place while :func:`~tests.gpu.host_waits.waits` looks.
 
 Collectives go over gloo, on the same memory. There are no streams: everything is done when it returns.
 """
@@ -17,28 +17,21 @@ import functools
 import hashlib
 import os
 import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import warnings
 from pathlib import Path
-from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from tests.gpu.host_waits import INDEXED, note, tensors_in, waits_for
+from tests.gpu.simulated_module import make_module
+
 NAME = "sim"
 BACKEND = f"cpu:gloo,{NAME}:{NAME}gloo"
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__)), "<", str(Path(threading.__file__).parent / "thr"))
-_SIZES_FROM_VALUES = {
-    *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
-    *("equal", "_local_scalar_dense", "is_nonzero"),
-}
-_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _C10D = [
     *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_"),
     *("allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_", "broadcast_", "reduce_"),
@@ -46,26 +39,6 @@ _C10D = [
     *("recv_any_source_", "barrier", "monitored_barrier_"),
 ]
 _libraries: list[Any] = []  # what torch.library has registered ends with these
-_watching: list[list[Wait]] = []
-
-
-class Wait(NamedTuple):
-    """Where the host has waited for the device."""
-
-    what: str
-    place: str
-    stack: tuple[str, ...]
-
-
-@contextmanager
-def waits() -> Iterator[list[Wait]]:
-    """Collect what makes the host wait for the device, in all threads of the process."""
-    found: list[Wait] = []
-    _watching.append(found)
-    try:
-        yield found
-    finally:
-        _watching.remove(found)
 
 
 def compiled() -> Path:
@@ -87,14 +60,19 @@ def start() -> torch.device:
     """Make the device in this process."""
     torch.ops.load_library(str(compiled()))
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _module())
+    torch._register_device_module(NAME, make_module(NAME))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
     every.fallback(_on_host, "PrivateUse1")  # torch.tensor(..., device=...) inside a dispatch mode does not find it
     aten.impl("_copy_from", functools.partial(_on_host, torch.ops.aten._copy_from.default), "PrivateUse1")
-    for name in _C10D:
-        function = functools.partial(_on_host, getattr(torch.ops.c10d, name).default)
-        c10d.impl(name, function, "PrivateUse1", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are overridden
+        for name in _C10D:
+            function = functools.partial(_on_host, getattr(torch.ops.c10d, name).default)
+            c10d.impl(name, function, "PrivateUse1", allow_override=True)
+    convolution = functools.partial(_on_host, torch.ops.aten.convolution.default)
+    aten.impl("convolution_overrideable", convolution, "PrivateUse1")
+    aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     _libraries.extend((every, aten, c10d))
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]
     torch._has_compatible_shallow_copy_type = _compatible  # type: ignore[assignment]
@@ -107,6 +85,7 @@ def _host_group(group: Any) -> Any:
     """Return a group that carries the host's tensors by what carries the device's in this one."""
     same = dist.ProcessGroup(group.rank(), group.size())
     backend = group._get_backend(torch.device(NAME))
+    same._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     same._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return same
 
@@ -115,7 +94,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
 
 
-# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere ----------
+# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere --------
 
 
 def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
@@ -155,9 +134,9 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on the memory of its tensors, by the kernel of the CPU."""
     kind = _kind(op)
     _check_places(op, kind, args, kwargs)
-    waiting = _waits_for(kind, args, kwargs)
+    waiting = waits_for(kind.name, args, kwargs)
     if waiting:
-        _note(waiting)
+        note(waiting)
     hosts: list[tuple[torch.Tensor, torch.Tensor]] = []
     if kind.draws and kwargs.get("generator") is None:
         kwargs = {**kwargs, "generator": torch.ops.sim.default_generator()}
@@ -176,25 +155,21 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _to_device(result, hosts)
 
 
+def _convolution_backward(grad: Any, x: Any, weight: Any, *settings: Any) -> Any:
+    *how, transposed, padding, groups, wanted = settings
+    biases = [weight.shape[1] * groups if transposed else weight.shape[0]]
+    backward = torch.ops.aten.convolution_backward.default
+    return _on_host(backward, grad, x, weight, biases, *how, transposed, padding, groups, wanted)
+
+
 def _copy(source: torch.Tensor, out: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return out.copy_(source)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
-
-
 def _check_places(op: Any, kind: _Kind, args: Any, kwargs: Any) -> None:
-    if kind.name in _INDEXED or kind.name.startswith("_copy_from"):  # indices may lie on the host
+    if kind.name in INDEXED or kind.name.startswith("_copy_from"):  # indices may lie on the host
         return
-    for x in _tensors((args, kwargs)):
+    for x in tensors_in((args, kwargs)):
         if x.device.type != NAME and x.dim():
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
@@ -231,104 +206,3 @@ def _to_device(value: Any, hosts: list[tuple[torch.Tensor, torch.Tensor]]) -> An
     if isinstance(value, list | tuple):
         return type(value)(_to_device(one, hosts) for one in value)
     return value
-
-
-# -- waiting -----------------------------------------------------------------------------------------------------------
-
-
-def _waits_for(kind: _Kind, args: Any, kwargs: Any) -> str:
-    """What of an operation makes the host wait on CUDA; empty where nothing does."""
-    if kind.name in _SIZES_FROM_VALUES:
-        return kind.name
-    if kind.name == "repeat_interleave" and kwargs.get("output_size") is None:
-        return kind.name
-    if kind.name == "_copy_from":
-        ends = [x.device.type for x in args[:2]]
-        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        return f"copy from {ends[0]} to {ends[1]}" if ends[0] != ends[1] and blocking and args[0].numel() else ""
-    if kind.name in _INDEXED:
-        indices = list(_tensors(args[1]))
-        if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-            return "index by a mask"
-        if any(index.device.type != NAME for index in indices):
-            return "index by a tensor of the host"
-    return ""
-
-
-def _note(what: str) -> None:
-    if not _watching:
-        return
-    stack: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_SKIPPED):
-            stack.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back
-    wait = Wait(what, stack[0] if stack else "autograd", tuple(stack))
-    for found in _watching:
-        found.append(wait)
-
-
-class _Stream:
-    """A stream or an event: what is asked of it is done already."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.priority = 0
-
-    def wait_stream(self, other: _Stream) -> None: ...
-
-    def wait_event(self, event: _Stream) -> None: ...
-
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return event or _Stream()
-
-    def record(self, stream: _Stream | None = None) -> None: ...
-
-    def wait(self, stream: _Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None:
-        _note("synchronize")
-
-    def query(self) -> bool:
-        return True
-
-
-def _module() -> ModuleType:
-    """``torch.sim``."""
-    module = ModuleType(f"torch.{NAME}")
-    generator = torch.ops.sim.default_generator()
-
-    def seed(value: int) -> None:
-        generator.manual_seed(value)
-
-    def get_state(device: Any = NAME) -> torch.Tensor:
-        return generator.get_state()
-
-    def set_state(state: torch.Tensor, device: Any = NAME) -> None:
-        generator.set_state(state)
-
-    functions: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: _note("synchronize"),
-        "Stream": _Stream,
-        "Event": _Stream,
-        "current_stream": lambda device=None: _Stream(),
-        "stream": lambda stream: nullcontext(),
-        "manual_seed": seed,
-        "manual_seed_all": seed,
-        "get_rng_state": get_state,
-        "set_rng_state": set_state,
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "default_generators": (generator,),
-    }
-    for name, function in functions.items():
-        setattr(module, name, function)
-    return module
