@@ -16,6 +16,9 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <mutex>
+#include <set>
+
 namespace {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
@@ -40,6 +43,27 @@ struct Memory final : c10::Allocator {
 
 Memory memory;
 REGISTER_ALLOCATOR(kSim, &memory);
+
+std::mutex pinned_mutex;
+std::set<const void*> pinned;  // where pinned memory of the host begins
+
+struct Pinned final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = c10::GetCPUAllocator()->raw_allocate(bytes);
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    pinned.insert(data);
+    return {data, data, raw_deleter(), c10::Device(c10::DeviceType::CPU)};
+  }
+  static void release(void* data) {
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    pinned.erase(data);
+    c10::GetCPUAllocator()->raw_deallocate(data);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+Pinned pinned_memory;
 
 struct Draws final : c10::GeneratorImpl {  // the device's own stream of random numbers, drawn by one of the host's
   at::Generator host = at::detail::createCPUGenerator();
@@ -69,7 +93,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return draws; }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Draws>(); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    return pinned.count(data) > 0;
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto data = memory.allocate(bytes);
     std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
