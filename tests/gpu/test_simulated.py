@@ -16,6 +16,8 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import autopar
+from autopar.distributed.rng import seeded
+from autopar.distributed.rng_tracker import manual_seed
 from autopar.errors import ConfigError
 from tests.exchange import everyones
 from tests.gpu import simulated, test_one_rank
@@ -124,6 +126,20 @@ def test_dropout_is_alike_outside_of_sharded_regions_and_recomputed_alike() -> N
     logits = model(ids).logits.detach()
     assert torch.equal(*everyones(logits.cpu(), model.mpu.tp.group))
     assert not torch.equal(model(ids).logits, logits)
+
+
+@on_device(world_size=2)
+def test_ranks_have_streams_of_their_own_on_the_device() -> None:
+    mpu = autopar.MPU(tensor_parallel_size=2)
+    tracker = manual_seed(1234, mpu)
+    alike = torch.rand(3, device=mpu.device)
+    with tracker.fork():
+        apart = torch.rand(3, device=mpu.device)
+    with seeded(7 + mpu.rank):
+        seeded_apart = torch.rand(3, device=mpu.device)
+    later = torch.rand(3, device=mpu.device)
+    for drawn, same in ((alike, True), (apart, False), (seeded_apart, False), (later, True)):
+        assert torch.equal(*everyones(drawn.cpu())) == same
 
 
 @on_device(world_size=2)
