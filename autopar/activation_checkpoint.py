@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from autopar.class_swap import swap, unswap
+from autopar.distributed.accelerator import accelerator
 from autopar.errors import ConfigError
 
 __all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "undo"]
@@ -116,7 +117,7 @@ class Offloaded:
         self.plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.cuda.is_available():
+        if accelerator() is None:
             return self.plain(*args, **kwargs)
         with _save_on_cpu():  # inside, the recomputation's own hooks take over
             return self.plain(*args, **kwargs)

@@ -343,7 +343,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     publish_uncaught(failures)
 
     sync_parameters(model, mpu)  # rank 0's values
-    sync_generators(mpu.model, mpu.device)  # and random states
+    sync_generators(mpu.model)  # and random states
     first_forward = FirstForward(inner, plan) if plain else None  # of a copy, while the module is whole
     region = tensor_parallel.apply(model, plan, mpu)  # layers swapped, parameters sharded
     if config.activation_checkpointing:
@@ -357,7 +357,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         sequence_parallel.apply(model, sequence, region)
 
     takeover = same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get memory
-    if mpu.device.type == "cuda" and not any(parameter.is_meta for parameter in model.parameters()):
+    if mpu.device.type != "cpu" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
 
     tensor_parallel.attach(inner, plan, mpu, config, region, failures, dp.steps, takeover)

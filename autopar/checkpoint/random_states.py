@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.distributed.accelerator import accelerator
 from autopar.distributed.rng import Generators, TorchGenerators
 from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
@@ -112,7 +113,7 @@ def _seeded(base: Json, tp: int, dp: int) -> Json:
         "python": random.Random(seed).getstate(),
         "numpy": np.random.RandomState(seed % (1 << 32)).get_state(legacy=False),
         "torch": torch.Generator().manual_seed(seed).get_state(),
-        "cuda": torch.Generator("cuda").manual_seed(seed).get_state() if torch.cuda.is_available() else None,
+        "cuda": None if (found := accelerator()) is None else found.seeded(seed),
         "streams": _reseeded(states["streams"], dp * _SPREAD + tp),
     }
     return encode_inline(fresh, _WHERE)
@@ -165,5 +166,5 @@ def _check(cpu: Any, cuda: Any) -> None:
     torch.Generator().set_state(cpu)
     if cuda is not None and (not isinstance(cuda, torch.Tensor) or cuda.dtype != torch.uint8):
         raise ValueError("the state of the GPU's generator is no tensor of bytes")
-    if cuda is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(cuda)
+    if cuda is not None and (found := accelerator()) is not None:
+        torch.Generator(found.type).set_state(cuda)

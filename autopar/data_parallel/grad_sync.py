@@ -109,10 +109,9 @@ def sum_gradients(
     parameters = [parameter for run in runs for parameter in run]
     if not parameters:
         return
-    device = parameters[0].device
     trained = [int(parameter.requires_grad) for parameter in parameters]
     found = [_kind_of_gradient(parameter) for parameter in parameters]
-    largest, smallest = extremes([*found, *trained], group, device)
+    largest, smallest = extremes([*found, *trained], group)
     kinds = {id(parameter): kind for parameter, kind in zip(parameters, largest, strict=False)}
     count = len(parameters)
     mixed = [p for p, high, low in zip(parameters, largest[count:], smallest[count:], strict=True) if high != low]

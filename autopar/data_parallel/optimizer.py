@@ -200,8 +200,9 @@ class ParallelStep(OwnedParameters):
         if self.scale is None:
             return False
         locals_ = [local_part(p.grad) for p in self.names if p.grad is not None]
-        flags = [not _finite(locals_), bool(locals_), self._used_scale]
-        verdict = torch.tensor(flags, dtype=torch.float64, device=self.mpu.device)
+        flags = torch.tensor([False, bool(locals_), self._used_scale], dtype=torch.float64)
+        verdict = flags.to(self.mpu.device, non_blocking=True)
+        verdict[0] = _overflow(locals_)
         agree_on_overflow(verdict, self.mpu.world_size)
         overflow, any_gradient, scale = verdict.tolist()
         if scale:
@@ -303,6 +304,7 @@ class ParallelStep(OwnedParameters):
         self._publish()
 
 
-def _finite(tensors: list[torch.Tensor]) -> bool:
+def _overflow(tensors: list[torch.Tensor]) -> torch.Tensor | bool:
+    """Whether a tensor is not finite; where the first one lies, nobody waits for it."""
     norms = [torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors if tensor.numel()]
-    return not norms or bool(torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all())
+    return bool(norms) and ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all()

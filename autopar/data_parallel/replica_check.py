@@ -81,7 +81,8 @@ class StepCheck:
         made: optimizer steps so far with parameters of the model.
         settings: of the optimizer in the last step (learning rates and the like), as text.
         last_shard: name of a sharded weight, and digests of part of its gradient and of its state in the last step;
-            of another one each time.
+            of another one each time. None where no forward will read it.
+        shard_is_read: whether a forward after the next step will read ``last_shard``.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class StepCheck:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
         self.last_shard: tuple[str, int, int] | None = None
+        self.shard_is_read = False
         self._input: int | None = None  # digest of what the last training forward was given, in the first steps
         self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
@@ -111,7 +113,7 @@ class StepCheck:
             self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
-        self._interval = (_GPU_INTERVAL if mpu.device.type == "cuda" else 1) * max(1, mpu.world_size // _BUSY)
+        self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
@@ -155,7 +157,8 @@ class StepCheck:
         if self.mpu.tp_cp.size > 1:
             self.settings = repr([_settings(group) for group in optimizer.param_groups])
             apart = -1 - self.mpu.tp_cp.rank
-            self.last_shard = None if closure else digest_shard(progress.sharded, self.made, optimizer, apart)
+            read = self.shard_is_read and not closure
+            self.last_shard = digest_shard(progress.sharded, self.made, optimizer, apart) if read else None
 
     def watch(self, apart: set[int]) -> None:
         """Digest gradients of these parameters (``id``) only: their shards differ."""

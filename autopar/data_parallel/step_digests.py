@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from autopar.distributed.digest import of_tensor, sum_of_bits
+from autopar.distributed.digest import checksum, of_checksum, of_tensor, sum_of_bits
 
 __all__ = ["OVERFLOW", "Digests", "digest_shard", "digest_step"]
 
@@ -38,8 +38,11 @@ def _digest_of(tensor: torch.Tensor | None, apart: int) -> int:
     if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
         return apart
     part = tensor[: max(1, 2048 * len(tensor) // tensor.numel())]
-    known = (part != part.flatten()[0]).any() and torch.isfinite(part).all()
-    return of_tensor(part) if known else apart
+    known = (part != part.flatten()[0]).any() & torch.isfinite(part).all()
+    if part.is_cpu:
+        return of_tensor(part) if known else apart
+    *sums, usable = torch.cat([checksum(part), known.view(1).long()]).tolist()  # elsewhere: wait for it once
+    return of_checksum(*sums) if usable else apart
 
 
 @torch.no_grad()
@@ -54,8 +57,8 @@ def digest_step(held: list[tuple[str, nn.Parameter]], turn: int | None, closure:
         gradient = None if closure else parameter.grad
         names.append(name)
         sums.append(_sum(gradient, parameter.device, start, rows))
-        if scaled and gradient is not None and not torch.isfinite(gradient).all():
-            sums[-1] = torch.full_like(sums[-1], OVERFLOW)
+        if scaled and gradient is not None:
+            sums[-1] = torch.where(torch.isfinite(gradient).all(), sums[-1], OVERFLOW)
         sums.append(_sum(parameter, parameter.device, start, rows))
     numbers = torch.stack(sums).tolist() if sums else []
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}

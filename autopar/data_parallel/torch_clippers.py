@@ -102,7 +102,7 @@ class ReplicaNorm:
         """
         value = factor.item()
         with self.failures.blame("torch.nn.utils.clip_grads_with_norm_", self.mpu.model.ranks):
-            largest, smallest = extremes([of_text(repr(value))], self.mpu.model.group, self.mpu.device)
+            largest, smallest = extremes([of_text(repr(value))], self.mpu.model.group)
         if largest != smallest:
             raise ConsistencyError(
                 f"clip_grads_with_norm_ was given another norm on each of the ranks {list(self.mpu.model.ranks)}: this "

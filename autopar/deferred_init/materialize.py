@@ -99,7 +99,7 @@ class Materializer:
                 pending.shard = kept.to(mpu.device)
             replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
 
-        with same_draws(mpu.device):
+        with same_draws():
             self._steps.run(materialize, shard)
         if unfilled:
             raise ConfigError(_uninitialised(self._model, unfilled))

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.accelerator import accelerator
 from autopar.errors import ConfigError
 
-__all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divides", "device_of"]
+__all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divides", "device_of", "device_of_group"]
 
 
 class Transport(Protocol):
@@ -110,6 +111,10 @@ def check_divides(size: int, axis: Axis, what: str) -> int:
 
 def device_of(axis: Axis) -> torch.device:
     """Return where the tensors of this axis live: this process's GPU under nccl, else the CPU."""
-    if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(axis.group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device_of_group(axis.group)
+
+
+def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where tensors of a group (by default the world) live: as :func:`device_of`."""
+    found = accelerator()
+    return torch.device("cpu") if found is None or found.backend_of(group) is None else found.device

@@ -132,10 +132,10 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
     return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
 
-def extremes_over(axis: Axis, numbers: Sequence[int], device: torch.device) -> tuple[list[int], list[int]]:
+def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the largest and the smallest of each number over an axis, without autograd."""
-    if axis.transport is None or device.type != "cpu":
-        return extremes(numbers, axis.group, device)
+    if axis.transport is None:
+        return extremes(numbers, axis.group)
     everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
     run(gloo_collectives.all_gather_into_tensor, axis, everyone, torch.tensor(numbers))
     columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import name_ranks
 from autopar.distributed.digest import extremes
 from autopar.distributed.start import start_process_group
@@ -86,7 +86,7 @@ def _all_fine(verdict: tuple[str, str]) -> bool:
     digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
     numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
     world = Axis.of(dist.distributed_c10d._get_default_group(), "world")
-    largest, smallest = extremes(numbers, world.group, device_of(world))
+    largest, smallest = extremes(numbers, world.group)
     return largest == smallest and not largest[0]
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar.distributed.accelerator import device_of_numbers
 from autopar.distributed.gloo_collectives import all_reduce
 
-__all__ = ["checksum", "extremes", "hexdigest", "of_tensor", "of_text", "of_values", "sum_of_bits"]
+__all__ = ["checksum", "extremes", "hexdigest", "of_checksum", "of_tensor", "of_text", "of_values", "sum_of_bits"]
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative
@@ -28,7 +29,11 @@ def of_tensor(tensor: torch.Tensor) -> int:
     """Digest a tensor's bits in their order to a number of 62 bits. Shape and dtype do not count."""
     if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= _SMALL:
         return of_text(_bytes(tensor))
-    plain, placed = checksum(tensor).tolist()
+    return of_checksum(*checksum(tensor).tolist())
+
+
+def of_checksum(plain: int, placed: int) -> int:
+    """Make one number of 62 bits of the two of :func:`checksum`."""
     return (plain * 1_000_003 + placed) & ((1 << _BITS) - 1)
 
 
@@ -57,14 +62,14 @@ def hexdigest(tensor: torch.Tensor) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor's bits as integers, once plainly and once by their place. ``[2]`` on the CPU."""
+    """Sum a tensor's bits as integers, once plainly and once by their place. ``[2]`` on its device."""
     bits = _bits(tensor)
     rows = bits[: bits.numel() // 257 * 257].view(-1, 257).sum(0, dtype=torch.int64)  # 257 interleaved sums
     weights = torch.arange(1, 258, device=rows.device)
     rest = bits[bits.numel() // 257 * 257 :].to(torch.int64)
     plain = rows.sum() + rest.sum()
     placed = (rows * weights).sum() + (rest * weights[: rest.numel()]).sum()
-    return torch.stack([plain, placed]).cpu()
+    return torch.stack([plain, placed])
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,9 +80,9 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return _bits(tensor).sum(dtype=torch.int64)
 
 
-def extremes(numbers: Sequence[int], group: Any, device: torch.device) -> tuple[list[int], list[int]]:
+def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
     """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
-    pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device)
+    pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device_of_numbers(group))
     all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = pair.tolist()
     return largest, [-number for number in smallest]

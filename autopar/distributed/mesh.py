@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.config import ParallelConfig
 from autopar.distributed import collectives
 from autopar.distributed.accessors import MeshAccessors
-from autopar.distributed.axis import Axis, check_divides
+from autopar.distributed.axis import Axis, check_divides, device_of_group
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
@@ -101,7 +101,7 @@ class MPU(MeshAccessors):
         model: of all ranks that get the same batch, one model replica.
         tp_pp: of ranks that together hold each shard once; ``model`` itself where cp is 1.
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
-        device: where this rank computes: its GPU under nccl, else the CPU.
+        device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
         random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
             with this MPU.
 
@@ -126,8 +126,7 @@ class MPU(MeshAccessors):
         self.sizes = MeshSizes(tp, pp, config.data_parallel_size(world), cp)
         self.rank = dist.get_rank()
         self.world_size = world
-        cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = device_of_group()
         self.random_tracker: RandomStateTracker | None = None
         self._owned: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
@@ -145,7 +144,7 @@ class MPU(MeshAccessors):
             self.dp_cp, self.tp_cp, self.tp_pp = (axes[name] for name in ("dp_cp", "tp_cp", "tp_pp"))
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
-        if cuda:
+        if self.device.type != "cpu":
             self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._owned.append(self.control)
         else:

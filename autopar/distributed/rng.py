@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.accelerator import accelerator, device_of_numbers
 from autopar.distributed.axis import Axis
 
 __all__ = [
@@ -40,7 +41,7 @@ class TorchGenerators(NamedTuple):
 
     Attributes:
         cpu: of the CPU.
-        cuda: of the current GPU; None where CUDA was not used so far.
+        cuda: of the current GPU or other accelerator; None where it was not used so far.
     """
 
     cpu: torch.Tensor
@@ -48,21 +49,23 @@ class TorchGenerators(NamedTuple):
 
     @classmethod
     def now(cls, cuda: bool | None = None) -> TorchGenerators:
-        """Read the states of this process; the GPU's where ``cuda`` says so, by default where CUDA was used."""
-        cuda = _cuda_in_use() if cuda is None else cuda
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None)
+        """Read the states of this process; the GPU's where ``cuda`` says so, by default where it was used."""
+        found = accelerator()
+        read = found is not None and (found.in_use if cuda is None else cuda)
+        return cls(torch.get_rng_state(), found.module.get_rng_state() if found is not None and read else None)
 
     @classmethod
     def of_seed(cls, seed: int, cuda: bool) -> TorchGenerators:
         """Return the states right after seeding; the generators of this process are left alone."""
         cpu = torch.Generator().manual_seed(seed).get_state()
-        return cls(cpu, torch.Generator("cuda").manual_seed(seed).get_state() if cuda else None)
+        found = accelerator() if cuda else None
+        return cls(cpu, None if found is None else found.seeded(seed))
 
     def restore(self) -> None:
         """Go on from these states; a GPU's is left alone if there is none."""
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda)
+        if self.cuda is not None and (found := accelerator()) is not None:
+            found.module.set_rng_state(self.cuda)
 
 
 class Generators(NamedTuple):
@@ -93,7 +96,7 @@ class Generators(NamedTuple):
         """Hash each state: name for messages -> 12 characters."""
         digests = {
             "random state of torch": self.torch.cpu.numpy().tobytes(),
-            "random state of torch (CUDA)": b"" if self.torch.cuda is None else self.torch.cuda.numpy().tobytes(),
+            "random state of torch (GPU)": b"" if self.torch.cuda is None else self.torch.cuda.numpy().tobytes(),
             "random state of Python's random": repr(self.python).encode(),
             "random state of numpy": repr(_plain(self.numpy)).encode(),
         }
@@ -117,10 +120,10 @@ def kept() -> Iterator[Generators]:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's default generators, on the CPU and on the current GPU where CUDA was used."""
+    """Seed torch's default generators, on the CPU and on the current GPU where that was used."""
     torch.default_generator.manual_seed(seed)
-    if _cuda_in_use():
-        torch.cuda.manual_seed(seed)
+    if (found := accelerator()) is not None and found.in_use:
+        found.module.manual_seed(seed)
 
 
 def switch_stream(seed: int) -> None:
@@ -167,24 +170,17 @@ def base_seed(needed: bool = True) -> Iterator[int | None]:
         raise
 
 
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
 @contextmanager
-def same_draws(device: torch.device) -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """Draw rank 0's numbers from torch's CPU generator on every rank; one that had another state goes back to it.
 
     A collective of the world.
-
-    Args:
-        device: where the world communicates.
     """
     if dist.get_world_size() == 1:
         yield
         return
     own = TorchGenerators.now(cuda=False)
-    staged = own.cpu.to(device, copy=True)
+    staged = own.cpu.to(device_of_numbers(), copy=True)
     dist.broadcast(staged, src=0)
     first = TorchGenerators(staged.cpu(), None)
     first.restore()
@@ -195,15 +191,11 @@ def same_draws(device: torch.device) -> Iterator[None]:
             own.restore()
 
 
-def sync_generators(axis: Axis, device: torch.device) -> None:
-    """Broadcast the first rank's default generators over ``axis``. A collective of the axis.
-
-    Args:
-        device: where the axis communicates.
-    """
+def sync_generators(axis: Axis) -> None:
+    """Broadcast the first rank's default generators over ``axis``. A collective of the axis."""
     if axis.size == 1:
         return
     mine: list[Any] = [Generators.now() if axis.rank == 0 else None]
-    dist.broadcast_object_list(mine, src=axis.ranks[0], group=axis.group, device=device)
+    dist.broadcast_object_list(mine, src=axis.ranks[0], group=axis.group, device=device_of_numbers(axis.group))
     if axis.rank != 0:
         mine[0].restore()

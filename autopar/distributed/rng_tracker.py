@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from autopar.distributed.accelerator import accelerator
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, nearest
@@ -67,7 +68,7 @@ class RandomStateTracker:
     """
 
     def __init__(self, cuda: bool | None = None) -> None:
-        self._cuda = torch.cuda.is_available() if cuda is None else cuda
+        self._cuda = accelerator() is not None if cuda is None else cuda
         self._streams: dict[str, StreamState] = {}
         self._forks: list[str] = []  # the forks around this point of the program, innermost last
         self._outside: TorchGenerators | None = None  # the default stream, inside a fork

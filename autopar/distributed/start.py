@@ -15,11 +15,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from autopar.distributed.accelerator import accelerator
 from autopar.errors import ConfigError
 
 __all__ = ["TIMEOUT", "name_of_attempt", "start_process_group"]
@@ -31,22 +31,22 @@ _PAUSE = 0.05  # seconds between two looks at the store
 def start_process_group() -> None:
     """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
 
-    gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs. On GPUs the current device becomes
-    ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
+    gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs, and another accelerator has its own backend.
+    The current device becomes ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
     """
     if dist.is_initialized():
         return
-    cuda = torch.cuda.is_available()
-    if cuda:
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    found = accelerator()
+    if found is not None:
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), found.module.device_count()
         if here > gpus:
             raise ConfigError(
-                f"{here} processes were started on a machine with {gpus} GPUs: nccl needs one for each.\n"
-                f"  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') to "
-                "compute on the CPU with gloo."
+                f"{here} processes were started on a machine with {gpus} GPUs: {found.backend} needs one for "
+                f"each.\n  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') "
+                "to compute on the CPU with gloo."
             )
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        found.module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "gloo" if found is None else f"cpu:gloo,{found.type}:{found.backend}"
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -144,7 +144,10 @@ def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: s
         return [1.0] * len(microbatches)
     if reduction == "microbatch":
         return [1 / len(microbatches)] * len(microbatches)
-    counts = [label_count(microbatch, main_input, shifted) for microbatch in microbatches]
+    found = [_labels_in(microbatch, main_input, shifted) for microbatch in microbatches]
+    tensors = [count for count in found if isinstance(count, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU, not one of each micro-batch
+    counts = [next(numbers) if isinstance(count, torch.Tensor) else count for count in found]
     total = sum(counts)
     return [count / total for count in counts] if total else [0.0] * len(counts)
 
@@ -232,12 +235,16 @@ def weights_over_replicas(weights: list[float], counts: list[int], replica: int)
 
 def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> int:
     """Count the labels of a batch that count in its loss; its samples, if it has none."""
+    return int(_labels_in(microbatch, main_input, shifted))
+
+
+def _labels_in(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> torch.Tensor | int:
     labels = microbatch.get("shift_labels", microbatch.get("labels"))
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
         return batch_size(microbatch, main_input)
     if shifted and labels.ndim > 1 and microbatch.get("shift_labels") is None:
         labels = labels[..., 1:]
-    return int((labels != -100).sum())
+    return (labels != -100).sum()
 
 
 def shifts_labels(model: Any) -> bool:

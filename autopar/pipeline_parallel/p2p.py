@@ -23,6 +23,7 @@ import torch.distributed as dist
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
+from autopar.distributed.accelerator import accelerator
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import GRACE, FailureLog, first_line
 from autopar.distributed.mesh import MPU, new_pipeline_group
@@ -132,10 +133,12 @@ class P2P:
         self.device, self.failures, self.timeout = mpu.device, failures, failures.timeout
         self.others = [place for place in range(self.axis.size) if place != self.axis.rank]
         self._control = new_pipeline_group(mpu, "pp control", backend="gloo")
+        found = accelerator()
+        backend = None if found is None else found.backend_of()
         self._groups: Mapping[tuple[bool, bool], Any] = {
             (backward, up): self._control
-            if mpu.device.type == "cpu"
-            else new_pipeline_group(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend="nccl")
+            if backend is None
+            else new_pipeline_group(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend=backend)
             for backward, up in itertools.product((False, True), repeat=2)
         }
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []

@@ -36,7 +36,8 @@ def allocated_line(model: nn.Module, planned: tuple[RankBytes, bool], device: to
     local: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     weights, buffers = sum(p.nbytes for p in local), sum(b.nbytes for b in model.buffers())
     later = f", gradients {_megabytes(held.gradients)}" + (f", optimizer {_megabytes(held.optimizer)}" if known else "")
-    used = f"; {_megabytes(torch.cuda.memory_allocated(device))} of {device}" if device.type == "cuda" else ""
+    measured = device.type != "cpu" and hasattr(torch.get_device_module(device), "memory_allocated")
+    used = f"; {_megabytes(torch.get_device_module(device).memory_allocated(device))} of {device}" if measured else ""
     return (
         f"planned: weights {_megabytes(held.weights)}, buffers {_megabytes(held.buffers)}{later}; "
         f"allocated: weights {_megabytes(weights)}, buffers {_megabytes(buffers)}{used}"

@@ -56,7 +56,7 @@ def attach(
     check = None
     if config.consistency_check and mpu.tp_cp.size > 1:
         kind, _, number = config.consistency_inputs.partition(" ")
-        every = {"auto": 10 if mpu.device.type == "cuda" else 1, "first": 0, "always": 1}.get(kind)
+        every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
         check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
         check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check, takeover)

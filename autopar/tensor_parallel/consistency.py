@@ -65,6 +65,8 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
+        self._step, self._begun = 0, 0  # steps made before the last training forward, and the first forward after them
+        steps.shard_is_read = every == 1
 
     def find_sharded(self, model: nn.Module) -> None:
         """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of tp."""
@@ -94,6 +96,8 @@ class ForwardCheck:
         self._forwards[model.training] += 1
         whole = self._is_whole(model)
         full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
+        if model.training:
+            self._look_ahead(number)
         if not full and not self.every:
             return
         brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
@@ -164,9 +168,22 @@ class ForwardCheck:
         self._whole_after = made if due else self._whole_after
         return due
 
+    def _look_ahead(self, number: int) -> None:
+        """Tell the steps whether contents are compared in a forward that comes between the next step and the one after.
+
+        As many forwards are expected there as there were after the last step.
+        """
+        if self.steps.made != self._step:
+            self._step, self._begun = self.steps.made, number
+        ahead = number + 1 - self._begun
+        every = self.steps.whole_every
+        whole = every > 0 and (self.steps.made + 1) // every > self._whole_after // every
+        self.steps.shard_is_read = whole or (self.every > 0 and -(number + 1) % self.every < ahead)
+
     def _digests(self, model: nn.Module, arguments: Mapping[str, Any], *, whole: bool = False) -> list[int]:
         states = self._states(model)
-        weights = [int(sum_of_bits(part)) for part in self._samples.replicated(model, whole=whole)]
+        sums = [sum_of_bits(part) for part in self._samples.replicated(model, whole=whole)]
+        weights = torch.stack(sums).tolist() if sums else []
         shard = self._samples.sharded(model)
         apart = -1 - self.mpu.tp_cp.rank
         gradient, state = (apart, apart) if self.steps.last_shard is None else self.steps.last_shard[1:]
@@ -183,13 +200,13 @@ class ForwardCheck:
         """The states of the generators that the model draws from."""
         drawn = set(self._drawn[model.training])
         if self.region.draws(model.training):
-            drawn |= {"random state of torch"} | ({"random state of torch (CUDA)"} if self._cuda else set())
+            drawn |= {"random state of torch"} | ({"random state of torch (GPU)"} if self._on_gpu else set())
         known = (self._before or Generators.now().digests()) if drawn else {}
         return {name: known[name] for name in sorted(drawn) if name in known}
 
     @property
-    def _cuda(self) -> bool:
-        return self.mpu.device.type == "cuda"
+    def _on_gpu(self) -> bool:
+        return self.mpu.device.type != "cpu"
 
     def _compare(self, numbers: list[int]) -> _Verdict:
         """Compare up to four digests that must be alike and three that must differ; those that are missing do.
@@ -198,9 +215,8 @@ class ForwardCheck:
         """
         axis, missing = self.mpu.tp_cp, 7 - len(numbers)
         numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
-        cpu = "gloo" in str(dist.get_backend_config(axis.group))
         with self.failures.blame("comparing what the forward begins with", axis.ranks):
-            largest, smallest = extremes_over(axis, numbers, torch.device("cpu") if cpu else self.mpu.device)
+            largest, smallest = extremes_over(axis, numbers)
         same = [high == low for high, low in zip(largest, smallest, strict=True)]
         return _Verdict(all(same[:4]), same[4], same[5] or same[6])
 

@@ -200,7 +200,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
         if check is not None and mpu.pp.size == 1:
             check.check_call("generate")
-        sync_generators(mpu.model, mpu.device)
+        sync_generators(mpu.model)
         first = contextlib.nullcontext() if check is None else check.first_only()
         with first, activation_checkpoint.paused(self):
             return type(self).generate(self, *args, **kwargs)

@@ -93,9 +93,9 @@ def seeded_axis(group: Group | None, layer: str) -> Axis:
     if axis.size == 1:
         return axis
     device = device_of(axis)
-    states = TorchGenerators.now(cuda=device.type == "cuda")
+    states = TorchGenerators.now(cuda=device.type != "cpu")
     state = b"".join(each.numpy().tobytes() for each in states if each is not None)
-    largest, smallest = extremes([of_text(state)], axis.group, device)
+    largest, smallest = extremes([of_text(state)], axis.group)
     if largest != smallest:
         raise ConsistencyError(
             f"{layer}: the random states of the ranks {list(axis.ranks)} differ: they would draw different weights.\n"

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -50,8 +49,7 @@ class WeightSamples:
             return
         parts = [_first_rows(weight) for weight in weights]
         digests = [0 if part is None else of_tensor(part) for part in parts]
-        device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(axis.group)) else weights[0].device
-        largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)], device)
+        largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)])
         differ = [high != low for high, low in zip(largest, smallest, strict=True)]
         found = zip(weights, differ, largest[len(weights) :], strict=False)
         self.apart = {id(weight): weight for weight, apart, missing in found if apart and not missing}

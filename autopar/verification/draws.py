@@ -60,7 +60,9 @@ class _Draws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note(self, x: torch.Tensor) -> None:
-        generator = torch.cuda.get_rng_state() if x.is_cuda else torch.get_rng_state()
+        generator = (
+            torch.get_rng_state() if x.is_cpu or x.is_meta else torch.get_device_module(x.device).get_rng_state()
+        )
         state = hashlib.blake2b(generator.numpy().tobytes(), digest_size=8).hexdigest()
         self.found.append(Draw(self.stack[-1] if self.stack else "", tuple(x.shape), state))
 

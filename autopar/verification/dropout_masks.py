@@ -48,7 +48,8 @@ class DrawnMask(NamedTuple):
 
 def generator_state(device: torch.device) -> str:
     """Return a digest of the state of the default generator of a device."""
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    on_host = device.type in ("cpu", "meta")
+    state = torch.get_rng_state() if on_host else torch.get_device_module(device).get_rng_state(device)
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 

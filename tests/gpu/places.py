@@ -1,6 +1,11 @@
-"""Where the tests of this folder run: each on the CPU, where there is no GPU, and on the GPU, where there is one."""
+"""Where the tests of this folder run: each on the CPU, where there is no GPU, and on the GPU, where there is one.
+
+With ``AUTOPAR_SIMULATED=1`` they run on the simulated device (:mod:`tests.gpu.simulated`) and nowhere else.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -15,4 +20,9 @@ GPU = pytest.param(
         pytest.mark.filterwarnings("default"),  # those of drivers and nccl are not this project's
     ],
 )
-on_each = pytest.mark.parametrize("place", [CPU, GPU])
+PLACES = [CPU, GPU]
+if os.environ.get("AUTOPAR_SIMULATED"):
+    from tests.gpu import simulated
+
+    PLACES = [pytest.param(simulated.start().type)]
+on_each = pytest.mark.parametrize("place", PLACES)

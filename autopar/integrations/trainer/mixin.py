@@ -143,7 +143,7 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         state = model._autopar
         check_parallelized(state.config, self.args, self.optimizer, state.step)
         ours, theirs = model.mpu.device, self.args.device
-        elsewhere = ours.type == "cuda" and theirs.index not in (None, ours.index)
+        elsewhere = ours.type != "cpu" and theirs.index not in (None, ours.index)
         if ours.type != theirs.type or elsewhere:
             raise ConfigError(
                 f"the model computes on {ours}, and args.device is {theirs}: let "

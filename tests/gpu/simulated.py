@@ -1,0 +1,208 @@
+"""The device ``sim``: an accelerator as torch sees one, whose memory is the host's and whose kernels are the CPU's.
+
+``start()`` makes it in this process, which keeps it: use it in ranks of its own. Tensors on it are torch's own and not
+a subclass, so autograd runs their backward in a thread of its own, as on CUDA, and storages, views and ``.data`` work.
+What goes wrong on an accelerator only goes wrong here too:
+
+- an operation on a tensor of the device and one of the host (0-dimensional ones are allowed) raises as on CUDA;
+- it has its own random generator;
+- whatever would make the host wait on CUDA is noted with its place while :func:`~tests.gpu.host_waits.waits` looks.
+
+Collectives go over gloo, on the same memory. There are no streams: everything is done when it returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.host_waits import INDEXED, note, tensors_in, waits_for
+from tests.gpu.simulated_module import make_module
+
+NAME = "sim"
+BACKEND = f"cpu:gloo,{NAME}:{NAME}gloo"
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_C10D = [
+    *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_"),
+    *("allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_", "broadcast_", "reduce_"),
+    *("reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "send", "recv_"),
+    *("recv_any_source_", "barrier", "monitored_barrier_"),
+]
+_libraries: list[Any] = []  # what torch.library has registered ends with these
+
+
+def compiled() -> Path:
+    """Compile the part in C++, once for each source and torch; raises FileNotFoundError without a g++."""
+    text = _SOURCE.read_bytes() + torch.__version__.encode()
+    library = Path(tempfile.gettempdir()) / f"autopar-simulated-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if not library.exists():
+        root = Path(torch.__file__).parent
+        headers = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+        own = library.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-O0", "-std=c++20", "-fPIC", "-shared", "-w", *headers, str(_SOURCE), f"-L{root / 'lib'}"]
+        subprocess.run([*command, "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(own)], check=True, capture_output=True)
+        own.replace(library)
+    return library
+
+
+@functools.cache
+def start() -> torch.device:
+    """Make the device in this process."""
+    torch.ops.load_library(str(compiled()))
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, make_module(NAME))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    every, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
+    every.fallback(_on_host, "PrivateUse1")  # torch.tensor(..., device=...) inside a dispatch mode does not find it
+    aten.impl("_copy_from", functools.partial(_on_host, torch.ops.aten._copy_from.default), "PrivateUse1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are overridden
+        for name in _C10D:
+            function = functools.partial(_on_host, getattr(torch.ops.c10d, name).default)
+            c10d.impl(name, function, "PrivateUse1", allow_override=True)
+    convolution = functools.partial(_on_host, torch.ops.aten.convolution.default)
+    aten.impl("convolution_overrideable", convolution, "PrivateUse1")
+    aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    _libraries.extend((every, aten, c10d))
+    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = _compatible  # type: ignore[assignment]
+    dist.Backend.register_backend(f"{NAME}gloo", _gloo, devices=[NAME])
+    return torch.device(NAME, 0)
+
+
+@functools.cache
+def _host_group(group: Any) -> Any:
+    """Return a group that carries the host's tensors by what carries the device's in this one."""
+    same = dist.ProcessGroup(group.rank(), group.size())
+    backend = group._get_backend(torch.device(NAME))
+    same._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    same._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return same
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
+
+
+# -- Tensor.data from one device to the other: torch allows it for CPU and CUDA, not for devices from elsewhere --------
+
+
+def _set_data(x: torch.Tensor, data: torch.Tensor) -> None:
+    if x.device.type != data.device.type and NAME in (x.device.type, data.device.type):
+        torch.ops.sim.set_data(x, data)
+    else:
+        torch._C.TensorBase.data.__set__(x, data)
+
+
+_torchs_compatible = torch._has_compatible_shallow_copy_type
+
+
+def _compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:
+    return {input.device.type, from_.device.type} <= {"cpu", NAME} or _torchs_compatible(input, from_)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    name: str
+    writes: bool
+    draws: bool
+    tensors: frozenset[int]  # positions of arguments that are tensors: torch gives numbers there as numbers
+
+
+@functools.cache
+def _kind(op: Any) -> _Kind:
+    arguments = op._schema.arguments
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
+    draws = any(argument.name == "generator" for argument in arguments)
+    tensors = frozenset(at for at, argument in enumerate(arguments) if str(argument.type) == "Tensor")
+    return _Kind(op._schema.name.split("::")[1], writes, draws, tensors)
+
+
+def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation on the memory of its tensors, by the kernel of the CPU."""
+    kind = _kind(op)
+    _check_places(op, kind, args, kwargs)
+    waiting = waits_for(kind.name, args, kwargs)
+    if waiting:
+        note(waiting)
+    hosts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if kind.draws and kwargs.get("generator") is None:
+        kwargs = {**kwargs, "generator": torch.ops.sim.default_generator()}
+    args, kwargs = _to_host(args, hosts), _to_host(kwargs, hosts)
+    if any(isinstance(args[at], int | float) for at in kind.tensors if at < len(args)):
+        args = tuple(
+            torch.tensor(value) if at in kind.tensors and isinstance(value, int | float) else value
+            for at, value in enumerate(args)
+        )
+    result = _copy(*args, **kwargs) if kind.name == "_copy_from" else op(*args, **kwargs)
+    if kind.writes:
+        for host, x in hosts:
+            if host.shape != x.shape or host.data_ptr() != x.data_ptr():  # an out= that was too small
+                x.resize_(host.shape)
+                torch.ops.sim.on_host(x).copy_(host)
+    return _to_device(result, hosts)
+
+
+def _convolution_backward(grad: Any, x: Any, weight: Any, *settings: Any) -> Any:
+    *how, transposed, padding, groups, wanted = settings
+    biases = [weight.shape[1] * groups if transposed else weight.shape[0]]
+    backward = torch.ops.aten.convolution_backward.default
+    return _on_host(backward, grad, x, weight, biases, *how, transposed, padding, groups, wanted)
+
+
+def _copy(source: torch.Tensor, out: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return out.copy_(source)
+
+
+def _check_places(op: Any, kind: _Kind, args: Any, kwargs: Any) -> None:
+    if kind.name in INDEXED or kind.name.startswith("_copy_from"):  # indices may lie on the host
+        return
+    for x in tensors_in((args, kwargs)):
+        if x.device.type != NAME and x.dim():
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{NAME}:0 and {x.device}! (in {op})"
+            )
+
+
+def _to_host(value: Any, hosts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != NAME:
+            return value
+        host = torch.ops.sim.on_host(value)
+        hosts.append((host, value))
+        return host
+    if isinstance(value, list | tuple):
+        return type(value)(_to_host(one, hosts) for one in value)
+    if isinstance(value, dict):
+        return {name: _to_host(one, hosts) for name, one in value.items()}
+    if isinstance(value, torch.device) and value.type == NAME:
+        return torch.device("cpu")
+    if isinstance(value, torch.Generator) and value.device.type == NAME:
+        return torch.ops.sim.host_generator(value)
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return _host_group(dist.ProcessGroup.unbox(value)).boxed()
+    return value
+
+
+def _to_device(value: Any, hosts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        for host, x in hosts:
+            if host is value:
+                return x
+        return torch.ops.sim.on_device(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_to_device(one, hosts) for one in value)
+    return value

@@ -1,0 +1,223 @@
+"""What a parallelized model does on an accelerator, as the simulated device shows it; the plain one is on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaForCausalLM
+
+import autopar
+from autopar.distributed.rng import seeded
+from autopar.distributed.rng_tracker import manual_seed
+from autopar.errors import ConfigError
+from tests.exchange import everyones
+from tests.gpu import simulated, test_one_rank
+from tests.gpu.device_ranks import needs_compiler, on_device
+from tests.gpu.host_waits import waits
+from tests.parity import all_close, close, whole
+from tests.small import gpt2, llama, parallel
+
+pytestmark = needs_compiler
+
+IDS = torch.randint(0, 131, (4, 9), generator=torch.Generator().manual_seed(3))
+FAMILIES = {"gpt2": gpt2, "llama": llama}
+TP2: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 2}}
+DEVICE = {simulated.NAME}
+
+
+def places(model: Any) -> set[str]:
+    return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+
+
+@on_device(world_size=1)
+def test_the_device_is_one_as_torch_sees_it() -> None:
+    device = simulated.start()
+    x = torch.ones(3, 4, device=device)
+    assert type(x) is torch.Tensor and torch.accelerator.current_accelerator() == torch.device(device.type)
+    assert x.t().untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        x + torch.ones(4)
+    assert torch.equal(x + torch.tensor(1.0), torch.full_like(x, 2.0))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    drawn = torch.rand(3, device=device)
+    assert torch.equal(torch.get_rng_state(), before)  # it has a generator of its own
+    assert not torch.equal(torch.rand(3, device=device), drawn)
+
+
+@on_device(world_size=1)
+def test_what_makes_the_host_wait_is_noted_with_its_place() -> None:
+    x = torch.ones(3, 4, device=simulated.start(), requires_grad=True)
+    mask = x.detach() > 0
+    with waits() as found:
+        y = (x * 2).masked_fill(mask, 0.5).sum()
+        y.backward()
+        torch.tensor([1, 2]).to(x.device, non_blocking=True)
+    assert not found
+    for wait in (
+        y.item,
+        x.tolist,
+        x.cpu,
+        mask.nonzero,
+        functools.partial(bool, y > 0),
+        functools.partial(x.__getitem__, mask),
+        functools.partial(torch.tensor, [1, 2], device=x.device),
+        functools.partial(torch.equal, x, x),
+    ):
+        with waits() as found:
+            wait()
+        assert found and found[0].function == "test_simulated.py test_what_makes_the_host_wait_is_noted_with_its_place"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "context_parallel_size", "sequence_parallel"])
+@on_device(world_size=2)
+def test_outputs_loss_and_gradients_are_the_plain_models(family: str, size: str) -> None:
+    plain = FAMILIES[family]()
+    sizes = {"tensor_parallel_size": 2, size: True} if size == "sequence_parallel" else {size: 2}
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    assert places(model) == DEVICE
+    ids = IDS.to(model.mpu.device)
+    expected, found = plain(IDS, labels=IDS), model(ids, labels=ids)
+    expected.loss.backward()
+    found.loss.backward()
+    if model.mpu.cp.size > 1:
+        autopar.average_gradients(model)
+    close(found.loss.detach().cpu(), expected.loss.detach(), "loss")
+    close(found.logits.detach().cpu(), expected.logits.detach(), "logits")
+    assert {parameter.grad.device.type for parameter in model.parameters()} == DEVICE
+    gradients = whole(model, lambda parameter: parameter.grad)
+    all_close(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()}, "gradient of {}")
+
+
+@on_device(world_size=1)
+def test_a_model_on_one_rank_draws_from_the_devices_generator() -> None:
+    plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
+    model = parallel(copy.deepcopy(plain), 1).train()
+    ids = IDS.to(model.mpu.device)
+    plain.to(model.mpu.device)
+    torch.manual_seed(5)
+    expected = plain(ids).logits
+    torch.manual_seed(5)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@on_device(world_size=2)
+def test_dropout_is_alike_outside_of_sharded_regions_and_recomputed_alike() -> None:
+    plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
+    model = parallel(copy.deepcopy(plain), 2).train()
+    section = {"enable": True, "cpu_checkpointing": True}
+    again = parallel(copy.deepcopy(plain), 2, activation_checkpointing=section).train()
+    ids = IDS.to(model.mpu.device)
+    for each in (model, again):
+        torch.manual_seed(5)
+        each(ids, labels=ids).loss.backward()
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        close(other.grad, parameter.grad, name)
+    logits = model(ids).logits.detach()
+    assert torch.equal(*everyones(logits.cpu(), model.mpu.tp.group))
+    assert not torch.equal(model(ids).logits, logits)
+
+
+@on_device(world_size=2)
+def test_ranks_have_streams_of_their_own_on_the_device() -> None:
+    mpu = autopar.MPU(tensor_parallel_size=2)
+    tracker = manual_seed(1234, mpu)
+    alike = torch.rand(3, device=mpu.device)
+    with tracker.fork():
+        apart = torch.rand(3, device=mpu.device)
+    with seeded(7 + mpu.rank):
+        seeded_apart = torch.rand(3, device=mpu.device)
+    later = torch.rand(3, device=mpu.device)
+    for drawn, same in ((alike, True), (apart, False), (seeded_apart, False), (later, True)):
+        assert torch.equal(*everyones(drawn.cpu())) == same
+
+
+@on_device(world_size=2)
+def test_generation_is_the_plain_models() -> None:
+    for build in (gpt2, llama):
+        plain = build().eval()
+        model = parallel(copy.deepcopy(plain), 2).eval()
+        ids = IDS.to(model.mpu.device)
+        for more in ({}, {"num_beams": 2}):
+            settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **more}
+            assert torch.equal(model.generate(ids, **settings).cpu(), plain.generate(IDS, **settings))
+        sampled = model.generate(ids, max_new_tokens=6, do_sample=True, eos_token_id=None)
+        assert torch.equal(*everyones(sampled.cpu(), model.mpu.tp.group))
+
+
+@on_device(world_size=2)
+def test_a_model_without_memory_is_loaded_onto_the_device(tmp_path: Any) -> None:
+    plain = llama()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path)
+    dist.barrier()
+    model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, TP2)
+    assert places(model) == DEVICE
+    for name, value in whole(model, lambda parameter: parameter.data).items():
+        assert torch.equal(value, plain.get_parameter(name).data), name
+    close(model(IDS.to(model.mpu.device)).logits.cpu(), plain(IDS).logits, "logits")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@on_device(world_size=2)
+def test_a_checkpoint_comes_back_on_the_device(tp: int, tmp_path: Any) -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"model_parallelism": {"tensor_parallel_size": tp}, "zero": {"stage": 2 - tp}}
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    ids = IDS.to(model.mpu.device)
+    model(ids, labels=ids).loss.backward()
+    if tp == 1:
+        autopar.average_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    tensors = [*model.state_dict().values(), *held]
+    before = [(tensor.device, tensor.clone()) for tensor in tensors]
+    model.save_parallelized(tmp_path / "own", timeout=60, optimizer=optimizer)
+    model.save_parallelized(tmp_path / "merged", timeout=60, merge_checkpoints=True)
+    drawn = torch.rand(3, device=model.mpu.device)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.zero_()
+    model.from_parallelized(tmp_path / "own", timeout=60, optimizer=optimizer)
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    for tensor, (device, value) in zip([*model.state_dict().values(), *held], before, strict=True):
+        assert tensor.device == device and torch.equal(tensor, value)
+    assert {value.device.type for value in held if value.dim()} == DEVICE
+    assert torch.equal(torch.rand(3, device=model.mpu.device), drawn)
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, value in whole(model, lambda parameter: parameter.data).items():
+        assert torch.equal(value, merged[name]), name
+    plain = autopar.deparallelize(model)
+    assert places(plain) == DEVICE
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value.cpu(), merged[name]), name
+
+
+@on_device(world_size=2)
+def test_ids_and_targets_that_are_too_large_are_errors() -> None:
+    model = parallel(llama(), 2)
+    ids = IDS.to(model.mpu.device)
+    with pytest.raises((IndexError, RuntimeError), match="index out of range in an embedding of 131 rows"):
+        model(ids + 131)
+    with pytest.raises((ConfigError, RuntimeError), match="a target is outside the vocabulary of 131"):
+        model(ids, labels=ids + 131)
+
+
+def test_the_tests_for_a_gpu_pass_on_the_device() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(test_one_rank.__file__))]
+    environment = {**os.environ, "AUTOPAR_SIMULATED": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "[cpu" not in done.stdout

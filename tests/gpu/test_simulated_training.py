@@ -1,0 +1,181 @@
+"""Training steps on the simulated device: what they compute, and where the host waits for the device.
+
+A step (forward, backward, average, clipping, ``optimizer.step``) waits nowhere. What does, and why, is in
+:data:`WAITS`: each entry is a file and function of autopar.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from tests.gpu.device_ranks import needs_compiler, on_device
+from tests.gpu.host_waits import Wait, waits
+from tests.parity import all_close, close, whole
+from tests.small import llama
+
+pytestmark = needs_compiler
+
+IDS = torch.randint(0, 131, (4, 9), generator=torch.Generator().manual_seed(3))
+UNCHECKED: dict[str, Any] = {"consistency_check": {"enable": False}}
+ZERO: dict[str, Any] = {"zero": {"stage": 1}, "gradient_clipping": 1.0}
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_parallel_size": 2},
+    "sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "dp": {"tensor_parallel_size": 1},
+    "cp": {"context_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2},
+}
+
+LABELS = "microbatch.py weights_of"
+WAITS = {
+    LABELS: "a pipeline weighs the losses of micro-batches by their labels: one wait for the counts of a batch",
+    "optimizer.py _agree": "fp16: whether a step is skipped is known to the host, as with torch's GradScaler",
+    "consistency.py _digests": "contents are compared in a forward of every ten",
+    "weight_samples.py <genexpr>": "the same: whether a sample of a weight tells ranks apart",
+    "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
+    "step_digests.py _digest_of": "the step before such a forward: a digest of a gradient and of the optimizer's state",
+    "step_digests.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
+}
+
+
+def own(found: list[Wait]) -> list[str]:
+    """File and function of what autopar has waited for."""
+    return [wait.function for wait in found if wait.own]
+
+
+def started(optimizer_of: Callable[[Any], torch.optim.Optimizer], **config: Any) -> tuple[Any, Any, Any, Any]:
+    """The plain model and the parallel one, each with its optimizer."""
+    plain = llama().train()
+    model = copy.deepcopy(plain)
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer_of(model.parameters()))
+    return plain, optimizer_of(plain.parameters()), model, optimizer
+
+
+def step(model: Any, optimizer: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """One step of a loop as users write it. Returns this replica's loss; None in a pipeline, on a stage without it."""
+    mpu = model.mpu
+    if mpu.pp.size > 1:
+        loss = model.execute_pipeline({"input_ids": ids, "labels": ids}).loss
+    else:
+        loss = model(ids, labels=ids).loss
+        (optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss).backward()
+    if mpu.dp_cp.size > 1:
+        autopar.average_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return None if loss is None else loss.detach()
+
+
+def plain_step(plain: Any, optimizer: torch.optim.Optimizer, clip: bool = True) -> torch.Tensor:
+    loss = plain(IDS, labels=IDS).loss
+    loss.backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def share(model: Any) -> torch.Tensor:
+    """This replica's samples, on the device."""
+    mpu = model.mpu
+    return IDS.chunk(mpu.dp.size)[mpu.dp.rank].to(mpu.device)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@on_device(world_size=2)
+def test_three_steps_are_the_plain_models_and_wait_for_nothing(mesh: str) -> None:
+    config = {"model_parallelism": MESHES[mesh], **ZERO, **UNCHECKED}
+    plain, reference, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), **config)
+    ids = share(model)
+    for _ in range(3):
+        expected = plain_step(plain, reference)
+        with waits() as found:
+            loss = step(model, optimizer, ids)
+        if loss is not None and mesh != "dp":
+            close(loss.cpu(), expected, "loss")
+        assert [wait.place for wait in found if not wait.own] == []
+        assert own(found) == ([LABELS] if mesh == "pp" else [])
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert {value.device for value in (*model.parameters(), *held) if value.dim()} == {model.mpu.device}
+    if mesh != "pp":
+        weights = whole(model, lambda parameter: parameter.data)
+        all_close(weights, {name: parameter.data for name, parameter in plain.named_parameters()}, "{} after the steps")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@on_device(world_size=2)
+def test_half_precision_learns_as_the_plain_model(dtype: str) -> None:
+    config = {"model_parallelism": MESHES["tp"], "precision": {"dtype": dtype}, **ZERO, **UNCHECKED}
+    plain, reference, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), **config)
+    ids = share(model)
+    for _ in range(3):
+        expected = plain_step(plain, reference)
+        with waits() as found:
+            loss = step(model, optimizer, ids)
+        assert loss is not None
+        close(loss.float().cpu(), expected, "loss", {"bf16": 2**-8, "fp16": 2**-11}[dtype])
+        assert [wait.place for wait in found if not wait.own] == []
+        assert own(found) == ([] if dtype == "bf16" else ["optimizer.py _agree"])
+    assert {parameter.dtype for parameter in model.parameters()} == {
+        getattr(torch, {"bf16": "bfloat16"}.get(dtype, "float16"))
+    }
+    assert {parameter.device for parameter in model.parameters()} == {model.mpu.device}
+
+
+@on_device(world_size=2)
+def test_with_checks_only_every_tenth_forward_waits() -> None:
+    model_parallelism = MESHES["tp"]
+    *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=model_parallelism)
+    ids = share(model)
+    checked = ["consistency.py _digests", *["weight_samples.py <genexpr>"] * 2, *["digest.py of_tensor"] * 3]
+    for number in range(12):
+        with waits() as found:
+            step(model, optimizer, ids)
+        expected = checked if number in (0, 10) else ["step_digests.py _digest_of"] * 2 if number == 9 else []
+        assert own(found) == expected, f"step {number}: {[wait.place for wait in found]}"
+
+
+@on_device(world_size=2)
+def test_shards_are_digested_where_gradients_accumulate_over_forwards() -> None:
+    *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=MESHES["tp"])
+    ids, read = share(model), []
+    for number in range(8):
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+        with waits() as found:
+            optimizer.step()
+        read += [number] if own(found) else []
+    assert read == [4]  # forwards 10 and 11 come after it
+
+
+@on_device(world_size=2)
+def test_replicas_compare_their_first_steps_and_a_sample_later() -> None:
+    config = {"model_parallelism": MESHES["dp"], **ZERO}
+    *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), **config)
+    ids, waited = share(model), []
+    for _ in range(10):
+        with waits() as found:
+            step(model, optimizer, ids)
+        assert set(own(found)) <= {"digest.py of_tensor", "step_digests.py digest_step"}
+        waited.append(len(own(found)))
+    assert waited[:3] == [3, 3, 3] and sum(waited[3:]) <= 2
+
+
+@on_device(world_size=2)
+def test_decoding_waits_only_where_generate_of_transformers_does() -> None:
+    for check in (UNCHECKED, {}):
+        model = autopar.initialize(llama().eval(), {"model_parallelism": MESHES["tp"], **check})
+        ids = share(model)
+        settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        model.generate(ids, **settings)  # with checks its first forward is compared
+        with waits() as found:
+            model.generate(ids, **settings)
+        assert found and own(found) == []
+        model.mpu.destroy()
