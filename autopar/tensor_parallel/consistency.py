@@ -200,13 +200,10 @@ class ForwardCheck:
         """The states of the generators that the model draws from."""
         drawn = set(self._drawn[model.training])
         if self.region.draws(model.training):
-            drawn |= {"random state of torch"} | ({"random state of torch (GPU)"} if self._on_gpu else set())
+            on_gpu = self.mpu.device.type != "cpu"
+            drawn |= {"random state of torch"} | ({"random state of torch (GPU)"} if on_gpu else set())
         known = (self._before or Generators.now().digests()) if drawn else {}
         return {name: known[name] for name in sorted(drawn) if name in known}
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.mpu.device.type != "cpu"
 
     def _compare(self, numbers: list[int]) -> _Verdict:
         """Compare up to four digests that must be alike and three that must differ; those that are missing do.
