@@ -16,7 +16,7 @@ from tests.worlds import distributed
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++")
 
 
-def on_device(world_size: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_device(world_size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on ranks of their own, each with a simulated device."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
