@@ -42,8 +42,7 @@ Box = tuple[Range, ...]
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
-_NEAR = 1 << 14  # bytes between runs that cost less than a call; where files are mapped, nobody counts what is read
-_ROW = 1 << 18  # bytes of such rows that are read at a time: they stay in the processor's cache
+_NEAR = 1 << 14  # bytes between runs that cost less than a call
 _MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
 _ALIGNED = 16  # bytes: at other places MKL's products with one row of float32 round otherwise (measured)
 
@@ -125,7 +124,9 @@ class Stored(LazyTensor):
         if mapped and self._copy_mapped(out, box):
             return
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
-        if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
+        if direct and self._in_columns(box, inner) and out.is_contiguous():
+            self._read_columns(out, box, inner)
+        elif direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
             self._read_runs(out, box, inner)
         else:
             self._read_over(out, box)
@@ -165,9 +166,26 @@ class Stored(LazyTensor):
         """Tell whether the runs are so short that reading what lies between them is cheaper."""
         start, stop = box[inner] if box else (0, 1)
         element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        run, row = (stop - start) * element, self.shape[inner] * element if box else 0
-        near = self.file.access is Access.OWN and row - run < _NEAR
-        return inner > 0 and row <= _ROW and (near or run < _SHORT)
+        return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
+
+    def _in_columns(self, box: Box, inner: int) -> bool:
+        """Tell whether whole rows lie together, and reading them is cheaper than a call for each run.
+
+        Only where files are mapped, too: nobody counts there what is read.
+        """
+        if self.file.access is not Access.OWN or inner == 0:
+            return False
+        start, stop = box[inner]
+        together = all(box[dim] == (0, self.shape[dim]) for dim in range(1, inner))
+        between = (self.shape[inner] - stop + start) * math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
+        return together and between < _NEAR
+
+    def _read_columns(self, out: torch.Tensor, box: Box, inner: int) -> None:
+        element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
+        start, stop = box[inner]
+        row = self.shape[inner] * element
+        first = box[0][0] * math.prod(self.shape[1:inner]) * row
+        self.file.read_columns(memory(out), self.offset + first, row, start * element, (stop - start) * element)
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize
@@ -186,13 +204,9 @@ class Stored(LazyTensor):
         inner = self._run_dim(box)
         widened = self._scattered(box, inner)
         wide = with_range(box, inner, (0, self.shape[inner])) if widened else box
-        limit, room = _ROW if widened else _BOUNCE, torch.empty(0, dtype=self.dtype, device="cpu")
-        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, limit):
+        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
             part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
-            sizes = [high - low for low, high in slab]
-            if room.numel() < math.prod(sizes):
-                room = torch.empty(math.prod(sizes), dtype=self.dtype, device="cpu")
-            buffer = room[: math.prod(sizes)].view(sizes)
+            buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, part, self._run_dim(part))
             where = [slice(low, high) for low, high in slab]
             if widened:
