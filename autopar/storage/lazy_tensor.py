@@ -42,7 +42,6 @@ Box = tuple[Range, ...]
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
-_NEAR = 1 << 14  # bytes between runs that cost less than a call
 _MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
 _ALIGNED = 16  # bytes: at other places MKL's products with one row of float32 round otherwise (measured)
 
@@ -120,13 +119,11 @@ class Stored(LazyTensor):
         if out.numel() == 0:
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
-        mapped = self.file.access is Access.MAP and inner > 0 and self.offset % self.dtype.itemsize == 0
+        mapped = self.file.mapped and inner > 0 and self.offset % self.dtype.itemsize == 0
         if mapped and self._copy_mapped(out, box):
             return
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
-        if direct and self._in_columns(box, inner) and out.is_contiguous():
-            self._read_columns(out, box, inner)
-        elif direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
+        if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
             self._read_runs(out, box, inner)
         else:
             self._read_over(out, box)
@@ -167,25 +164,6 @@ class Stored(LazyTensor):
         start, stop = box[inner] if box else (0, 1)
         element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
         return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
-
-    def _in_columns(self, box: Box, inner: int) -> bool:
-        """Tell whether whole rows lie together, and reading them is cheaper than a call for each run.
-
-        Only where files are mapped, too: nobody counts there what is read.
-        """
-        if self.file.access is not Access.OWN or inner == 0:
-            return False
-        start, stop = box[inner]
-        together = all(box[dim] == (0, self.shape[dim]) for dim in range(1, inner))
-        between = (self.shape[inner] - stop + start) * math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        return together and between < _NEAR
-
-    def _read_columns(self, out: torch.Tensor, box: Box, inner: int) -> None:
-        element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        start, stop = box[inner]
-        row = self.shape[inner] * element
-        first = box[0][0] * math.prod(self.shape[1:inner]) * row
-        self.file.read_columns(memory(out), self.offset + first, row, start * element, (stop - start) * element)
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize

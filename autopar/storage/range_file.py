@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from autopar.errors import CheckpointError
@@ -23,7 +22,6 @@ from autopar.storage.private_map import pages_can_be_replaced, private_map
 __all__ = ["Access", "Pages", "RangeFile"]
 
 _opening = threading.Lock()
-_ROWS = 1024 // 3  # in one call: of three parts each, of which Linux takes 1,024 (IOV_MAX)
 
 
 class Access(enum.Enum):
@@ -145,42 +143,6 @@ class RangeFile:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
 
-    def read_columns(self, target: memoryview, offset: int, row: int, start: int, length: int) -> None:
-        """Read ``length`` bytes from ``start`` on of rows of ``row`` bytes each, which lie together from ``offset`` on.
-
-        One call reads some hundreds of whole rows; what is not wanted of them always goes into the same few bytes, in
-        the processor's cache (measured: 65 instead of 110 ms for 125 MiB in runs of 2 and 6 KiB, most of it for fresh
-        memory).
-
-        Args:
-            target: of all rows, one after the other.
-
-        Raises:
-            CheckpointError: the file ends before.
-        """
-        rows, aside = len(target) // length, bytearray(row - length)
-        places = np.empty((rows, 3, 2), dtype=np.uintp)  # struct iovec: address, bytes; before, wanted, behind
-        places[:, (0, 2), 0] = ctypes.addressof(ctypes.c_char.from_buffer(aside)) if aside else 0
-        places[:, 1, 0] = ctypes.addressof(ctypes.c_char.from_buffer(target)) + np.arange(rows) * length
-        places[:, :, 1] = (start, length, row - start - length)
-        try:
-            handle = self._opened()
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        for at in range(0, rows, _ROWS):
-            part = places[at : at + _ROWS]
-            there, due = offset + at * row, len(part) * row
-            done = _preadv(handle, part.ctypes.data, 3 * len(part), there)
-            if done < 0:
-                raise CheckpointError(f"{self.path} cannot be read: {os.strerror(ctypes.get_errno())}")
-            if done < due and os.fstat(handle).st_size < there + due:
-                raise self._truncated(there + done, there + due)
-            if done < due:  # a call reads as much as it likes
-                missing = [
-                    (i * length, there + (i - at) * row + start) for i in range(at + done // row, at + len(part))
-                ]
-                self.read_runs(target, missing, length)
-
     def _opened(self) -> int:
         with _opening:
             if self._handle is None:
@@ -231,19 +193,6 @@ def _stamp(handle: int) -> _Stamp:
     found = os.fstat(handle)
     known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
     return _Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
-
-
-@functools.cache
-def _preadv_function() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).preadv
-    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    function.restype = ctypes.c_ssize_t
-    return function
-
-
-def _preadv(handle: int, places: int, count: int, offset: int) -> int:
-    done: int = _preadv_function()(handle, places, count, offset)
-    return done
 
 
 def _lies_in_user_space(path: Path) -> bool:

@@ -93,7 +93,7 @@ def test_a_rank_reads_or_maps_its_share_and_no_more(tmp_path, disable_mmap):
     share = sum(parameter.numel() * parameter.element_size() for parameter in lazy.parameters())
     assert share < 0.55 * sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     rows = sum(p.nbytes for name, p in lazy.named_parameters() if "o_proj" in name or "down_proj" in name)
-    others = 0 if disable_mmap else rows  # by read_columns
+    others = 0 if disable_mmap else rows  # copied out of maps
     assert share < sum(read) + sum(mapped) + others < 1.01 * share
     assert bool(mapped) == (not disable_mmap and pages_can_be_replaced())
 
