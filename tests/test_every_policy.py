@@ -36,13 +36,7 @@ from tests.once import by_rank_0
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
-from tests.refused_types import (
-    LATE_IN_CONTEXT,
-    NOT_BY_ROWS,
-    NOT_IN_CONTEXT,
-    NOT_REHEARSED,
-    ROWS_ON_FOUR,
-)
+from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, NOT_REHEARSED, ROWS_ON_FOUR
 from tests.representatives import REPRESENTATIVES, one_of_each_structure
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.

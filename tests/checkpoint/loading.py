@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.storage import lazy_tensor
 
 
 def tp(size: int) -> dict[str, Any]:
@@ -65,3 +69,21 @@ def saved(folder: Path | str, model: Any, size: int) -> str:
     """A folder of shards that the ranks have written."""
     autopar.initialize(model, tp(size)).save_parallelized(str(folder))
     return str(folder)
+
+
+@contextlib.contextmanager
+def small_maps() -> Iterator[None]:
+    """Map also what is small, and lies anywhere."""
+    lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 256, 4
+    try:
+        yield
+    finally:
+        lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 1 << 16, 16
+
+
+def overwrite(path: Path, byte: int = 7) -> None:
+    """Write other numbers into a file, in place."""
+    with open(path, "r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes([byte]) * 4096)
+    os.utime(path)  # at another time, however coarse the clock of the file system is
