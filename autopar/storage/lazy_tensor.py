@@ -178,7 +178,7 @@ class Stored(LazyTensor):
         self.file.read_runs(memory(out), places, length)
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
-        """Read through a small buffer: another dtype, a GPU, other strides, or short runs."""
+        """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
         inner = self._run_dim(box)
         widened = self._scattered(box, inner)
         wide = with_range(box, inner, (0, self.shape[inner])) if widened else box

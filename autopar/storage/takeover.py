@@ -2,7 +2,7 @@
 
 A map is there at once, where reading has to wait for fresh memory and fill it. But a map shows what the file holds, and
 files are overwritten. So before the model runs, is saved or is forked, memory takes the place of its pages
-(:func:`~autopar.storage.private_map.replace_pages`), a few MiB at a time, so that hardly anything is held twice; and no
+(:func:`~autopar.storage.private_map.replace_pages`), in pieces, so that hardly anything is held twice; and no
 file may have changed since it was opened. What the program has written into the weights stays; what it has moved
 elsewhere by then (to a GPU, to another dtype) need not be copied at all.
 """
@@ -23,7 +23,7 @@ from autopar.storage.threads import in_threads
 
 __all__ = ["Takeover"]
 
-_PIECE = 2 * HUGE  # bytes that are held twice, by each thread
+_PIECE = 2 * HUGE  # bytes that each thread holds twice, or an eighth of a large weight
 _PIECES = 8  # of one map at most: each is an area of memory of its own, of which a process may have 65,530
 _pending: weakref.WeakSet[Takeover] = weakref.WeakSet()
 
