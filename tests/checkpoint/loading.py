@@ -73,12 +73,12 @@ def saved(folder: Path | str, model: Any, size: int) -> str:
 
 @contextlib.contextmanager
 def small_maps() -> Iterator[None]:
-    """Map also what is small, and lies anywhere."""
-    lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 256, 4
+    """Map also what is small."""
+    lazy_tensor._MAPPED = 256
     try:
         yield
     finally:
-        lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 1 << 16, 16
+        lazy_tensor._MAPPED = 1 << 16
 
 
 def overwrite(path: Path, byte: int = 7) -> None:
