@@ -6,13 +6,12 @@ that are read from the page cache, 0.04 s in huge pages). Where it has none to g
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+
+from autopar.storage.private_map import ask_for_huge_pages
 
 __all__ = ["empty"]
 
@@ -23,21 +22,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     """Return an uninitialized tensor that is going to be filled at once and kept, such as a weight."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     size = tensor.numel() * dtype.itemsize
-    if device.type == "cpu" and size >= _LEAST and (advise := _madvise()) is not None:
+    if device.type == "cpu" and size >= _LEAST:
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (tensor.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(start, stop - start, mmap.MADV_HUGEPAGE)  # advice: whether it is followed matters to nobody
+        ask_for_huge_pages(start, stop - start)
     return tensor
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """The C library's function; None where there are no huge pages to ask for."""
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = getattr(ctypes.CDLL(None), "madvise", None)
-    if function is None:
-        return None
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    found: Callable[[int, int, int], int] = function
-    return found

@@ -17,7 +17,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["HUGE", "copy_pages", "drop_clean_pages", "pages_can_be_replaced", "private_map", "replace_pages"]
+__all__ = [
+    "HUGE",
+    "ask_for_huge_pages",
+    "copy_pages",
+    "drop_clean_pages",
+    "pages_can_be_replaced",
+    "private_map",
+    "replace_pages",
+]
 
 HUGE = 1 << 21
 """Bytes of a huge page; where memory begins at a multiple of it, Linux can give some."""
@@ -66,7 +74,7 @@ def replace_pages(address: int, length: int) -> int:
         return ctypes.get_errno()
     try:
         fresh = found + (address - found) % HUGE  # as far into a huge page
-        system.madvise(fresh, length, mmap.MADV_HUGEPAGE)  # advice: whether it is followed matters to nobody
+        ask_for_huge_pages(fresh, length)
         failed = copy_pages(address, fresh, length)
         if failed:
             return failed
@@ -119,6 +127,18 @@ def drop_clean_pages(address: int, length: int) -> None:
     kinds = {entry >> 61 for entry in struct.unpack(f"={len(found) // 8}Q", found)}
     if len(found) == 8 * pages and kinds <= {_UNREAD, _CLEAN}:
         system.madvise(address, length, mmap.MADV_DONTNEED)
+
+
+def ask_for_huge_pages(address: int, length: int) -> None:
+    """Advise the system to give memory in huge pages, where it has some; whether it does matters to nobody.
+
+    Args:
+        address: of the first page.
+        length: bytes.
+    """
+    system = _system()
+    if system is not None:
+        system.madvise(address, length, mmap.MADV_HUGEPAGE)
 
 
 @functools.cache
