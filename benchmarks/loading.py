@@ -7,7 +7,7 @@ Variants, each in fresh processes, which touch every parameter after loading (``
 (``with a forward``):
 
 * ``autopar``: ``autopar.from_pretrained``, which maps each rank's own byte ranges, and copies at the first forward;
-* ``shifted``: the same of files whose weights begin 8 bytes further from a multiple of 16, or nearer: half of all do;
+* ``shifted``: the same of files whose weights begin 8 bytes further on: at no multiple of 16, float32 is read;
 * ``read``: the same with ``disable_mmap=True``, which reads them at once;
 * ``mapped``: the same with ``disable_mmap=False``, which leaves them in maps, as transformers does;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;
@@ -65,7 +65,7 @@ def make(folder: str, layers: int, shard_size: str) -> None:
 
 
 def shift(folder: str) -> None:
-    """Write the same checkpoint again, with 8 spaces more after the header of each file."""
+    """Write the same checkpoint again, with 8 spaces more after the header of each file: half of all end there."""
     other = Path(folder) / "shifted"
     other.mkdir()
     for path in Path(folder).iterdir():

@@ -210,7 +210,6 @@ def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU, takeover: Takeover) ->
         if module is not model and not isinstance(module, PreTrainedModel):
             continue
         module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
-        module.register_state_dict_pre_hook(mark.before)
         module._register_state_dict_hook(mark)
         module.register_load_state_dict_pre_hook(take)
         if isinstance(module, PreTrainedModel):
@@ -221,14 +220,9 @@ def _detach_hooks(model: nn.Module) -> None:
     for module in model.modules():
         if module.__dict__.pop(MODEL_SHARD, None) is None:
             continue
-        for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(_owner(hook), MarkPartial | ShardOnLoad)]:
+        for hooks, kind in ((module._state_dict_hooks, MarkPartial), (module._load_state_dict_pre_hooks, ShardOnLoad)):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]
-
-
-def _owner(hook: Any) -> Any:
-    hook = getattr(hook, "hook", hook)  # torch wraps some
-    return getattr(hook, "__self__", hook)
 
 
 def detach(model: nn.Module) -> None:

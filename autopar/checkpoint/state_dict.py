@@ -189,11 +189,8 @@ class MarkPartial:
     def __deepcopy__(self, memo: dict[int, Any]) -> MarkPartial:
         return self
 
-    def before(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Wait for loaded weights: what is saved does not lie in the file that may be written over."""
-        self._takeover.wait()
-
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> Any:
+        self._takeover.wait()  # what is saved does not lie in the file that may be written over
         shard = shard_of(model)
         if shard is None:
             return None

@@ -139,7 +139,7 @@ class Materializer:
             clear_sources(module)
         for file in files:
             file.check_unchanged()
-        takeover = Takeover(files, threads, self._model)
+        takeover = Takeover(files, threads)
         if takeover.copies:
             wait_in_layers(self._model, (pending.parameter for pending in left), takeover)
         return takeover

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autopar.layout import Layout, Range
-from autopar.storage.range_file import RangeFile
+from autopar.storage.range_file import Access, RangeFile
 
 __all__ = [
     "Box",
@@ -43,6 +43,8 @@ Box = tuple[Range, ...]
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
 _MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
+_ALIGNED = 16  # bytes: at other places MKL's products with one row of float32 round otherwise (measured), ...
+_ANYWHERE = 2  # ... those of float16, bfloat16 and what is smaller do not
 
 
 class LazyTensor(ABC):
@@ -136,7 +138,9 @@ class Stored(LazyTensor):
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
         offset = self.offset + first * self.dtype.itemsize
-        return None if offset % self.dtype.itemsize else self.file.view(offset, self.dtype, sizes)
+        size = self.dtype.itemsize
+        anywhere = size <= _ANYWHERE or self.file.access is not Access.OWN
+        return None if offset % (size if anywhere else _ALIGNED) else self.file.view(offset, self.dtype, sizes)
 
     def _copy_mapped(self, out: torch.Tensor, box: Box) -> bool:
         """Copy runs that lie apart out of maps, each given up at once: 3 times quicker than a call for each run."""

@@ -1,4 +1,4 @@
-"""Maps of files that hold no file descriptor; their bytes in memory of the process's own, or that in their place.
+"""Maps of files that hold no file descriptor, and memory of the process's own in the place of their pages.
 
 Python's ``mmap`` keeps a descriptor for each map as long as it lives; a thousand weights would use up what a process
 may have (``ulimit -n``).
@@ -11,28 +11,18 @@ import errno
 import functools
 import mmap
 import os
-import struct
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = [
-    "HUGE",
-    "ask_for_huge_pages",
-    "copy_pages",
-    "drop_clean_pages",
-    "pages_can_be_replaced",
-    "private_map",
-    "replace_pages",
-]
+__all__ = ["HUGE", "ask_for_huge_pages", "pages_can_be_replaced", "private_map", "replace_pages"]
 
 HUGE = 1 << 21
 """Bytes of a huge page; where memory begins at a multiple of it, Linux can give some."""
 
 _FAILED = ctypes.c_void_p(-1).value
 _MOVE_ONTO = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP of mremap(2), Linux 5.7
-_UNREAD, _CLEAN = 0b000, 0b101  # of bits 63 to 61 of a page: present, swapped, of a file (a written one is not)
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -55,9 +45,10 @@ def private_map(handle: int, start: int, length: int) -> Any:
 def replace_pages(address: int, length: int) -> int:
     """Put memory of the process's own in the place of pages of a private map, with what is in them.
 
-    Copied pages of a map would not do: where a file is cut off, Linux takes those away as well. The place changes hands
-    in one call, so nothing is lost if the program is interrupted; but what another thread writes there meanwhile is.
-    Without Python's lock.
+    Copied pages of a map would not do: where a file is cut off, Linux takes those away as well. The kernel copies: it
+    says so where a file is cut off meanwhile, which would end the process (SIGBUS). The place changes hands in one
+    call, so nothing is lost if the program is interrupted; but what another thread writes there meanwhile is. Without
+    Python's lock.
 
     Args:
         address: of the first page.
@@ -75,58 +66,17 @@ def replace_pages(address: int, length: int) -> int:
     try:
         fresh = found + (address - found) % HUGE  # as far into a huge page
         ask_for_huge_pages(fresh, length)
-        failed = copy_pages(address, fresh, length)
-        if failed:
-            return failed
+        done = 0
+        while done < length:  # one call copies at most 2 GiB
+            there, here = _Piece(address + done, length - done), _Piece(fresh + done, length - done)
+            copied = system.readv(os.getpid(), here, 1, there, 1, 0)
+            if copied <= 0:
+                return ctypes.get_errno() or errno.EFAULT
+            done += copied
         moved = system.mremap(fresh, length, length, _MOVE_ONTO, address)
         return ctypes.get_errno() if moved in (None, _FAILED) else 0
     finally:
         system.munmap(found, room)
-
-
-def copy_pages(source: int, target: int, length: int) -> int:
-    """Copy memory that may lie in a map of a file.
-
-    The kernel copies: it says so where the file is cut off meanwhile, which would end the process (SIGBUS). Without
-    Python's lock.
-
-    Args:
-        source, target: addresses.
-        length: bytes.
-
-    Returns:
-        0, or the system's error: ``EFAULT`` where the file ends before.
-    """
-    system = _system()
-    assert system is not None, "asked only of a map"
-    done = 0
-    while done < length:  # one call copies at most 2 GiB
-        there, here = _Piece(source + done, length - done), _Piece(target + done, length - done)
-        copied = system.readv(os.getpid(), here, 1, there, 1, 0)
-        if copied <= 0:
-            return ctypes.get_errno() or errno.EFAULT
-        done += copied
-    return 0
-
-
-def drop_clean_pages(address: int, length: int) -> None:
-    """Give back pages of a private map, which come again from the file when they are read; none if one was written.
-
-    Args:
-        address: of the first page.
-        length: bytes.
-    """
-    system = _system()
-    assert system is not None, "asked only of a map"
-    pages = -(-length // mmap.PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as table:  # admin-guide/mm/pagemap: 64 bits for each page
-            found = os.pread(table.fileno(), 8 * pages, address // mmap.PAGESIZE * 8)
-    except OSError:
-        return
-    kinds = {entry >> 61 for entry in struct.unpack(f"={len(found) // 8}Q", found)}
-    if len(found) == 8 * pages and kinds <= {_UNREAD, _CLEAN}:
-        system.madvise(address, length, mmap.MADV_DONTNEED)
 
 
 def ask_for_huge_pages(address: int, length: int) -> None:

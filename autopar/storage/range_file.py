@@ -46,18 +46,11 @@ class Access(enum.Enum):
 
 
 class Pages(NamedTuple):
-    """The pages that a tensor lies in.
-
-    Attributes:
-        map: lives as long as its tensors.
-        address, length: of the pages, in bytes, up to the tensor's last one.
-        data: the address of the tensor's first byte.
-    """
+    """The pages that a tensor lies in: their address, bytes, and the map, which lives as long as its tensors."""
 
     map: weakref.ref[Any]
     address: int
     length: int
-    data: int
 
 
 class _Stamp(NamedTuple):
@@ -121,8 +114,7 @@ class RangeFile:
         if pages is None:
             return None
         if kept and self.access is Access.OWN:
-            address = ctypes.addressof(pages)
-            self.maps.append(Pages(weakref.ref(pages), address, offset - start + length, address + offset - start))
+            self.maps.append(Pages(weakref.ref(pages), ctypes.addressof(pages), offset - start + length))
         return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=offset - start).view(tuple(shape))
 
     def read_into(self, target: memoryview, offset: int) -> None:

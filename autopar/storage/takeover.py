@@ -1,14 +1,10 @@
 """Weights that lie in maps of files when a model is loaded move into memory of the process's own at their first use.
 
 A map is there at once, where reading has to wait for fresh memory and fill it. But a map shows what the file holds, and
-files are overwritten; and it lies where the file has it, where MKL's products with one row of float32 round otherwise
-than at a multiple of 16 bytes (measured). So before the model runs, is saved or is forked, its weights get storage as
-torch gives it, in pieces, so that hardly anything is held twice; and no file may have changed since it was opened. A
-storage that somebody else looks at, too (a view, an array), stays where it is: memory takes the place of its pages
-(:func:`~autopar.storage.private_map.replace_pages`).
-
-What the program has written into the weights stays; what it has moved elsewhere by then (to a GPU, to another dtype)
-need not be copied at all.
+files are overwritten. So before the model runs, is saved or is forked, memory takes the place of its pages
+(:func:`~autopar.storage.private_map.replace_pages`), in pieces, so that hardly anything is held twice; and no
+file may have changed since it was opened. What the program has written into the weights stays; what it has moved
+elsewhere by then (to a GPU, to another dtype) need not be copied at all.
 """
 
 from __future__ import annotations
@@ -20,13 +16,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
-
 from autopar.errors import CheckpointError
-from autopar.storage.huge_pages import empty
-from autopar.storage.private_map import HUGE, copy_pages, drop_clean_pages, replace_pages
+from autopar.storage.private_map import HUGE, replace_pages
 from autopar.storage.range_file import Pages, RangeFile
 from autopar.storage.threads import in_threads
 
@@ -43,20 +34,18 @@ class Takeover:
     Args:
         files: that have been mapped, and read; their ``maps`` are taken.
         threads: how many copy at a time.
-        model: has the weights; what is not found in it by then stays at its address.
 
     Attributes:
         copies: whether there are any maps.
         at_end: called once after it is done without an error.
     """
 
-    def __init__(self, files: Iterable[RangeFile] = (), threads: int = 1, model: nn.Module | None = None) -> None:
+    def __init__(self, files: Iterable[RangeFile] = (), threads: int = 1) -> None:
         files = list(dict.fromkeys(files))
         self._maps = [_Map(file, pages) for file in files for pages in file.maps]
         self.copies = bool(self._maps)
         self._files = files if self.copies else []
         self._threads = threads
-        self._model = weakref.ref(model) if model is not None else lambda: None
         self.at_end: Callable[[], None] | None = None
         self._error: str | None = None
         self._ended = not self.copies
@@ -89,8 +78,7 @@ class Takeover:
             return
         maps = [one for one in self._maps if one.pages.map() is not None]  # the others' weights lie elsewhere by now
         threads, self._threads = self._threads, 1  # a handler meanwhile starts none
-        weights = _by_address(self._model())
-        error = next((failed for failed in in_threads(lambda one: _own(one, weights), maps, threads) if failed), None)
+        error = next((failed for failed in in_threads(_replace, maps, threads) if failed), None)
         if self._ended:  # done by a signal's handler
             return
         try:
@@ -113,50 +101,17 @@ class _Map(NamedTuple):
     pages: Pages
 
 
-def _by_address(model: nn.Module | None) -> dict[int, nn.Parameter]:
-    """Return the plain parameters of a model by the address of their storage."""
-    plain = [each for each in model.parameters() if type(each) is nn.Parameter] if model is not None else []
-    return {each.untyped_storage().data_ptr(): each for each in plain if each.device.type == "cpu"}
-
-
-def _own(one: _Map, weights: dict[int, nn.Parameter]) -> str | None:
-    """Make what lies in a map the process's own; return what keeps it from that."""
+def _replace(one: _Map) -> str | None:
+    """Replace all pages of a map; return what keeps it from that."""
     held = one.pages.map()  # not unmapped meanwhile
     if held is None:
         return None
-    weight = weights.get(one.pages.data)
-    failed = _replace(one.pages) if weight is None or _shares(weight) else _move(one.pages, weight)
-    if not failed:
-        return None
-    reason = "it ends before" if failed == errno.EFAULT else os.strerror(failed)
-    return f"{one.file.path}: weights that lie in a map of it cannot be copied: {reason}"
-
-
-def _shares(weight: nn.Parameter) -> bool:
-    """Tell whether another tensor, or an array, lies in the same storage."""
-    storage = weight.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # of the weight, and of the object here
-
-
-def _replace(pages: Pages) -> int:
-    return next(filter(None, (replace_pages(*piece) for piece in _pieces(pages.address, pages.length))), 0)
-
-
-def _move(pages: Pages, weight: nn.Parameter) -> int:
-    """Give a weight other storage. Nothing is lost if it is interrupted, and done again."""
-    with _disable_current_modes(), torch.inference_mode(False):  # whoever uses it first
-        stop = pages.address + pages.length
-        fresh = empty((stop - pages.data,), torch.uint8, torch.device("cpu"))
-        for address, length in _pieces(pages.address, pages.length):
-            start = max(address, pages.data)
-            failed = copy_pages(start, fresh.data_ptr() + start - pages.data, address + length - start)
-            if failed:
-                return failed
-            drop_clean_pages(address, length)
-        if weight.untyped_storage().data_ptr() == pages.data:  # a signal's handler has not done it meanwhile
-            place = weight.size(), weight.stride(), weight.storage_offset()
-            weight.data = fresh.view(weight.dtype).as_strided(*place)
-    return 0
+    for address, length in _pieces(one.pages.address, one.pages.length):
+        failed = replace_pages(address, length)
+        if failed:
+            reason = "it ends before" if failed == errno.EFAULT else os.strerror(failed)
+            return f"{one.file.path}: weights that lie in a map of it cannot be copied: {reason}"
+    return None
 
 
 def _pieces(address: int, length: int) -> Iterator[tuple[int, int]]:

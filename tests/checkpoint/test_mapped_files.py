@@ -59,8 +59,13 @@ def test_what_lies_together_is_mapped_and_the_rest_is_not(file, monkeypatch):
     assert stored.mapped(((3, 4), (5, 6))) is None  # too little
     odd = Stored(RangeFile(file, Access.MAP), 6, torch.float32, (64, 128))
     assert odd.mapped(((0, 64), (0, 128))) is None  # floats that do not begin at a multiple of 4
-    owned = Stored(RangeFile(file, Access.OWN), 8, torch.float32, (60, 128))
-    assert torch.equal(owned.mapped(((0, 60), (0, 128))), values[:60])
+    for offset, mapped in ((8, False), (16, True), (20, False)):
+        owned = Stored(RangeFile(file, Access.OWN), offset, torch.float32, (60, 128))
+        assert (owned.mapped(((0, 60), (0, 128))) is not None) == mapped
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        owned = Stored(RangeFile(file, Access.OWN), 10, dtype, (60, 128))
+        assert torch.equal(owned.mapped(((0, 60), (0, 128))).view(torch.uint8), owned.read().view(torch.uint8))
+    assert Stored(RangeFile(file, Access.OWN), 11, torch.bfloat16, (60, 128)).mapped(((0, 60), (0, 128))) is None
     read = Stored(RangeFile(file), 8, torch.float32, (64, 128))
     assert map_shard(read, None, 0) is None
     halves = Joined([Narrowed(stored, 0, 0, 32), Narrowed(stored, 0, 32, 64)], 0)
