@@ -289,7 +289,9 @@ class HostTransport:
                 )
             left = any(flags[other + 1] for other in self._others)
             if left or now - looked > _LOOK_AFTER:
-                self._look(left)
+                gone = self._gone(left)
+                if gone and flags[place] >> _SIGNATURE < number:  # it may have come since, and ended then
+                    raise dist.DistBackendError(f"{self}: {gone}")
                 looked = now
             if now - start > seconds:
                 late = [self._axis.ranks[o // _LINE] for o in self._others if flags[o] >> _SIGNATURE < number]
@@ -297,14 +299,15 @@ class HostTransport:
             time.sleep(pause)
             pause = min(1.5 * pause, _SLEEPS[1])
 
-    def _look(self, left: bool) -> None:
-        """Raise for ranks that have ended, or have left after an error."""
+    def _gone(self, left: bool) -> str:
+        """Describe ranks that have ended, or have left after an error; empty if there are none."""
         for rank, process in zip(self._axis.ranks, self._processes, strict=True):
             if process.is_alive() is False:
-                raise dist.DistBackendError(f"{self}: rank {rank} has ended: its process {process.pid} is gone")
-        if left:
-            gone = [self._axis.ranks[other // _LINE] for other in self._others if self._flags[other + 1]]
-            raise dist.DistBackendError(f"{self}: ranks {gone} have left it, after an error or at their end")
+                return f"rank {rank} has ended: its process {process.pid} is gone"
+        if not left:
+            return ""
+        gone = [self._axis.ranks[other // _LINE] for other in self._others if self._flags[other + 1]]
+        return f"ranks {gone} have left it, after an error or at their end"
 
     def _leave(self, reason: str) -> None:
         if not self._failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import signal
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed import collectives
+from autopar.distributed import collectives, host_transport
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
+from autopar.distributed.host_transport import HostTransport, segment_bytes
 from autopar.distributed.mesh import MPU
 from autopar.errors import PipelineError
 from tests.pool import pooled
@@ -45,6 +47,54 @@ def test_the_memory_is_given_back() -> None:
     MPU(2, cpu_transport="shm").tp.transport = None  # dropped, and not destroyed
     assert segments() == before
     assert not [name for name in os.listdir("/dev/shm") if "autopar" in name]
+
+
+@pytest.mark.parametrize("end", ["left", "ended"])
+def test_a_rank_that_ends_right_after_the_last_collective_is_not_missed(monkeypatch, end) -> None:
+    """It comes, and leaves, between the look at whether it has come and the look at whether it has left."""
+    monkeypatch.setattr(host_transport, "_timeout", lambda group: 10.0)
+    monkeypatch.setattr(host_transport, "_LOOK_AFTER", 0.0)
+    ranks = [Rank(), Rank()]
+    axis = Axis("tp", None, range(2), 0)
+    transport = HostTransport(axis, ranks, mmap.mmap(-1, segment_bytes(2)))
+    memory, other = transport._flags, transport._others[0]
+    looks = []
+
+    class Flags:
+        def __getitem__(self, place: int) -> int:
+            if end == "left" and place == other + 1:
+                come()
+                memory[other + 1] = 1
+            return memory[place]
+
+        def __setitem__(self, place: int, value: int) -> None:
+            memory[place] = value
+
+    def come() -> bool:
+        looks.append(end)
+        memory[other] = max(memory[other], memory[transport._own])
+        return False
+
+    transport._flags = Flags()
+    if end == "ended":
+        ranks[1].is_alive = come
+    assert transport.run("all_reduce", torch.ones(3)) and looks
+    memory[other] = 0
+    looks.clear()
+    monkeypatch.setattr(transport, "_flags", memory)
+    expected = r"ranks \[1\] have left it" if end == "left" else "rank 1 has ended"
+    ranks[1].is_alive = lambda: end == "left"
+    with pytest.raises(dist.DistBackendError, match=expected):
+        transport.run("all_reduce", torch.ones(3))
+
+
+class Rank:
+    """A process as this one looks at it."""
+
+    pid = 17
+
+    def is_alive(self) -> bool:
+        return True
 
 
 @pooled(world_size=2)
