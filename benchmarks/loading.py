@@ -7,7 +7,8 @@ Variants, each in fresh processes, which touch every parameter after loading (``
 (``with a forward``):
 
 * ``autopar``: ``autopar.from_pretrained``, which maps each rank's own byte ranges, and copies at the first forward;
-* ``shifted``: the same of files whose weights begin 8 bytes further on: at no multiple of 16, float32 is read;
+* ``shifted``: the same of files whose weights begin 8 bytes further on; of these two variants, that which has them at a
+  multiple of 16 bytes maps float32, and the other reads it;
 * ``read``: the same with ``disable_mmap=True``, which reads them at once;
 * ``mapped``: the same with ``disable_mmap=False``, which leaves them in maps, as transformers does;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,14 @@ def overwrite(path: Path, byte: int = 7) -> None:
         opened.seek(-4096, os.SEEK_END)
         opened.write(bytes([byte]) * 4096)
     os.utime(path)  # at another time, however coarse the clock of the file system is
+
+
+def on_rank_0(function: Callable[..., None], *args: Any) -> None:
+    """Call a function on rank 0 while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        function(*args)
+    dist.barrier()
 
 
 def shifted(folder: Path, offset: int) -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.errors import CheckpointError, ConsistencyError
 from autopar.storage.private_map import pages_can_be_replaced
-from tests.checkpoint.loading import overwrite, same, shared, shifted, small_maps, tp
+from tests.checkpoint.loading import on_rank_0, overwrite, same, shared, shifted, small_maps, tp
 from tests.pool import pooled
 from tests.small import llama
 
@@ -50,10 +50,7 @@ def test_a_file_that_changes_on_one_rank_stops_all_of_them(tmp_path):
         model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(2))
         if dist.get_rank() == 0:
             model._autopar.takeover.wait()  # before
-        dist.barrier()
-        if dist.get_rank() == 0:
-            overwrite(folder / "model.safetensors")
-        dist.barrier()
+        on_rank_0(overwrite, folder / "model.safetensors")
         for _ in range(2):
             if dist.get_rank() == 1:
                 with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
@@ -106,10 +103,7 @@ def test_it_happens_in_a_layer_that_is_called_by_itself(tmp_path):
             model(ids)
             assert {path: len(module._forward_pre_hooks) for path, module in model.named_modules()} == hooks
         model = autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(1))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            overwrite(folder / "model.safetensors")
-        dist.barrier()
+        on_rank_0(overwrite, folder / "model.safetensors")
         for _ in range(2):
             with pytest.raises(CheckpointError, match="was written to while it was being loaded"):
                 model.lm_head(torch.ones(1, 24))
@@ -140,9 +134,7 @@ def test_a_model_rounds_as_one_that_was_read(tmp_path, dtype, offset):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     sizes = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 512, "num_hidden_layers": 1, **heads}
     folder = Path(shared(tmp_path / "m", llama(**sizes).to(dtype)))
-    if dist.get_rank() == 0:
-        shifted(folder, offset)
-    dist.barrier()
+    on_rank_0(shifted, folder, offset)
     models = [
         autopar.from_pretrained(LlamaForCausalLM, str(folder), tp(2), dtype=dtype, disable_mmap=disable)
         for disable in (None, True)
