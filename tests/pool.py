@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.worlds import PRELOAD, connection_failed, join, run_body
+from tests.worlds import PRELOAD, check_ranks_are_allowed, connection_failed, join, run_body
 
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail by themselves
 _RANKS = 24  # of all worlds together; beyond it those that have waited longest end
@@ -116,7 +116,7 @@ def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., N
                     raise
                 _run(body, world_size, timeout, args, kwargs)
 
-        run.body = body  # type: ignore[attr-defined]
+        run.body, run.world_size = body, world_size  # type: ignore[attr-defined]
         run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
         return run
 
@@ -126,6 +126,7 @@ def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., N
 def _run(
     body: Callable[..., None], world_size: int, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    check_ranks_are_allowed()
     world = _worlds.pop(world_size, None) or World(world_size)
     _worlds[world_size] = world  # the last one used is the last of them
     for size in list(_worlds)[:-1]:

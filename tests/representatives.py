@@ -1,19 +1,22 @@
 """Which model types and policies stand for others where real ranks are needed.
 
-``make test`` compares :data:`REPRESENTATIVES` with the plain model, ``make test-all`` every model type; over four ranks
-it takes one policy of each structure. What needs no ranks, both do for all of them.
+``make test`` compares :data:`REPRESENTATIVES` with the plain model, ``make test-all`` one policy of each structure, and
+``make sweep`` every model type. A policy that has been changed is tried in each of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
+
+import pytest
 
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
+from tests.changed import touched_policies
 
-__all__ = ["REPRESENTATIVES", "one_of_each_structure"]
+__all__ = ["REPRESENTATIVES", "first_policies", "first_types", "one_of_each_structure"]
 
 REPRESENTATIVES = {
     "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",
@@ -44,6 +47,22 @@ REPRESENTATIVES = {
     "encoder-decoder": "two models with policies of their own",
 }
 """Model type -> what it stands for."""
+
+
+def first_types(first: Collection[str], model_types: Sequence[str], *, later: str) -> list[Any]:
+    """Return model types as parameters: the first ones and changed ones in the test's tier, others in a later one."""
+    touched = touched_policies()
+    changed = {each for name, policy in own_policies().items() if name in touched for each in policy.model_types}
+    return _split({*first, *(changed if touched else ())}, model_types, later)
+
+
+def first_policies(first: Collection[str], names: Sequence[str], *, later: str) -> list[Any]:
+    """Return names of policies as :func:`first_types` does."""
+    return _split({*first, *touched_policies()}, names, later)
+
+
+def _split(first: Collection[str], names: Sequence[str], later: str) -> list[Any]:
+    return [name if name in first else pytest.param(name, marks=pytest.mark.tier(later)) for name in names]
 
 
 def one_of_each_structure(model_types: Collection[str]) -> list[str]:

@@ -27,6 +27,7 @@ def run(*arguments: object):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.tier("all")
 def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
     command = [sys.executable, "-m", "autopar.cli", "merge", str(ckpt), str(tmp_path / "merged")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -105,6 +106,7 @@ def test_help_names_the_commands():
     assert result.exit_code == 0 and "merge" in result.stdout and "inspect" in result.stdout
 
 
+@pytest.mark.tier("all")
 def test_version_and_completion():
     assert run("--version").stdout == f"autopar {autopar.__version__}\n"
     assert "--show-completion" in run("--help").stdout

@@ -22,6 +22,7 @@ from tests.small import gpt2, llama, parallel
 from tests.worlds import raises_everywhere
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_different_batches_are_an_error_that_names_the_argument_on_any_forward():
     rank = dist.get_rank()
@@ -98,6 +99,7 @@ def test_generate_compares_its_first_forward_only():
         model(torch.arange(4)[None] + rank)  # outside again
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 @torch.no_grad()
 def test_tokens_after_a_cache_are_compared_and_weights_now_and_then():
@@ -217,6 +219,7 @@ def test_a_forward_that_was_interrupted_turns_nothing_off():
 # -- random states -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_random_states_that_differ_are_an_error_when_dropout_is_on():
     rank = dist.get_rank()
@@ -244,6 +247,7 @@ def _speech(**changes: object) -> Wav2Vec2ForCTC:
     return Wav2Vec2ForCTC(config)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_masks_drawn_from_numpy_are_those_of_one_process():
     rank = dist.get_rank()

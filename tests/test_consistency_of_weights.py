@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ def _train(model, steps: int, skip: int | None = None):
     return optimizer
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_rank_that_skips_a_step_is_named_on_the_next_forward():
     model = parallel(gpt2(), 2).train()
@@ -50,6 +52,7 @@ def test_weights_that_one_rank_wrote_are_found_within_some_forwards():
                 model(**batch)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_weights_that_differ_are_not_saved(tmp_path_factory=None):
     import tempfile
@@ -70,6 +73,7 @@ def test_weights_that_differ_are_not_saved(tmp_path_factory=None):
     off.save_parallelized(f"{folder[0]}/step-2")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_dropout_and_fifty_steps_raise_no_false_alarm():
     rates = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
@@ -103,6 +107,7 @@ def test_clipping_by_a_norm_of_this_ranks_shards_is_noticed_on_the_next_forward(
             optimizer.zero_grad()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_gradients_that_were_summed_over_all_ranks_are_noticed_on_the_next_forward():
     model = parallel(llama(num_attention_heads=4, num_key_value_heads=4, hidden_size=32, vocab_size=132), 2).train()

@@ -1,9 +1,10 @@
 """Every policy file, by itself: each model type, each task head, small and random, against the plain model.
 
-What needs no ranks runs for all model types in every run: plans at several sizes, shards put together again, a
-rehearsal. So do the main heads of tests/representatives.py on two ranks. Everything else is marked ``every``: all
-model types with all heads on two ranks, and on four one policy of each structure. The cases of a model type share one
-world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
+What needs no ranks (plans at several sizes, shards put together again, a rehearsal) runs for the representatives of
+tests/representatives.py and for changed policies in ``make check``, for all model types in ``make test-all``. On two
+ranks ``make test`` compares the main heads of representatives, ``make test-all`` one policy of each structure, and
+``make sweep`` all heads of all model types; on four it takes one policy of each structure. The cases of a model type
+share one world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
 from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, NOT_REHEARSED, ROWS_ON_FOUR
-from tests.representatives import REPRESENTATIVES, one_of_each_structure
+from tests.representatives import REPRESENTATIVES, first_types, one_of_each_structure
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
@@ -191,7 +192,7 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
 # -- without ranks: all model types -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", WHOLE)
+@pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
 def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
     listed = _cases(model_type)
     if not listed:
@@ -203,8 +204,7 @@ def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
     assert done != (model_type in NOT_REHEARSED), "NOT_REHEARSED is wrong about it"
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("model_type", WHOLE)
+@pytest.mark.parametrize("model_type", first_types((), WHOLE, later="sweep"))
 def test_every_head_is_rehearsed(model_type: str) -> None:
     """Heads that only classify share all but a replicated layer with the others; the main head's has its own test."""
     main = _main(model_type)[:1]
@@ -240,6 +240,7 @@ def _comes_back(model: nn.Module, tp: int) -> None:
 # -- over ranks: some of them -------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("model_type", REPRESENTATIVES)
 @pooled(world_size=2)
 def test_a_representative_on_two(model_type: str) -> None:
@@ -255,7 +256,14 @@ def test_one_of_each_family_on_three() -> None:
 # -- over ranks: all of them --------------------------------------------------------------------------------------
 
 
-@pytest.mark.every
+@pytest.mark.parametrize("name", one_of_each_structure(WHOLE))
+@pooled(world_size=2, timeout=600)
+def test_one_of_each_structure_on_two(name: str) -> None:
+    first = next(model_type for model_type in _types(name) if model_type in WHOLE)
+    _run(_of_policy(name, _main(first))[:1], 2, rows=True, merges=True, once=True)
+
+
+@pytest.mark.tier("sweep")
 @pytest.mark.parametrize("model_type", WHOLE)
 @pooled(world_size=2, timeout=600)
 def test_every_head_on_two(model_type: str) -> None:
@@ -265,7 +273,7 @@ def test_every_head_on_two(model_type: str) -> None:
     _run([case for case in _cases(model_type) if case not in main], 2, thorough=False)
 
 
-@pytest.mark.every
+@pytest.mark.tier("sweep")
 @pytest.mark.parametrize("name", one_of_each_structure(WHOLE))
 @pooled(world_size=4, timeout=600)
 def test_one_of_each_structure_on_four(name: str) -> None:
@@ -300,6 +308,7 @@ def test_one_two_and_three_kv_heads_on_three() -> None:
         _run([LLAMA, QWEN3, PHI3], 3, heads, kv_heads, thorough=False)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4, timeout=300)
 def test_one_two_and_three_kv_heads_on_four() -> None:
     for heads, kv_heads in [(6, 1), (8, 2), (9, 3)]:
@@ -313,6 +322,7 @@ def test_25_heads_on_four() -> None:
     _run([GPT2, BERT], 4, 25, thorough=False)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4, timeout=300)
 def test_small_and_odd_vocabularies_on_four() -> None:
     for vocab in (17, 5, 3):  # 3 leaves the last rank without a row
@@ -356,7 +366,7 @@ def test_every_model_type_has_a_model_or_comes_inside_another() -> None:
     assert not [name for name in MODEL_TYPES if not of_type(name).inside and not _cases(name)]
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if of_type(name).inside])
 def test_a_part_is_inside_what_tests_it(model_type: str) -> None:
     outer = _cases(of_type(model_type).inside)

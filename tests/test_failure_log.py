@@ -66,6 +66,7 @@ def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
     assert here.is_alive() is None
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     mpu = MPU(2)

@@ -22,22 +22,26 @@ from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_gpt2_on_two():
     check(gpt2, language_batches(131), tp=2)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_gpt2_on_four_and_with_an_empty_vocabulary_shard():
     check(gpt2, language_batches(131), tp=4)
     check(lambda: gpt2(vocab_size=3), language_batches(3), tp=4)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=3)
 def test_llama_on_three_with_two_kv_heads():
     check(lambda: llama(num_attention_heads=8, num_key_value_heads=2, head_dim=4), language_batches(131), tp=3)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_kv_heads_fewer_than_ranks_and_25_heads():
     for heads, kv in [(8, 1), (8, 2), (9, 3), (25, 1), (25, 5)]:
@@ -45,6 +49,7 @@ def test_kv_heads_fewer_than_ranks_and_25_heads():
         check(functools.partial(llama, **sizes), language_batches(131), tp=4)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_everything_is_attached_and_the_module_is_what_it_was():
     model = gpt2()
@@ -60,6 +65,7 @@ def test_everything_is_attached_and_the_module_is_what_it_was():
     assert model.transformer.h[0].attn.c_attn.weight.shape == (36, 3 * 4 * (5 if model.mpu.tp.rank == 0 else 4))
 
 
+@pytest.mark.tier("test")
 def test_one_process_without_torchrun_in_a_fresh_interpreter():
     code = (
         "import torch, autopar\n"
@@ -77,6 +83,7 @@ def test_one_process_without_torchrun_in_a_fresh_interpreter():
     assert done.stdout.strip() == "fine", done.stderr
 
 
+@pytest.mark.tier("test")
 def test_import_does_not_import_models():
     code = (
         "import sys, autopar\n"
@@ -119,6 +126,7 @@ def test_a_model_with_different_random_weights_becomes_rank_zeros():
         assert torch.equal(weights[name], parameter), name
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_deparallelize_gives_back_the_plain_model_and_initialize_works_again():
     plain = gpt2(add_cross_attention=True)
@@ -157,6 +165,7 @@ def test_a_second_initialize_is_refused_also_from_outside():
         parallel(model.transformer, 2)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_would_be_silently_wrong_raises():
     model = parallel(gpt2(), 2)
@@ -174,6 +183,7 @@ def test_what_would_be_silently_wrong_raises():
         model(torch.tensor([[0, 131]]))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ranks_that_call_differently_all_get_an_error():
     rank = dist.get_rank()
@@ -221,6 +231,7 @@ def test_buffers_of_odd_kinds_are_made_equal():
     assert model.halves.sum() == 0 and model.scalar.item() == 0 and model.wide.tolist() == [0.0] * 4
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_replicas_with_different_random_weights_become_equal_too():
     model = parallel(gpt2(seed=dist.get_rank()), 2)
@@ -255,6 +266,7 @@ def test_a_deep_copy_is_a_working_parallel_model_of_its_own():
     assert hooks[0].region is not model.transformer.h[0].attn.c_attn.region
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_two_models_with_two_meshes_live_side_by_side():
     two, four, ids = parallel(gpt2(), 2), parallel(gpt2(), 4), torch.arange(6)[None]
@@ -277,6 +289,7 @@ def test_a_size_that_does_not_fit_says_what_does():
     )
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
     model = gpt2(n_head=1) if dist.get_rank() else gpt2()  # rank 1 holds another model

@@ -48,7 +48,7 @@ def run(folder: Path, script: str, *before: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.tier("all")
 def test_accelerate_launch(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
@@ -56,7 +56,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 is right" in printed for rank in range(2)), printed
 
 
-@pytest.mark.slow
+@pytest.mark.tier("all")
 def test_notebook_launcher_and_spawn(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     printed = run(

@@ -96,6 +96,7 @@ def test_it_is_distributed_as_the_constructor_does():
     assert model.transformer.h[0].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
 
 
+@pytest.mark.tier("test", only=("gpt2", "bloom"))
 @pytest.mark.parametrize("model_type", TYPES)
 @pooled(world_size=2)
 def test_the_size_of_tensor_parallelism_does_not_matter(model_type):
@@ -126,6 +127,7 @@ def test_on_four_ranks():
             assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_it_is_the_model_that_the_weights_make():
     torch.manual_seed(7)

@@ -1,8 +1,8 @@
 """The version ranges in the policies are true at their lower end.
 
-``make test-all`` runs this a second time, with the oldest supported transformers: every policy whose range begins there
-plans and rehearses the main head of each of its model types, and a few families are compared with the plain model over
-two ranks. With another version there is nothing to do.
+``make test-all`` runs this a second time, with the oldest supported transformers: one policy of each structure plans
+and rehearses the main head of each of its model types whose range begins there (``make sweep``: all policies), and a
+few families are compared with the plain model over two ranks. With another version there is nothing to do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, supported_model_types
 from tests.pool import pooled
 from tests.random_models import build
+from tests.representatives import first_policies, one_of_each_structure
 from tests.test_every_policy import _main, _run
 
 OLDEST = "5.20.2"
@@ -42,6 +43,7 @@ FAMILIES = [
 CANNOT_BUILD = {"cohere_compass_text"}
 
 pytestmark = [
+    pytest.mark.tier("all"),
     pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"make test-all runs it with transformers {OLDEST}"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # its own calls of torch
 ]
@@ -61,7 +63,9 @@ def test_most_policies_hold_for_the_oldest() -> None:
     assert len(_holding()) > 200
 
 
-@pytest.mark.parametrize("name", _holding())
+@pytest.mark.parametrize(
+    "name", first_policies(one_of_each_structure(supported_model_types()), list(_holding()), later="sweep")
+)
 def test_a_policy_plans_and_rehearses(name: str) -> None:
     for model_type in _holding()[name]:
         if model_type not in CONFIG_MAPPING or model_type in CANNOT_BUILD:

@@ -34,6 +34,7 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in autopar.deparallelize(model).state_dict().items()}
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_a_gpt_of_ones_own_is_exact_on_every_mesh(tmp_path: Path) -> None:
     folder = tmp_path

@@ -105,6 +105,7 @@ def what_ranks_hold(config: Path, report: dict[str, Any]) -> None:
     assert (mine["parameters"], mine["bytes"]) == (held, 4 * held), dist.get_rank()
 
 
+@pytest.mark.tier("all")
 def test_the_sizes_are_those_that_ranks_hold(folder: Path) -> None:
     what_ranks_hold(folder, of(run("check", folder, "--tp", 2, "--pp", 2, "--json")))
 
@@ -161,6 +162,7 @@ def test_show_of_what_does_not_fit(folder: Path) -> None:
     assert result.exit_code == 1 and of(result)["error"]["type"] == "ConfigError"
 
 
+@pytest.mark.tier("all")
 def test_long_sequences(folder: Path) -> None:
     report = of(run("check", folder, "--json"))
     assert (report["sequence_parallel"], report["context_parallel"]) == ("ok", "ok")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import autopar.api
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from tests import worlds
 from tests.once import by_rank_0
 from tests.pool import pooled
 from tests.worlds import raises_everywhere
@@ -88,16 +89,19 @@ def _destroy_the_world() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.tier("test")
 def test_what_a_body_leaves_behind_is_put_back() -> None:
     _leave_everything_behind()
     _find_nothing()
 
 
+@pytest.mark.tier("test")
 def test_every_body_begins_with_the_same_random_numbers() -> None:
     _draw()
     _draw()
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -121,3 +125,11 @@ def test_a_step_of_one_rank_is_that_of_all() -> None:
     assert by_rank_0(dist.get_rank)() == 0
     with raises_everywhere(ConfigError, "refused on rank 0"):
         by_rank_0(refuse)()
+
+
+@pytest.mark.tier("test")
+def test_ranks_are_refused_to_a_test_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "without_ranks", True)
+    for start in (test_a_step_of_one_rank_is_that_of_all, lambda: worlds.spawn("os", "getpid", 2)):
+        with pytest.raises(AssertionError, match=r'starts ranks is in make check: mark it, @pytest.mark.tier\("all"\)'):
+            start()

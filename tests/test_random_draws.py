@@ -22,6 +22,7 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs():
     torch.manual_seed(dist.get_rank())  # unseeded users: initialize shares the first rank's state
@@ -43,6 +44,7 @@ def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs(
     assert not torch.equal(first, second)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_replicated_parameters_stay_bitwise_equal_over_twenty_steps_of_dropout():
     model = parallel(gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), 2).train()
@@ -70,6 +72,7 @@ def test_the_same_seed_draws_the_same_masks_and_another_seed_others():
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_activation_checkpointing_recomputes_the_same_masks():
     rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
@@ -106,6 +109,7 @@ def test_an_interrupted_forward_leaves_the_random_streams_alike():
     assert torch.equal(states[0], states[1])
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_sampling_is_that_of_the_plain_model_given_the_seed_and_the_same_on_all_ranks_without():
     plain = gpt2().eval()
@@ -151,6 +155,7 @@ def test_projections_that_read_the_same_tensor_share_one_all_reduce():
     assert counts[1] - counts[0] == 4
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_evaluation_between_forward_and_a_recomputing_backward_changes_no_mask():
     gradients = []

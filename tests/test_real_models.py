@@ -15,7 +15,7 @@ from tests.real_models import minilm, smollm2
 from tests.small import parallel
 from tests.worlds import distributed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.tier("all"), pytest.mark.together]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import contextlib
 import io
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,6 +74,7 @@ def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[in
     return tokens
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ways_to_generate() -> None:
     whole = grouped()

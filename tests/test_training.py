@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_optimizers_made_before():
     for make in OPTIMIZERS.values():
@@ -65,6 +67,7 @@ def test_adafactor_trains():
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():
     for build in (gpt2, llama):
@@ -99,6 +102,7 @@ def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_who
         assert step == 20
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_fp16_and_bf16_forward_stays_near_fp32():
     for dtype, tolerance in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
@@ -160,6 +164,7 @@ def test_the_policy_of_the_colo_tensor_tutorial_on_four():
     check(gpt2, language_batches(131), tp=4, policy=COLO_TENSOR)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_zero_redundancy_and_fsdp2_compose_over_the_data_parallel_axis():
     from torch.distributed.fsdp import fully_shard

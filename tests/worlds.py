@@ -35,6 +35,10 @@ from typing import Any
 PRELOAD = ["torch", "torch.distributed", "transformers", "tests.leftovers", "tests.rehearsals", "tests.preload"]
 
 
+without_ranks = False
+"""Whether the test that runs is of a tier for one process: set for each test by tests/tier_run.py."""
+
+
 def distributed(world_size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on ``world_size`` gloo ranks; ``timeout`` in seconds for the whole world."""
 
@@ -43,7 +47,7 @@ def distributed(world_size: int, timeout: float = 120.0) -> Callable[[Callable[.
         def run(*args: Any, **kwargs: Any) -> None:
             spawn(body.__module__, body.__qualname__, world_size, timeout, args, kwargs)
 
-        run.body = body  # type: ignore[attr-defined]
+        run.body, run.world_size = body, world_size  # type: ignore[attr-defined]
         run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
         return run
 
@@ -63,12 +67,18 @@ def spawn(
 
     ``expect_dead`` lists ranks that are meant to die: they may end with any code.
     """
+    check_ranks_are_allowed()
     try:
         _spawn(module, name, world_size, timeout, args, kwargs, expect_dead)
     except AssertionError as error:
         if expect_dead or not connection_failed(error):
             raise
         _spawn(module, name, world_size, timeout, args, kwargs, expect_dead)
+
+
+def check_ranks_are_allowed() -> None:
+    """Fail a test over ranks that nothing tells from one in a single process."""
+    assert not without_ranks, 'a test that starts ranks is in make check: mark it, @pytest.mark.tier("all")'
 
 
 def connection_failed(error: AssertionError) -> bool:

@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.tier("test", only=("llama, all linear", "gpt2, Conv1D"))
 @pytest.mark.parametrize("name", MODELS)
 @pooled(world_size=2)
 def test_lora_trains_as_on_one_process(name: str):
@@ -73,6 +74,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.tier("test", only=("modules to save, embedding, two adapters", "experts"))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OTHERS)
 @pooled(world_size=2)

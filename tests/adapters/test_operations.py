@@ -36,6 +36,7 @@ def _same_logits(model: Any, plain: Any, when: str) -> torch.Tensor:
     return expected
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_switching_merging_generating_and_back():
     plain, model = _pair()
@@ -77,6 +78,7 @@ def test_weights_are_loaded_into_an_adapter(tmp_path: Path):
     _same_logits(model, plain, "with the loaded adapter")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_would_be_wrong_on_shards_is_refused():
     plain = with_lora(llama(), target_modules=["q_proj", "o_proj"])

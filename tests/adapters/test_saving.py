@@ -45,6 +45,7 @@ def _files(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.tier("test")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pooled(world_size=2)
 def test_files_are_those_of_peft(tmp_path: Path):

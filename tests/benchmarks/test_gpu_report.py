@@ -41,6 +41,7 @@ def _dies(options: dict[str, Any], device: Any, notes: Notes) -> None:
     os._exit(7)
 
 
+@pytest.mark.tier("all")
 def test_whatever_becomes_of_a_section_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {
         "works": Section(HERE + "_works", 60),
@@ -77,7 +78,7 @@ def test_sections_beyond_the_budget_are_skipped_and_the_report_says_so(tmp_path:
     assert "| overhead | skipped | 0 |" in text and "no time left of 1 s" in text
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 def test_the_whole_report_runs_on_the_cpu(tmp_path: Path) -> None:
     code = command.main(["--device", "cpu", "--folder", str(tmp_path)])
     result = json.loads((tmp_path / "gpu-on-cpu.json").read_text())

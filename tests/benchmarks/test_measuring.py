@@ -99,6 +99,7 @@ def rank_main(options: dict[str, int]) -> int:
     return options["value"] + rank
 
 
+@pytest.mark.tier("all")
 def test_ranks_return_their_results_and_name_the_one_that_fails_or_hangs() -> None:
     work = "tests.benchmarks.test_measuring:rank_main"
     assert run_ranks(work, {"value": 5}, 2) == [5, 6]

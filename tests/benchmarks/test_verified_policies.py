@@ -11,6 +11,8 @@ import pytest
 from autopar.verification.report import Report, Row
 from benchmarks.verified_policies import known, row_of, sizes, summary, verdict
 
+pytestmark = pytest.mark.tier("all")
+
 
 def _report(*rows: Row) -> Report:
     return Report("M", 1, "policy m", {"tp": 2}, "float32", "cpu", rows)

@@ -132,6 +132,7 @@ def compare_files(folder: Path, weights: dict[str, torch.Tensor]) -> None:
                     assert torch.equal(shards.whole(f"{name}::{key}", "optimizer"), due), f"{key} of {name}"
 
 
+@pytest.mark.tier("test", only=("llama_two_kv_heads", "phi3", "mixtral"))
 @pytest.mark.parametrize("build", MODELS)
 @pooled(world_size=4)
 def test_every_mesh_to_tp_1_2_and_4(tmp_path, build):
@@ -198,6 +199,7 @@ def test_a_rank_reads_its_share_and_verification_reads_everything_once(tmp_path)
     lazy._SHORT = short
 
 
+@pytest.mark.tier("test", only=("llama_nine_heads",))
 @pytest.mark.parametrize("build", MODELS)
 @pooled(world_size=3)
 def test_every_mesh_to_tp_3(tmp_path, build):

@@ -81,6 +81,7 @@ def scramble(model: Any, optimizer: Any) -> None:
                 tensor.zero_()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_training_goes_on_and_what_is_saved_is_what_was_there_at_the_call(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
@@ -110,6 +111,7 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there_at_the_call(tmp_pa
     model.wait_for_save()  # nothing to wait for
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
@@ -273,6 +275,7 @@ def script(rank: int, world: str, folder: str, how: str) -> None:
         raise SystemExit(3)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("how", ["ends", "raises", "destroys"])
 def test_a_script_that_ends_without_waiting_leaves_a_whole_checkpoint(tmp_path, how):
     context = multiprocessing.get_context("forkserver")

@@ -39,6 +39,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[
     optimizer.zero_grad()
 
 
+@pytest.mark.tier("test", only=("saved0-loaded0",))
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((1, 2, 1), (2, 1, 1)), ((2, 1, 1), (1, 2, 1)), ((2, 2, 1), (1, 4, 3)), ((1, 4, 3), (2, 2, 0))],

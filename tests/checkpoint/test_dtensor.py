@@ -76,6 +76,7 @@ def assert_merges(folder) -> None:
         assert_same(dict(sorted(merged.items())), dict(sorted(plain_state(build(0)).items())))
 
 
+@pytest.mark.tier("all")
 def test_two_ranks_to_any_number(tmp_path):
     pooled(2)(save)(str(tmp_path), 2)
     assert_merges(tmp_path)
@@ -84,7 +85,7 @@ def test_two_ranks_to_any_number(tmp_path):
     pooled(4)(load)(str(tmp_path), 4, 2)  # grouped and uneven: KV heads on several ranks; two replicas
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("tp", [4, 2], ids=["of which some hold the same heads", "in two replicas"])
 def test_four_ranks_write_everything_once_and_two_read_it(tmp_path, tp):
     pooled(4)(save)(str(tmp_path), tp)
@@ -155,6 +156,7 @@ def test_async_save_takes_a_snapshot(tmp_path):
     assert_holds(other, plain_state(gpt2()))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=3)
 def test_every_kind_of_tensor(tmp_path):
     from autopar.distributed.mesh import MPU

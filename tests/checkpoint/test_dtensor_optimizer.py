@@ -96,6 +96,7 @@ def load_on_four(folder: Path) -> None:
     load(folder, ("fused",), 2, 2)  # tied embeddings on two stages
 
 
+@pytest.mark.tier("all")
 def test_training_goes_on_on_any_mesh(tmp_path: Path) -> None:
     save(tmp_path)
     load_on_four(tmp_path)

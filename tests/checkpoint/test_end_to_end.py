@@ -106,6 +106,7 @@ def test_files_are_those_of_save_pretrained_in_one_process(tmp_path):
     check(tmp_path / "gpt2", gpt2, 1)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.filterwarnings("error")
 @pooled(world_size=4)
 def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
@@ -141,6 +142,7 @@ def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
     assert not hasattr(whole, "save_parallelized")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_optimizer_goes_on_after_loading(tmp_path):
     """Parameters keep their identity through from_parallelized."""

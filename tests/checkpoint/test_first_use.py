@@ -19,6 +19,7 @@ from tests.small import llama
 pytestmark = pytest.mark.skipif(not pages_can_be_replaced(), reason="Linux since 5.7 replaces the pages of a map")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_loaded_model_does_not_follow_its_file(tmp_path):
     plain = llama(num_hidden_layers=2)

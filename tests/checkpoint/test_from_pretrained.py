@@ -36,6 +36,7 @@ TYPES = ["gpt2", "llama", "mixtral", "qwen2_moe", "bert", "t5", "bart", "dinov2"
 TYPES += ["deepseek_v3", "qwen2_vl", "mamba2", "clip"]
 
 
+@pytest.mark.tier("test", only=("llama-2", "deepseek_v3-2", "t5-2"))
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("model_type", TYPES)
 @pooled(world_size=2)
@@ -48,6 +49,7 @@ def test_a_family_is_equal(model_type, size, tmp_path):
     assert not any(parameter.is_meta for parameter in lazy.parameters())
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_it_trains_generates_and_saves(tmp_path):
     path = shared(tmp_path / "m", llama())

@@ -34,6 +34,7 @@ from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_folder_of_shards_on_any_mesh(tmp_path):
     for number, model in enumerate((gpt2(), llama(), build(cases("mamba2")[0], 6, 3))):
@@ -159,7 +160,7 @@ def test_untied_weights_of_a_config_that_ties(tmp_path):
             assert torch.allclose(merged(ids).logits, lazy(ids).logits, atol=1e-5)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_dtypes_of_shards(tmp_path):
     mixed = gpt2().bfloat16()
@@ -201,7 +202,7 @@ def test_an_edited_config_of_shards(tmp_path):
     assert lazy.config.activation_function == "relu"
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_shards_of_several_stages(tmp_path):
     for model in (gpt2(), llama()):

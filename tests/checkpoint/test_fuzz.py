@@ -224,6 +224,7 @@ def is_what_was_saved(loaded: Any, plain: Any) -> None:
             assert torch.equal(optimizer.state[parameter][key], due), f"another {key} of {name} was loaded"
 
 
+@pytest.mark.tier("all")
 def test_every_damage_is_found(tmp_path, mpu):
     plain = save_alone(tmp_path / "good", 2, pp=2, optimizer=True, **training(0))
     save_alone(tmp_path / "other", 2, pp=2, seed=1, save_id="f" * 16, optimizer=True, **training(1))

@@ -25,7 +25,7 @@ from tests.pool import pooled
 from tests.small import gpt2
 from tests.worlds import raises_everywhere
 
-NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.every) for name in ("llama", "bert", "t5"))]
+NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.tier("all")) for name in ("llama", "bert", "t5"))]
 
 
 def check_chain(folder: Path, name: str, meshes: list[Mesh]) -> None:
@@ -125,6 +125,7 @@ def test_stages_that_lie_on_ranks_in_another_order(tmp_path):
     model.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_saved_in_the_background_and_after_an_evaluation(tmp_path):
     """An evaluation leaves FSDP's outermost weights whole; saving does not mind."""
@@ -210,7 +211,7 @@ def test_dtensors_of_other_kinds_are_refused() -> None:
         check_fsdp_shard("w", fine, 4)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("name", NAMES)
 @pooled(world_size=4)
 def test_training_goes_on_on_any_mesh_of_four(tmp_path, name):
@@ -237,7 +238,8 @@ def test_from_every_mesh_to_every_mesh_bit_for_bit(tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.every)])
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.tier("all"))])
 @pooled(world_size=4)
 def test_merge_check_and_reshard(tmp_path, precision):
     for mesh in (Mesh(2, 2), Mesh(1, 2, 1), Mesh(2, 1, 3)):

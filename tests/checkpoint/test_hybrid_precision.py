@@ -34,8 +34,10 @@ def check_resume(folder: Path, name: str, mesh: Mesh, precision: str) -> None:
         assert len(differ) > len(kept) / 10  # the fp32 weights say more than the half ones
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
-    "precision", ["fp16", pytest.param("fp32", marks=pytest.mark.every), pytest.param("bf16", marks=pytest.mark.every)]
+    "precision",
+    ["fp16", pytest.param("fp32", marks=pytest.mark.tier("all")), pytest.param("bf16", marks=pytest.mark.tier("all"))],
 )
 @pooled(world_size=2)
 def test_resumed_on_the_same_mesh_of_two_it_is_the_same_run_bit_for_bit(tmp_path, precision):
@@ -79,14 +81,14 @@ def test_half_precision_without_the_optimizer_is_rounded_and_says_so(tmp_path):
     plain.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.every)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.tier("all"))])
 @pooled(world_size=4)
 def test_resumed_on_the_same_mesh_of_four_it_is_the_same_run_bit_for_bit(tmp_path, precision):
     for name, mesh in (("gpt2", Mesh(1, 2, 1)), ("llama", Mesh(2, 1, 1)), ("gpt2", Mesh(2, 1, 3))):
         check_resume(tmp_path / f"{name}-{mesh.zero}-{mesh.pp}", name, mesh, precision)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=4)
 def test_any_precision_into_any_other_keeps_the_weights_that_are_stepped(tmp_path):
     kinds = [("bf16", Mesh(1, 2, 1)), ("fp32", Mesh(2, 1, 1)), ("fp16", Mesh(2, 2)), ("bf16", Mesh(2, 1, 3))]

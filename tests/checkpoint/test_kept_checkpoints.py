@@ -83,6 +83,7 @@ def check_resumed(run: Run, folder: Path, kept: dict[str, torch.Tensor], tmp: Pa
     assert run.optimizer.loss_scale == kept["loss_scale"]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_fp32_goes_on_on_its_own_mesh_and_on_others(tmp_path):
     folder, kept = unpacked("fp32-tp2-pp2", tmp_path)

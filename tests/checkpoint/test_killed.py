@@ -131,6 +131,7 @@ def loads(target: Path, mpu: MPU) -> int:
     return extra["number"]
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("point", range(10))
 def test_killed_at_a_random_moment(tmp_path, alone, point):
     draw = random.Random(point)
@@ -230,8 +231,17 @@ def die_in_the_second_save(mpu: MPU, pipe: Any, target: str, point: str, async_s
 
 
 # The thread does the same, so a third of the points is enough there.
+AT_ONCE, IN_THE_BACKGROUND = [(point, False) for point in POINTS], [(point, True) for point in list(POINTS)[::3]]
+IN_EVERY_RUN = [*AT_ONCE[::5], IN_THE_BACKGROUND[1]]
+
+
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
-    ("point", "async_save"), [(point, False) for point in POINTS] + [(point, True) for point in list(POINTS)[::3]]
+    ("point", "async_save"),
+    [
+        case if case in IN_EVERY_RUN else pytest.param(*case, marks=pytest.mark.tier("all"))
+        for case in [*AT_ONCE, *IN_THE_BACKGROUND]
+    ],
 )
 def test_killed_at_every_step_of_a_save(tmp_path, alone, point, async_save):
     world = World(die_in_the_second_save, str(tmp_path / "ckpt"), point, async_save)

@@ -19,7 +19,7 @@ from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
 from tests.small import llama
 
-NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.every) for name in ("llama", "bert", "t5"))]
+NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.tier("all")) for name in ("llama", "bert", "t5"))]
 
 
 def lazily(model: Any) -> Any:
@@ -43,7 +43,7 @@ def assert_holds(model: Any, whole: dict[str, torch.Tensor]) -> None:
     assert found == {name for name in whole if model.mpu.pp.rank in held.holders(name)}
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("name", NAMES)
 @pooled(world_size=4)
 def test_stages_of_a_lazy_model_are_those_of_the_plain_one(tmp_path, name):

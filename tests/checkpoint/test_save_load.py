@@ -34,6 +34,7 @@ def plain(seed: int) -> dict[str, torch.Tensor]:
     return saved_state(TinyModel(TinyConfig(), seed))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_save_load_merge_on_two_replicas(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
@@ -162,6 +163,7 @@ def test_without_torchrun(tmp_path):
         model.save_parallelized(tmp_path / "ckpt")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_half_precision_is_saved_as_it_is_and_loading_converts_with_a_warning(tmp_path):
     mpu = MPU(tensor_parallel_size=2)

@@ -32,6 +32,7 @@ from autopar.storage.lazy_tensor import InMemory
 from autopar.storage.views import open_piece
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
+from tests.representatives import REPRESENTATIVES, first_types
 
 WHOLE = sorted(name for name in supported_model_types() if not of_type(name).inside)  # the others are inside these
 
@@ -102,8 +103,8 @@ def check_folders(case: Case, folder: Path, size: str = "") -> None:
         assert not differing, (case, differing)
 
 
-@pytest.mark.parametrize("model_type", WHOLE)
-@pytest.mark.every
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("model_type", first_types({*REPRESENTATIVES, *JOINED}, WHOLE, later="sweep"))
 def test_every_head_is_saved_as_by_the_plain_model(model_type: str) -> None:
     joined = [check_plan(case) for case in cases(model_type)]
     assert any(joined) == (model_type in JOINED), "JOINED is what other tests take: it holds all such types"
@@ -118,8 +119,11 @@ NOT_SPLIT = {
 }
 
 
-@pytest.mark.parametrize("model_type", [name for name in WHOLE if name not in NOT_SPLIT])
-@pytest.mark.every
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    "model_type",
+    first_types({*REPRESENTATIVES, *JOINED}, [name for name in WHOLE if name not in NOT_SPLIT], later="sweep"),
+)
 def test_split_resharded_and_merged_is_the_original(tmp_path: Path, model_type: str) -> None:
     check_folders(cases(model_type)[0], tmp_path)
 

@@ -17,6 +17,7 @@ from autopar.cli import app
 from tests.checkpoint.test_saved_form import JOINED, assert_same_tensors, files
 from tests.pool import pooled
 from tests.random_models import build, cases
+from tests.tiers import mainly
 
 SIZE = 40_000  # bytes: several files
 
@@ -67,15 +68,13 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert not [name for name in theirs if not torch.equal(mine[name], theirs[name])]
 
 
-@pytest.mark.every
 @pooled(world_size=4, timeout=300)
 def test_on_every_mesh(tmp_path: Path) -> None:
     for tp, pp in ((2, 1), (1, 2), (2, 2)):
         check(tmp_path / f"{tp} {pp}", build(cases("nomic_bert")[0], 6, 3), tp, pp)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("model_type", JOINED)
+@pytest.mark.parametrize("model_type", mainly(*JOINED, later="sweep"))
 @pooled(world_size=2, timeout=300)
 def test_at_tp_2(tmp_path: Path, model_type: str) -> None:
     check(tmp_path, build(cases(model_type)[0], 6, 3), 2, 1)

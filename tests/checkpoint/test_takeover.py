@@ -192,6 +192,7 @@ def test_a_signal_that_uses_the_model_meanwhile_does_not_wait_for_itself(file, m
     assert torch.equal(view, torch.arange(8192.0))
 
 
+@pytest.mark.tier("all")
 def test_it_happens_at_exit_too(tmp_path):
     """Python starts no threads by then."""
     code = f"""

@@ -86,6 +86,7 @@ def bit_exact(folder: Path, tp: int, build: Callable[[], Any], make: Any = None)
     assert len(set(expected)) == 10
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_resumed_on_the_same_mesh_it_is_bit_for_bit_the_same_run_with_dropout(tmp_path):
     bit_exact(tmp_path / "2x2", 2, lambda **more: gpt2(**{**DROPOUT, **more}))
@@ -109,7 +110,7 @@ def test_without_its_random_states_dropout_would_be_another(tmp_path):
     assert resumed.step(1) != expected
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=4)
 def test_resumed_on_another_mesh_the_losses_go_on(tmp_path):
     for build in (gpt2, llama):
@@ -129,6 +130,7 @@ def test_resumed_on_another_mesh_the_losses_go_on(tmp_path):
             assert max(expected) - min(expected) > 1e-2
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_wrong_momentum_would_be_noticed(tmp_path):
     """How far losses are off when the moments are not loaded: far more than 1e-5."""
@@ -167,6 +169,7 @@ def equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_the_users_own_data(tmp_path):
     run = Run(2, gpt2, seed=1)
@@ -226,7 +229,7 @@ def factored(groups: Any) -> Adafactor:
     return Adafactor(groups, lr=0.01, relative_step=False, scale_parameter=False)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=4)
 def test_adafactor_goes_on_where_it_was_and_is_refused_elsewhere_by_name(tmp_path):
     for name, make in (("torch", lambda p: torch.optim.Adafactor(p, lr=0.01)), ("transformers", factored)):

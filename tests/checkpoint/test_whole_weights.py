@@ -98,6 +98,7 @@ def called_by(module: str, function: str) -> Callable[[nn.Module], Any]:
     return found
 
 
+@pytest.mark.tier("test", only=("tp",))
 @pytest.mark.parametrize("how", ["tp", "pp", "zero3"])
 @pooled(world_size=2)
 def test_what_saves_a_whole_model_raises(tmp_path: Path, how: str) -> None:
@@ -164,6 +165,7 @@ class Wrapped(nn.Module):
         self.inner, self.scale = gpt2(seed), nn.Parameter(torch.full((1,), float(seed)))
 
 
+@pytest.mark.tier("test", only=("tp",))
 @pytest.mark.parametrize("how", ["tp", "pp"])
 @pooled(world_size=2)
 def test_a_whole_state_dict_loads(tmp_path: Path, how: str) -> None:

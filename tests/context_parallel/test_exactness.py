@@ -79,6 +79,7 @@ CAUSAL = {
 }
 
 
+@pytest.mark.tier("test", only=("grouped keys-ulysses", "windows-gather", "sinks and experts-ulysses", "fused-gather"))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CAUSAL)
 @pooled(world_size=2)
@@ -124,6 +125,7 @@ def test_other_heads(model_type: str, head: str) -> None:
     check(model, listed, 1, config=sizes(2), step=False).mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_with_tensor_parallelism() -> None:
     for name in ("grouped keys", "learned positions", "experts with a loss"):
@@ -150,6 +152,7 @@ def _same_hidden_states(plain: nn.Module, parallel: nn.Module) -> None:
             close(ours, theirs, "hidden states")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_with_pipeline_stages() -> None:
     config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"num_microbatches": 2, "schedule": "1f1b"}}
@@ -158,7 +161,7 @@ def test_with_pipeline_stages() -> None:
     check_pipeline(gpt2, language_batches(131, batch=4, seq=8), **config).mpu.destroy()
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=8)
 def test_with_stages_and_sequence_parallelism() -> None:
     """Rows of rows of two stages, recomputed."""
@@ -168,6 +171,7 @@ def test_with_stages_and_sequence_parallelism() -> None:
         check_pipeline(build_one, language_batches(131, batch=4, seq=9), tp=2, **config).mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("1",))
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pooled(world_size=4)
 def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
@@ -252,6 +256,7 @@ def test_long_runs_are_computed_some_queries_at_a_time() -> None:
         causal._MOST = before
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_dropout_differs_over_the_rows_and_is_drawn_again_the_same() -> None:
     model = llama(attention_dropout=0.5)

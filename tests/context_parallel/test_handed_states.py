@@ -69,6 +69,7 @@ def test_a_scan_that_begins_at_zero_gets_all_rows() -> None:
     assert handed("bloom", "BloomForCausalLM") == {"BloomAttention": None}
 
 
+@pytest.mark.tier("test", only=("gated delta", "state space"))
 @pytest.mark.parametrize("name", KINDS)
 @pooled(world_size=2)
 def test_masks_and_lengths(name: str) -> None:

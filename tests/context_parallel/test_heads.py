@@ -57,6 +57,7 @@ def test_all_readers_of_a_bias_have_its_heads_or_none_has(monkeypatch: pytest.Mo
     assert shared(*SHARED["biases that later blocks read"], 2) == {False}
 
 
+@pytest.mark.tier("test", only=("heads of their own sizes",))
 @pytest.mark.parametrize("name", SHARED)
 @pooled(world_size=2)
 def test_it_equals_the_plain_model(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Context parallelism beside each other axis, on four ranks; ``make sweep`` has every model type."""
+"""Context parallelism beside each other axis, on four ranks; ``make verify-all`` has every model type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPT2, LLAMA, T5 = (
 )
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("mesh", MESHES)
 @pooled(world_size=4)
 def test_it_equals_the_plain_model(mesh: str) -> None:

@@ -43,6 +43,7 @@ def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
     check_beside_sequence(model, replace(plan, whole={}), 2)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> None:
     sizes = {"context_parallel_size": 2, "context_parallel_method": "gather"}

@@ -44,6 +44,7 @@ def same(plain: Any, model: Any, compute: Callable[[Any], torch.Tensor], what: s
     same_gradients(model, plain, 2e-5, what)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_whatever_is_computed_of_them() -> None:
     (batch,) = language_batches(VOCAB, count=1)

@@ -83,7 +83,7 @@ def test_other_models(model_type: str, head: str, listed: Callable[[], list[Batc
     check_pipeline(functools.partial(made, model_type, head), listed(), **staged()).mpu.destroy()
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=8)
 def test_with_tensor_parallelism() -> None:
     for build in (CAUSAL["grouped keys"], functools.partial(gpt2, n_positions=64)):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -8,6 +9,7 @@ from autopar.distributed.axis import Axis
 from tests.pool import pooled
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
     rank = dist.get_rank()
@@ -25,6 +27,7 @@ def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
     assert torch.equal(parameters[4].grad, torch.arange(6.0).view(2, 3).t() * 1.5)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_gradient_that_one_replica_lacks_counts_as_zero():
     rank = dist.get_rank()

@@ -20,6 +20,7 @@ def everyone(value: object) -> list:
     return values
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_replicas_share_the_data_and_tp_ranks_see_the_same():
     mpu = MPU(tensor_parallel_size=2)
@@ -90,6 +91,7 @@ def _evaluate(model, loader) -> tuple[list[torch.Tensor], list[torch.Tensor], in
     return losses, right, len(losses)
 
 
+@pytest.mark.tier("test", only=("0",))
 @pytest.mark.parametrize("zero", [0, 3])
 @pooled(world_size=4)
 def test_37_samples_are_evaluated_once_each(zero):

@@ -115,6 +115,7 @@ def refuse(deepspeed: Any) -> None:
         model.mpu.destroy()
 
 
+@pytest.mark.tier("all")
 def test_losses_norms_and_weights_are_the_plain_models() -> None:
     pytest.importorskip("deepspeed")
     train()

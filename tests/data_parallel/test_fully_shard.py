@@ -34,6 +34,7 @@ def one_kv_head():
     return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_loss_gradients_norm_and_steps_are_the_plain_models():
     for build in (gpt2, llama, one_kv_head):

@@ -15,6 +15,7 @@ from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_the_norm_is_the_plain_models_on_every_rank_and_the_clipped_gradients_too():
     for build in (
@@ -57,6 +58,7 @@ def test_a_plain_model_is_refused():
         autopar.clip_grad_norm_(gpt2(), 1.0)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     model = parallel(gpt2(), 2)

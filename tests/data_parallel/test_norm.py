@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -64,11 +65,13 @@ def test_two_stages():
     check_stages(1)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_two_stages_of_two_ranks():
     check_stages(2)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_clipping_in_the_config_is_the_plain_models():
     for build in (gpt2, grouped):

@@ -70,6 +70,7 @@ def test_ranks_whose_groups_differ():
         autopar.initialize(model, {}, optimizer=optimizer)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_optimizers_that_need_whole_matrices_are_refused_or_warn():
     two = {"model_parallelism": {"tensor_parallel_size": 2}}

@@ -48,6 +48,7 @@ def by_hand(plain, dtype):
     return half, step
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=1)
 def test_bf16_is_the_loop_by_hand_bit_by_bit():
     plain = gpt2()
@@ -88,6 +89,7 @@ def test_steps_too_small_for_bf16_add_up():
     assert (lost == before).float().mean() > 0.5  # without fp32 weights most steps are lost
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
     plain = gpt2()
@@ -121,6 +123,7 @@ def test_fp16_with_zero_and_tensor_parallelism_follows_fp32_on_one_process():
         autopar.clip_grad_norm_(model, 1.0)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=1)
 def test_the_scale_is_taken_off_before_the_step_with_and_without_clipping():
     """With SGD, whose steps are as large as the gradients."""
@@ -149,6 +152,7 @@ def test_the_scale_is_taken_off_before_the_step_with_and_without_clipping():
         assert moved > 1e-2
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_an_overflow_on_one_rank_of_four_skips_the_step_on_all():
     settings = {"dtype": "fp16", "initial_scale": 1024, "hysteresis": 1, "growth_interval": 2}
@@ -233,6 +237,7 @@ def test_at_the_smallest_scale_it_warns():
     assert "precision.min_scale=2" in records[0]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_state_dict_brings_back_the_same_steps_bit_by_bit():
     sections = {"zero": {"stage": 1}, "precision": {"dtype": "fp16", "initial_scale": 256, "growth_interval": 2}}
@@ -264,6 +269,7 @@ def test_a_state_dict_brings_back_the_same_steps_bit_by_bit():
                 assert value.dtype == torch.float32 and torch.equal(value, optimizer.state[expected][key])
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=1)
 def test_weights_that_were_loaded_later_win():
     model, optimizer = start(
@@ -303,6 +309,7 @@ def test_what_transformers_keeps_in_fp32_stays_there():
             assert optimizer._autopar.master(parameter) is None
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_model_that_is_in_half_precision_already(dtype):
     _half_already(dtype)

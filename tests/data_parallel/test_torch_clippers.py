@@ -50,6 +50,7 @@ def test_functions_that_were_imported_before_are_right() -> None:
     same_gradients(model, plain)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_the_norm_and_the_clipped_gradients_are_the_plain_models() -> None:
     for build in (gpt2, grouped):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -78,6 +79,7 @@ def check(tp):
             assert torch.equal(*both)  # the tied weight, bit by bit
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_two_stages_two_replicas():
     check(1)
@@ -88,6 +90,7 @@ def test_two_stages_of_two_ranks():
     check(2)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_fp16_one_verdict_for_stages_and_replicas():
     for tp in (1, 2):

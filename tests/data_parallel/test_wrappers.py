@@ -50,6 +50,7 @@ def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Any:
 GROUP = "process_group=model.mpu.get_data_parallel_group()"
 
 
+@pytest.mark.tier("test", only=("9",))
 @pytest.mark.parametrize("heads", [9, 4])  # uneven shards, even ones
 @pooled(world_size=2)
 def test_ddp_over_all_ranks_is_refused_and_no_shard_is_copied(heads: int) -> None:

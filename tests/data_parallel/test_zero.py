@@ -82,6 +82,7 @@ def elements(optimizer):
     return sum(v.numel() for entries in optimizer.state.values() for v in entries.values() if torch.is_tensor(v))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_two_replicas_equal_one_process_and_keep_half_the_state_each():
     for name, make in OPTIMIZERS.items():
@@ -99,6 +100,7 @@ def test_two_replicas_equal_one_process_and_keep_half_the_state_each():
         assert optimizer.loss_scale == 1.0 and optimizer.skipped_steps == 0 and not optimizer.step_was_skipped
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_with_tensor_parallelism_and_clipping():
     def build():
@@ -111,6 +113,7 @@ def test_with_tensor_parallelism_and_clipping():
             assert elements(optimizer) <= 0.6 * elements(reference) / (2 if model_of is gpt2 else 1)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_an_optimizer_that_has_stepped_before_goes_on():
     """The third step after two on one process, at tp 2 and at dp 2."""

@@ -24,6 +24,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+@pytest.mark.tier("all")
 def test_new_check_verify(tmp_path: Path) -> None:
     """A class of one's own: derived, proven, written; then checked and verified by the other commands."""
     policy, model = tmp_path / "odd.yaml", f"{ODD}:OddForCausalLM"
@@ -101,6 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.tier("all")
 def test_remote_code_is_run_where_it_is_trusted(folder: Path, tmp_path: Path) -> None:
     refused = run("policy", "new", folder)
     assert refused.exit_code == 1

@@ -112,6 +112,7 @@ def test_getters_and_mesh():
     mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("2-1",))
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 1)])
 @pooled(world_size=4)
 def test_a_step_is_that_of_one_process(cp: int, tp: int) -> None:
@@ -187,6 +188,7 @@ def test_a_pipeline_averages_over_context_ranks() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_context_ranks_that_nobody_averages_are_found() -> None:
     model = _model(2)

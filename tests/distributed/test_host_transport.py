@@ -29,7 +29,7 @@ SUMMED = [
     torch.int32,
     torch.int64,
 ]
-RANKS = [2, 3, pytest.param(4, marks=pytest.mark.every), 5]
+RANKS = [2, 3, pytest.param(4, marks=pytest.mark.tier("all")), 5]
 
 
 def _axes(size: int) -> tuple[Axis, Axis]:
@@ -160,6 +160,7 @@ def test_numbers_that_are_none_have_the_same_bits_on_all_ranks() -> None:
     _same_on_all(collectives.reduce(bits.view(torch.float32), shm))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_modes_of_autograd() -> None:
     gloo, shm = _axes(2)

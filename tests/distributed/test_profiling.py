@@ -21,6 +21,7 @@ def _names(work: Any) -> set[str]:
     return {event.name for event in made.events() or ()}
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_collectives_of_a_tensor_parallel_step_are_named() -> None:
     model = parallel(llama(), 2)

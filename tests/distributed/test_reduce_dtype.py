@@ -46,6 +46,7 @@ def sums(mpu: MPU) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_every_sum_is_rounded_once() -> None:
     wanted = exact()

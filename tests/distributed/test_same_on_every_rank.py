@@ -29,6 +29,7 @@ def test_differences_are_named_with_both_values(one: Any, other: Any, found: lis
     assert list(differences(one, other)) == found
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ranks_that_call_initialize_differently_learn_the_key_and_both_values():
     rank = dist.get_rank()

@@ -62,6 +62,7 @@ def shown(printed: str, folder: Path) -> str:
     return re.sub(r"\d+ model types", "# model types", printed)
 
 
+@pytest.mark.tier("all")
 def test_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_model", raising=False)

@@ -21,6 +21,7 @@ from tests.docs.pages import DOCS, codes
 PAGE = DOCS / "planner.md"
 
 
+@pytest.mark.tier("all")
 def test_the_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")

@@ -90,6 +90,7 @@ def run_the_readme(folder: Path) -> None:
     run(README, folder)
 
 
+@pytest.mark.tier("test")
 def test_the_readme(tmp_path: Path) -> None:
     run_the_readme(tmp_path)
     result = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoint"), str(tmp_path / "merged")])
@@ -145,6 +146,7 @@ def run_the_checkpoints(folder: Path) -> None:
     assert names["extra"] == {"epoch": 3}
 
 
+@pytest.mark.tier("all")
 def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_the_checkpoints(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -202,6 +204,7 @@ def run_what_others_do(folder: Path) -> None:
         names["model"].mpu.destroy()
 
 
+@pytest.mark.tier("all")
 def test_coming_from_others(tmp_path: Path) -> None:
     run_what_others_do(tmp_path)
     folders = {"Trainer": "from-trainer", "accelerate": "from-accelerate", "ColossalAI": "from-colossalai/merged"}

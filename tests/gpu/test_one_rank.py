@@ -208,7 +208,7 @@ def test_fully_sharded_training_learns(place: str, offload: bool) -> None:
     assert {p.to_local().device.type for p in model.parameters()} == {"cpu" if offload else place}
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @on_each
 def test_a_compiled_model_computes_the_same(place: str) -> None:
     plain = llama()

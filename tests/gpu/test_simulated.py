@@ -215,6 +215,7 @@ def test_ids_and_targets_that_are_too_large_are_errors() -> None:
         model(ids, labels=ids + 131)
 
 
+@pytest.mark.tier("all")
 def test_the_tests_for_a_gpu_pass_on_the_device() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(test_one_rank.__file__))]
     environment = {**os.environ, "AUTOPAR_SIMULATED": "1"}

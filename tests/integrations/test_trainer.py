@@ -41,6 +41,9 @@ MODES = {
 }
 
 
+pytestmark = pytest.mark.together  # what one process trains is made once
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("one-process")
@@ -86,6 +89,7 @@ def compare(folder, name, tp, pp, **parallel):
         assert_same_weights(LlamaForCausalLM.from_pretrained(merged), folder, name)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("name", MODES)
 def test_tensor_parallel(folder, name):
     on_two_ranks(folder, name, 2, 1)
@@ -103,25 +107,30 @@ def on_four_ranks(folder, name, tp, pp, parallel):
         compare(folder, name, tp, pp, **parallel)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("name", ["plain", "smoothed"])
 def test_tensor_and_data_parallel(folder, name):
     on_four_ranks(folder, name, 2, 1, {})
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("pp", [1, 2])
 def test_context_parallel(folder, pp):
     """Over two replicas, or two stages: context ranks read one replica's batches, and count once."""
     on_four_ranks(folder, "plain", 1, pp, {"cp": 2})
 
 
+@pytest.mark.tier("all")
 def test_stages(folder):
     on_two_ranks(folder, "plain", 1, 2)
 
 
+@pytest.mark.tier("all")
 def test_tensor_parallel_stages(folder):
     on_four_ranks(folder, "plain", 2, 2, {})
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero(folder, stage):
     on_four_ranks(folder, "plain", 2, 1, {"zero": {"stage": stage}})
@@ -140,6 +149,7 @@ def classes(rows):
     return {**padded, "labels": padded["input_ids"].sum(-1) % 3}
 
 
+@pytest.mark.tier("all")
 def test_a_loss_that_does_not_divide_by_the_number_of_items(tmp_path):
     """It takes ``num_items_in_batch`` and ignores it: the average over replicas is its mean already."""
     classify_on_one_process(tmp_path)
@@ -199,6 +209,7 @@ def streamed(folder, tp):
                 trainer.evaluate(Stream())
 
 
+@pytest.mark.tier("all")
 def test_streams_and_recomputed_activations(tmp_path):
     """Two replicas take the batches that one takes."""
     streamed(tmp_path, 2)

@@ -30,6 +30,9 @@ def adapted(seed=0, **changes):
     return with_lora(llama(seed, **changes), target_modules="all-linear", modules_to_save=["lm_head"])
 
 
+pytestmark = pytest.mark.together  # what one process trains is made once
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("one-process")
@@ -57,6 +60,7 @@ def compare(folder, name, tp, pp=1, parallel=None, **changes):
         assert_same_weights(peft.PeftModel.from_pretrained(llama(), saved), folder, name)
 
 
+@pytest.mark.tier("all")
 def test_tensor_parallel(folder):
     on_two_ranks(folder)
 
@@ -67,6 +71,7 @@ def on_two_ranks(folder):
         compare(folder, "plain", 2, gradient_checkpointing=True)
 
 
+@pytest.mark.tier("all")
 def test_replicas_and_stages(folder):
     on_four_ranks(folder)
 

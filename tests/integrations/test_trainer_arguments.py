@@ -49,6 +49,7 @@ def half_on_four_ranks(folder, dtype, pp):
         assert trainer.optimizer.optimizer.skipped_steps == 0
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision(tmp_path, dtype):
     half_on_one_process(tmp_path, dtype)

@@ -56,6 +56,7 @@ def loss_of(model):
         return model.eval()(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_folders_and_going_on(tmp_path):
     """Layout, limit, best model, callbacks; then resumed from the middle, and the best of both."""
@@ -96,6 +97,7 @@ def test_folders_and_going_on(tmp_path):
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.tier("all")
 def test_another_mesh(tmp_path):
     without_dropout(tmp_path)
     for tp, pp in ((1, 2), (1, 1)):

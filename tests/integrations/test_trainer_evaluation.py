@@ -26,6 +26,9 @@ KINDS = {
 }
 
 
+pytestmark = pytest.mark.together  # what one process trains is made once
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("evaluation")
@@ -175,9 +178,11 @@ def generate(folder, tp, sections=None):
     }
 
 
+@pytest.mark.tier("all")
 def test_tensor_and_data_parallel(folder):
     on_four_ranks(folder, 2, 1)
 
 
+@pytest.mark.tier("all")
 def test_tensor_parallel_stages(folder):
     on_four_ranks(folder, 2, 2)

@@ -134,12 +134,14 @@ def adapters_on_two_ranks(folder):
         run("DPO", folder, 2, peft_config=lora())
 
 
+@pytest.mark.tier("all")
 def test_sft_and_dpo_with_adapters(tmp_path):
     lora()
     adapters_on_one_process(tmp_path)
     adapters_on_two_ranks(tmp_path)
 
 
+@pytest.mark.tier("all")
 def test_sft_and_dpo(tmp_path):
     on_one_process(tmp_path)
     on_four_ranks(tmp_path)

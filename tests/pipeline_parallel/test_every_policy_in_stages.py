@@ -15,10 +15,11 @@ import autopar.api
 from autopar.errors import AutoparError
 from autopar.plan.stages import elements_of
 from autopar.policy.load import own_policies
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, supported_model_types
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
+from tests.representatives import first_policies, one_of_each_structure
 from tests.worlds import distributed, raises_everywhere
 
 _TOO_FEW = "1 blocks cannot be split into 2 stages"
@@ -49,6 +50,7 @@ WITHHELD = {"colpali": "image_hidden_states"}
 _COLLECTED = {"output_router_logits"}  # what the batches of some ask for, and stages refuse
 
 NAMES = list(own_policies())
+WHOLE_TYPES = [name for name in supported_model_types() if not of_type(name).inside]
 
 
 def _first(name: str) -> str | None:
@@ -84,18 +86,17 @@ def _run(name: str) -> None:
     check_pipeline(lambda: model, inputs, **settings).mpu.destroy()
 
 
-IN_EVERY_RUN = {  # make test has these; each is cut in another way
+IN_EVERY_RUN = {  # make test has these; each is split in another way
     *("deberta", "zamba", "mpnet", "whisper", "llava", "gemma2", "mamba2", "vit", "albert", "mllama", "blt"),
 }
 
 
+WHOLE = [name for name in NAMES if _first(name) is not None and name not in LATER]
+
+
+@pytest.mark.tier("test", only=tuple(IN_EVERY_RUN))
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.every)
-        for name in NAMES
-        if _first(name) is not None and name not in LATER
-    ],
+    "name", first_policies({*IN_EVERY_RUN, *one_of_each_structure(WHOLE_TYPES)}, WHOLE, later="sweep")
 )
 @pooled(world_size=2, timeout=120)
 def test_two_stages_of(name: str) -> None:

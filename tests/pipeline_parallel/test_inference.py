@@ -36,6 +36,7 @@ def test_a_plain_call_gives_every_rank_the_plain_output(name: str) -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("1-gpt2", "1-bart", "3-bert"))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("beams", [1, 3])
 @pooled(world_size=2)
@@ -92,6 +93,7 @@ def _same_logits_of_tokens(model_type: str, pp: int) -> Any:
     return piped
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_sampling_is_the_same_on_every_rank() -> None:
     plain, piped = _both("llama")
@@ -104,6 +106,7 @@ def test_sampling_is_the_same_on_every_rank() -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("1f1b-gpt2",))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])
 @pooled(world_size=2)

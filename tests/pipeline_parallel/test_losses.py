@@ -130,6 +130,7 @@ def test_a_loss_with_several_targets_takes_one_micro_batch(kind: Any, batch: dic
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_losses_divided_by_the_number_of_items_add_up() -> None:
     labels = _ids()
@@ -188,6 +189,7 @@ def test_replicas_with_unlike_padding() -> None:
     _ragged_replicas(pp=1)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_replicas_with_unlike_padding_in_stages() -> None:
     _ragged_replicas(pp=2)
@@ -212,6 +214,7 @@ def _two_steps(piped: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=6)
 def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     """The stages' sizes are unlike, so that in common buffers other parts of the embedding would be added first."""

@@ -23,6 +23,7 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
     return outputs, lambda outputs: (outputs.loss, {"lm loss": outputs.loss.detach()})
 
 
+@pytest.mark.tier("test", only=("1f1b",))
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 @pooled(world_size=2)
 def test_the_loop(schedule: str) -> None:

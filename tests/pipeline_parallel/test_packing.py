@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
@@ -51,6 +52,7 @@ def test_packed_documents_are_those_by_themselves() -> None:
     check(pipeline_parallel_size=2)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_packed_documents_through_stages_of_two_ranks() -> None:
     check(tensor_parallel_size=2, pipeline_parallel_size=2)

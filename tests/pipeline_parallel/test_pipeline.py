@@ -22,6 +22,9 @@ def test_two_stages(make: Any) -> None:
     check_pipeline(make, language_batches(131, count=2, batch=4)).mpu.destroy()
 
 
+@pytest.mark.tier(
+    "test", only=("gpt2-gpipe", "llama-1f1b", "gpt2-interleaved", "llama-zero-bubble", "gpt2-zbv", "llama-dualpipev")
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pooled(world_size=2)
@@ -59,6 +62,9 @@ def _in_a_v(name: str, pp: int, schedule: str, microbatches: tuple[int, ...]) ->
     check_pipeline(lambda: deep(name, 2 * pp), made, pp=pp, pipeline=settings).mpu.destroy()
 
 
+@pytest.mark.tier(
+    "test", only=("bert-BertForSequenceClassification", "t5-T5ForConditionalGeneration", "mixtral-MixtralForCausalLM")
+)
 @pytest.mark.parametrize(
     ("model_type", "head"),
     [
@@ -77,6 +83,7 @@ def test_families(model_type: str, head: str) -> None:
     check_pipeline(lambda: model, batches(case, model.config)).mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("2-2-gpt2", "1-4-gpt2", "1-2-gpt2"))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 4), (1, 2)])
 @pooled(world_size=4)

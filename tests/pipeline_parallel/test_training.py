@@ -37,6 +37,7 @@ def test_three_axes(name: str) -> None:
     check_pipeline(lambda: deep(name, 2), _full(2, 4), tp=2, pp=2).mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("zbv",))
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
 @pooled(world_size=2)
 def test_twenty_steps(schedule: str) -> None:
@@ -60,6 +61,7 @@ def test_twenty_steps(schedule: str) -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("gpt2-1f1b",))
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 @pooled(world_size=2)
@@ -98,6 +100,7 @@ def test_one_stage_accumulates_over_micro_batches() -> None:
         piped.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_criterion_scaled_loss_and_results() -> None:
     class Optimizer:
@@ -124,6 +127,7 @@ def test_criterion_scaled_loss_and_results() -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("1f1b-gpt2",))
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "dualpipev"])
 @pooled(world_size=2)
@@ -150,6 +154,7 @@ def test_dropout_recomputes_its_masks() -> None:
     _recompute_with_dropout(tp=1)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_dropout_recomputes_its_masks_with_tensor_parallelism() -> None:
     _recompute_with_dropout(tp=2)
@@ -225,6 +230,7 @@ def test_what_is_collected_from_all_layers_is_refused() -> None:
         piped.mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("gpt2",))
 @pytest.mark.parametrize("name", ["gpt2", "bart", "llama"])
 @pooled(world_size=4)
 def test_deparallelize_gives_the_plain_model_back(name: str) -> None:

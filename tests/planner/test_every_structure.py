@@ -96,7 +96,7 @@ def _compare(case: Case, name: str) -> None:
 
 @pytest.mark.parametrize(
     "model_type",
-    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.every) for name in REPRESENTATIVES],
+    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.tier("all")) for name in REPRESENTATIVES],
 )
 @pooled(world_size=2, timeout=300)
 def test_states_of(model_type: str) -> None:

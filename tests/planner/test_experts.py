@@ -46,6 +46,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
+@pytest.mark.tier("all")
 def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> None:
     result = run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--by-expert", "--json")
     assert result.exit_code == 0, result.output
@@ -63,6 +64,7 @@ def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> 
     assert either["tried"] > sharded["tried"] and not any(each["by_expert"] for each in sharded["best"])
 
 
+@pytest.mark.tier("all")
 def test_a_column_for_whole_experts_where_some_have_them(folder: Path) -> None:
     table = run(folder / "mixtral", *SIZES, "--by-expert").stdout
     assert " EP " in table and "whole experts" not in table.splitlines()[0]

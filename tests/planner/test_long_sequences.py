@@ -135,6 +135,7 @@ def initialize_tells_what_was_planned() -> None:
         assert f"allocated: weights {held:,.1f} MB, buffers 0.0 MB" in line
 
 
+@pytest.mark.tier("all")
 def test_initialize_tells_what_was_planned() -> None:
     initialize_tells_what_was_planned()
 

@@ -65,7 +65,7 @@ def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
     assert plain - fused == pytest.approx(5 * heads * sequence / hidden / tp, rel=0.01)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 def test_llama_405b_in_less_than_a_minute() -> None:
     """Llama Team, 2024, table 4: tp 8, pp 16 at 8,192 tokens on 80 GB."""
     planned = PlannedModel(llama_405b(), sequence=8192, dry_run=False)
@@ -76,6 +76,7 @@ def test_llama_405b_in_less_than_a_minute() -> None:
     assert four.weights + four.gradients > 70e9  # 405 B / 32 x 6 bytes
 
 
+@pytest.mark.tier("all")
 def test_llama_405b_with_131072_tokens_does_not_fit() -> None:
     """The same table: 131,072 tokens were split over 16 ranks (context parallelism)."""
     planned = PlannedModel(llama_405b(), sequence=131072)
@@ -83,7 +84,7 @@ def test_llama_405b_with_131072_tokens_does_not_fit() -> None:
     assert max(rank.total for rank in memory) > 200e9
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 def test_llama_405b_with_131072_tokens_fits_over_16_ranks() -> None:
     planned = PlannedModel(llama_405b(), sequence=131072)
     split = Candidate(8, 16, 8, "1f1b", 1, 16, 1, True, cp=16)

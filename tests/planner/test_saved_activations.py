@@ -124,6 +124,7 @@ def test_in_one_process(build: Any) -> None:
     assert saved.now() == 0
 
 
+@pytest.mark.tier("test", only=("gpt2", "_albert"))
 @pytest.mark.parametrize("build", MODELS)
 @pooled(world_size=2)
 def test_of_tensor_parallel_ranks(build: Any) -> None:
@@ -139,6 +140,7 @@ def test_of_tensor_parallel_ranks_in_parts() -> None:
     _kept_is_as_planned(_mixtral, **TP, precision={"dtype": "bf16"})
 
 
+@pytest.mark.tier("test", only=("gpt2",))
 @pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, _mixtral])
 @pooled(world_size=2)
 def test_of_stages(build: Any) -> None:

@@ -30,6 +30,7 @@ from autopar.policy.schema import Policy, Rule
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
+from tests.representatives import first_policies
 
 POLICIES = list(own_policies())
 SECTIONS = ("prefix", "every_stage", "blocks", "suffix")
@@ -113,8 +114,7 @@ def _cases(policy: Policy) -> list[Case]:
     return sorted((case for kind_ in policy.model_types for case in cases(kind_)), key=order)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("name", [name for name in POLICIES if _stands_alone(name)])
+@pytest.mark.parametrize("name", first_policies((), [name for name in POLICIES if _stands_alone(name)], later="sweep"))
 def test_a_policy_without_one_of_its_rules_fails(name: str) -> None:
     untested, _ = UNTESTED.get(name, ((), ""))
     wanted = [

@@ -69,6 +69,7 @@ def trains_as_the_plain_model() -> None:
     check(lambda: own(5, 1, tie_word_embeddings=True), language_batches(131), 2, step=False)
 
 
+@pytest.mark.tier("all")
 def test_an_unlisted_type_trains_as_the_plain_model() -> None:
     trains_as_the_plain_model()
 
@@ -113,6 +114,7 @@ def notice(expected: str) -> None:
     assert records[:-1] == ([expected] if model.mpu.is_master else []) if records else not model.mpu.is_master
 
 
+@pytest.mark.tier("all")
 def test_initialize_says_so_in_one_line() -> None:
     notice(
         "no policy lists model_type 'someones_llama': the tp_plan that comes with it is used; it leaves 1% of the "
@@ -312,5 +314,6 @@ def stages_of_an_imported_plan() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.tier("all")
 def test_stages() -> None:
     stages_of_an_imported_plan()

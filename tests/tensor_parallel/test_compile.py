@@ -43,8 +43,9 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.tier("test", only=("llama",))
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.every)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.tier("all"))])
 def test_compiled_blocks(kind: str) -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -52,7 +53,7 @@ def test_compiled_blocks(kind: str) -> None:
     assert graphs()[0] in (1, 2)  # equal blocks share theirs
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=4)
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_compiled_blocks_with_other_options(kind: str, extra: dict[str, Any]) ->
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.every)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.tier("all"))])
 def test_a_compiled_model_has_the_graphs_of_the_plain_one(kind: str) -> None:
     one = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}[kind]
     plain = BUILD[kind](**one).train()
@@ -96,7 +97,7 @@ def test_a_compiled_model_has_the_graphs_of_the_plain_one(kind: str) -> None:
 
 @pooled(world_size=2)
 @pytest.mark.parametrize(
-    "where", ["function", *(pytest.param(x, marks=pytest.mark.every) for x in ("module", "method"))]
+    "where", ["function", *(pytest.param(x, marks=pytest.mark.tier("all")) for x in ("module", "method"))]
 )
 def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
     (batch,) = language_batches(131, count=1)
@@ -118,7 +119,7 @@ def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", ["module", pytest.param("function", marks=pytest.mark.every)])
+@pytest.mark.parametrize("where", ["module", pytest.param("function", marks=pytest.mark.tier("all"))])
 def test_checks_run_with_every_graph(where: str) -> None:
     (batch,) = language_batches(131, count=1)
     model = parallel(llama(), 2)
@@ -161,7 +162,7 @@ def test_checks_over_context_run_with_every_graph() -> None:
     run(**batch)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("method", ["ulysses", "gather"])
 @pooled(world_size=2, timeout=400)
 def test_a_compiled_model_over_context(method: str) -> None:
@@ -206,7 +207,7 @@ def test_an_id_outside_of_the_vocabulary() -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", [pytest.param("blocks", marks=pytest.mark.every), "model"])
+@pytest.mark.parametrize("where", [pytest.param("blocks", marks=pytest.mark.tier("all")), "model"])
 def test_dropout_draws_as_without_compiling(where: str) -> None:
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_implementation": "eager"}
     (batch,) = language_batches(131, count=1)
@@ -228,7 +229,7 @@ def test_dropout_draws_as_without_compiling(where: str) -> None:
     assert torch.equal(*states)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_training_of_compiled_blocks() -> None:
     """Steps, evaluations between them, other lengths, no_grad; attention maps."""
@@ -273,7 +274,7 @@ def test_decoding_with_a_static_cache_in_one_graph() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_compiled_blocks_in_stages(schedule: str) -> None:
@@ -292,7 +293,7 @@ def test_compiled_blocks_in_stages(schedule: str) -> None:
     same_gradients(model, plain)
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_compiled_blocks_with_zero_3() -> None:
     plain, model = llama(), llama()
@@ -315,7 +316,7 @@ def test_compiled_blocks_with_zero_3() -> None:
 
 
 @needs_a_compiler
-@pytest.mark.slow
+@pytest.mark.tier("all")
 @pooled(world_size=2, timeout=400)
 @pytest.mark.parametrize("where", ["blocks", "model"])
 def test_inductor(where: str) -> None:

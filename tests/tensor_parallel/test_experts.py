@@ -35,6 +35,7 @@ def mixtral() -> Any:
     return randomise(MixtralForCausalLM(config))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_mixture_with_its_load_balancing_loss_on_two() -> None:
     model = check(mixtral, language_batches(31), 2, config=by_expert(2))
@@ -98,6 +99,7 @@ ROUTED = toy_policy(
 )
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_ranks_that_get_no_token_and_tokens_that_do_not_divide() -> None:
     for reachable in (2, 4):  # with two, the last two ranks get none; 10 tokens on 4 ranks

@@ -80,6 +80,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.tier("test", only=("an adapter", "pruning"))
 @pytest.mark.parametrize("name", REFUSED)
 @pooled(world_size=2)
 def test_what_would_compute_with_a_shard_as_if_it_were_whole(name: str) -> None:
@@ -119,6 +120,7 @@ def _frozen(model: Any) -> None:
     model.transformer.wte.requires_grad_(False)
 
 
+@pytest.mark.tier("test", only=("_quiet_activation",))
 @pytest.mark.parametrize("change", [_quiet_activation, _wrapped, _features, _fewer_blocks, _frozen])
 @pooled(world_size=2)
 def test_what_sharding_does_not_mind_gives_the_plain_models_numbers(change: Callable[[Any], None]) -> None:

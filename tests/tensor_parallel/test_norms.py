@@ -75,6 +75,7 @@ def normed(name: str) -> Any:
     return toy(lambda config: MLP(config, NORMS[name](config.ffn)))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_norm_over_all_sharded_features_in_each_way_it_is_written() -> None:
     for name in NORMS:

@@ -61,6 +61,7 @@ def test_weight_gradients_are_computed_between_launch_and_wait(kind: str) -> Non
         assert seen == ["launch", "weight", "wait"] * 5
 
 
+@pytest.mark.tier("test", only=("-llama", "checkpointing-llama"))
 @pooled(world_size=2)
 @pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": {"enable": True}}], ids=["", "checkpointing"])
@@ -91,6 +92,7 @@ def test_what_autograd_is_asked_for() -> None:
     torch.testing.assert_close(found, asked.grad)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_layers_of_one_input_share_one_sum_and_a_changed_input_gets_its_own() -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -46,6 +46,7 @@ LATENT_RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=3)
 def test_an_output_that_is_used_inside_the_region() -> None:
     check(lambda: toy(Latent), batches(), 3, policy=toy_policy(HEADS, LATENT_RULES, attributes=HEADS))
@@ -249,6 +250,7 @@ MIXTURE_RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_bare_experts_in_a_region_with_a_bias_that_counts_once() -> None:
     check(lambda: toy(Mixture), batches(), 2, policy=toy_policy({"ffn": "ffn"}, MIXTURE_RULES))

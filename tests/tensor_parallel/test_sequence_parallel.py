@@ -52,6 +52,7 @@ def batches_of(length: int) -> list[dict[str, Any]]:
     return [right, left]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ragged_lengths_are_those_of_the_plain_model() -> None:
     for length, make in ((7, gpt2), (16, bert), (33, llama)):
@@ -122,6 +123,7 @@ def test_checkpointed_frozen_and_evaluated() -> None:
     check(gpt2, batches_of(7), 2, config=config).mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_experts_that_tokens_travel_to() -> None:
     case = next(case for case in cases("mixtral") if case.head.endswith("ForCausalLM"))
@@ -144,6 +146,7 @@ def test_adapters_train_as_on_one_process() -> None:
         same_training(model, sizes(2)).mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_pipeline_stages() -> None:
     for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
@@ -162,6 +165,7 @@ def test_generate_through_stages() -> None:
     model.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_replicas_under_ddp_and_a_sharded_optimizer() -> None:
     for zero in ({"enable": False}, {"stage": 1}):
@@ -236,6 +240,7 @@ def test_a_gradient_that_is_not_summed_and_rows_in_another_order_are_seen() -> N
 # -- random draws -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
     rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.5, "embd_pdrop": 0.5}

@@ -117,7 +117,8 @@ class Gathered:
         monkeypatch.setattr(sharded_logits, "_meet", counted)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.every), 3])
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.tier("all")), 3])
 @pooled(world_size=2)
 def test_whatever_is_computed_of_them(chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -175,6 +176,7 @@ def _causal(model: Any, config: Any, **sizes: Any) -> Any:
     )
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_no_loss_of_transformers_gathers() -> None:
     """Masked, sequence to sequence (with a bias on the logits), soft-capped, scaled."""
@@ -258,6 +260,7 @@ def test_nothing_is_kept_alive() -> None:
         gc.enable()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_rank_that_reads_alone_gets_an_error() -> None:
     rank = dist.get_rank()

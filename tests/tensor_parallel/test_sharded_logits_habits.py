@@ -144,7 +144,8 @@ HABITS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [0, pytest.param(3, marks=pytest.mark.every)])
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("chunk", [0, pytest.param(3, marks=pytest.mark.tier("all"))])
 @pooled(world_size=2)
 def test_habits(chunk: int) -> None:
     (batch,) = language_batches(VOCAB, count=1)
@@ -244,7 +245,7 @@ def test_two_models_are_not_mixed_up() -> None:
     assert f"{outputs[0]}" == repr(outputs[0])
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pooled(world_size=4)
 def test_weights_sharded_over_replicas() -> None:
     """FSDP2 asks every output for its gradient."""

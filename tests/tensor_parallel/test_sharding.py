@@ -50,6 +50,7 @@ FUSED = toy_policy(
 )
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=3)
 def test_parts_of_unequal_width_and_a_depthwise_filter_on_three() -> None:
     check(lambda: toy(Fused), batches(), 3, policy=FUSED)
@@ -254,6 +255,7 @@ def test_units_go_out_in_multiples() -> None:
     assert model.layers[0].up.weight.shape[0] == (8 if model.mpu.tp.rank == 0 else 4)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_module_that_several_blocks_share_is_cut_once() -> None:
     def build() -> Any:

@@ -66,6 +66,7 @@ def test_the_numbers_of_megatron(transport):
     torch.testing.assert_close(loss, wanted, atol=5e-5, rtol=0)
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("vocab", [50257, 100, 17, 3])
 @both_transports
 @pooled(world_size=4)

@@ -86,9 +86,8 @@ def test_lines_are_compared_by_their_words_and_numbers(printed: str, run: str, e
 
 
 def _kept(script: str) -> list[object]:
-    """A cheap one in make test, the others in make test-all; of eight processes or of minutes: slow."""
-    marks = [] if script[:2] == "02" else [pytest.mark.every]
-    return [pytest.param(script, marks=marks + ([pytest.mark.slow] if script[:2] in ("06", "08") else []))]
+    """A cheap one in make check, the others in make test-all."""
+    return [pytest.param(script, marks=[] if script[:2] == "02" else [pytest.mark.tier("all")])]
 
 
 def by_torchrun(arguments: list[str], folder: Path) -> str:
@@ -121,6 +120,7 @@ def on_this_rank(command: list[str], folder: Path) -> None:
         start_script(command[0], command[1:])
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("script", [case for script in sorted(documented()) for case in _kept(script)])
 def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
     if script == "16_deepspeed":

@@ -71,7 +71,7 @@ def run(processes: int, folder: Path) -> dict[str, str]:
     return {name: (folder / f"{name}.out").read_text() for name in jobs}
 
 
-pytestmark = pytest.mark.every  # one set-up runs all scripts, each in a minute or less
+pytestmark = [pytest.mark.tier("all"), pytest.mark.together]  # one set-up runs all scripts, each in a minute or less
 
 Runs = Callable[[int], dict[str, str]]
 
@@ -213,7 +213,7 @@ def test_07_loads_at_tensor_parallel_4(tmp_path: Path) -> None:
         assert number(text, "saved at tensor parallel 2, loaded at 4: logits differ by #") < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.tier("all")
 @distributed(world_size=8)
 def test_08_two_by_two_by_two(tmp_path: Path) -> None:
     rank = dist.get_rank()

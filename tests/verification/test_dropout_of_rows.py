@@ -60,6 +60,7 @@ def _holds(build: Any, sizes: dict[str, Any], **more: Any) -> None:
     assert all(compared.values()) and OUTPUTS in compared, f"{build.__name__}, {sizes}: {report}"
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_the_plain_model_drops_what_the_ranks_do() -> None:
     for method in ("gather", "ulysses"):

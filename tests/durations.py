@@ -1,0 +1,126 @@
+"""How long tests take: what a tier may have, and how workers share it.
+
+``tests/durations.json`` holds seconds of one case of each test function, as they were on two quiet cores
+(``make durations`` writes it). A run with ``--tier`` deals its tests to the workers by these seconds, so that all end
+at the same time, and fails if its tier has outgrown its seconds in :mod:`tests.tiers` by a fifth. For that its own
+measurements are divided by the speed of the machine: the median ratio of what a test took to what is written down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FILE", "Cost", "Durations", "deal", "function_of", "shown", "speed"]
+
+FILE = Path(__file__).with_name("durations.json")
+_LEAST = 0.05  # seconds: shorter tests are not written down, and say nothing about speed
+_UNKNOWN = {True: 1.0, False: 0.02}  # seconds of a test over ranks, of another one
+
+
+class Durations:
+    """Seconds of one case of each test function; others have a guess."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    @classmethod
+    def read(cls, file: Path = FILE) -> Durations:
+        by_file = json.loads(file.read_text()) if file.exists() else {}
+        return cls({f"{path}::{name}": s for path, listed in by_file.items() for name, s in listed.items()})
+
+    def of(self, nodeid: str, ranks: int = 0) -> float:
+        """Return the seconds of a test."""
+        return self.seconds.get(function_of(nodeid), _UNKNOWN[ranks > 0])
+
+    def updated(self, measured: dict[str, float]) -> Durations:
+        """Return these with others, measured by node id, in the place of what they had."""
+        cases = defaultdict[str, list[float]](list)
+        for nodeid, seconds in measured.items():
+            cases[function_of(nodeid)].append(seconds)
+        means = {name: round(statistics.fmean(listed), 2) for name, listed in cases.items()}
+        kept = {name: seconds for name, seconds in self.seconds.items() if name not in means}
+        return Durations(kept | {name: seconds for name, seconds in means.items() if seconds >= _LEAST})
+
+    def write(self, file: Path = FILE) -> None:
+        by_file = defaultdict[str, dict[str, float]](dict)
+        for name, seconds in sorted(self.seconds.items()):
+            path, _, function = name.partition("::")
+            by_file[path][function] = seconds
+        file.write_text(json.dumps(by_file, indent=1) + "\n")
+
+
+def function_of(nodeid: str) -> str:
+    """Return the node id without parameters."""
+    return nodeid.partition("[")[0]
+
+
+def speed(measured: dict[str, float], known: Durations) -> float:
+    """Return how many times as long as written down tests took on this machine; 1 if too few are known."""
+    by_function = defaultdict[str, list[float]](list)
+    for nodeid, seconds in measured.items():
+        by_function[function_of(nodeid)].append(seconds)
+    ratios = [
+        statistics.fmean(listed) / known.seconds[name] for name, listed in by_function.items() if name in known.seconds
+    ]
+    return statistics.median(ratios) if len(ratios) >= 20 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What the dealing of tests has to know of one.
+
+    Attributes:
+        file: where it stands.
+        ranks: that it runs on; 0 for one process.
+        seconds: that it takes.
+        together: whether one worker runs all such tests of the file, which share a long set-up.
+    """
+
+    file: str
+    ranks: int
+    seconds: float
+    together: bool = False
+
+
+def deal(costs: Sequence[Cost], workers: int) -> list[int]:
+    """Return an order of tests whose equal parts, one for each worker, take equally long.
+
+    pytest-xdist begins with parts of equal numbers of tests, so parts are given equal seconds first, longest tests
+    first, and then equal numbers, by moving the shortest. In its part a worker has the tests over most ranks first,
+    one world size after the other, and at the end, where workers take tests from each other, the short ones.
+    """
+    units = defaultdict[Any, list[int]](list)
+    for place, cost in enumerate(costs):
+        units[cost.file if cost.together else place].append(place)
+    parts: list[list[list[int]]] = [[] for _ in range(workers)]
+    sums = [0.0] * workers
+    for unit in sorted(units.values(), key=lambda unit: -sum(costs[place].seconds for place in unit)):
+        least = sums.index(min(sums))
+        parts[least].append(unit)
+        sums[least] += sum(costs[place].seconds for place in unit)
+    number = [len(costs) // workers + (worker >= workers - len(costs) % workers) for worker in range(workers)]
+    spare = [unit.pop() for part, most in zip(parts, number, strict=True) for unit in _shortest(part, most)]
+    result = []
+    for part, most in zip(parts, number, strict=True):
+        places = [place for unit in part for place in unit]
+        places += [spare.pop() for _ in range(most - len(places))]
+        result += sorted(places, key=lambda place: (-costs[place].ranks, costs[place].file, place))
+    return result
+
+
+def _shortest(part: list[list[int]], most: int) -> list[list[int]]:
+    """Return the units of single tests, shortest last in the part, that are more than its number."""
+    over = sum(map(len, part)) - most
+    return [unit for unit in reversed(part) if len(unit) == 1][: max(0, over)]
+
+
+def shown(seconds: float) -> str:
+    """Return seconds in words: ``4 min 31 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

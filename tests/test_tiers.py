@@ -1,0 +1,184 @@
+"""Tiers, durations, and which policies a change touches."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.changed import changed_files, reached
+from tests.durations import Cost, Durations, deal, shown, speed
+from tests.tier_run import TierRun, _files_of_shard, _grown
+from tests.tiers import TIERS, mainly, never_met, tier_of, up_to
+
+
+def _item(*marks: Any, ranks: int = 0, case: str | None = None, file: str = "tests/test_a.py") -> Any:
+    """Return what stands for a collected test."""
+    function = SimpleNamespace(world_size=ranks) if ranks else SimpleNamespace()
+    item = SimpleNamespace(nodeid=f"{file}::test_a" + (f"[{case}]" if case else ""), function=function)
+    item.iter_markers = lambda name: [each.mark for each in marks if each.mark.name == name]
+    if case:
+        item.callspec = SimpleNamespace(id=case)
+    return item
+
+
+TIER = pytest.mark.tier
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (_item(), "check"),
+        (_item(ranks=2), "all"),
+        (_item(TIER("test"), ranks=2), "test"),
+        (_item(TIER("all")), "all"),
+        (_item(TIER("test"), TIER("sweep"), ranks=2), "sweep"),
+        (_item(TIER("test", only=("x",)), ranks=2, case="x"), "test"),
+        (_item(TIER("test", only=("x",)), ranks=2, case="y"), "all"),
+        (_item(TIER("test", only=("x",)), TIER("all"), ranks=2, case="x"), "all"),
+    ],
+)
+def test_what_a_test_needs_and_its_marks_say_its_tier(item: Any, expected: str) -> None:
+    assert tier_of(item) == expected
+
+
+def test_marks_that_mean_nothing_are_errors() -> None:
+    with pytest.raises(pytest.UsageError, match="test_a: no tier 'tset', there are check, test, all, sweep"):
+        tier_of(_item(TIER("tset")))
+    items = [_item(TIER("test", only=("x", "z")), case=case) for case in ("x", "y")]
+    assert never_met(items) == ["tests/test_a.py::test_a[z]"]
+
+
+def test_each_tier_has_those_before_it() -> None:
+    assert up_to("check") == ["check"] and up_to("all") == ["check", "test", "all"] and up_to("sweep") == list(TIERS)
+    first, *others = mainly(1, 2, 3)
+    assert first == 1 and [each.values for each in others] == [(2,), (3,)]
+    assert {each.marks[0].args for each in others} == {("all",)}
+
+
+def _costs(seed: int, count: int) -> list[Cost]:
+    draw = random.Random(seed)
+    return [
+        Cost(f"tests/test_{place % 9}.py", draw.choice([0, 0, 0, 2, 4]), draw.expovariate(2), place % 9 == 8)
+        for place in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_begin_with_equal_seconds_in_equal_numbers(seed: int, workers: int) -> None:
+    costs = _costs(seed, 200 + seed)
+    order = deal(costs, workers)
+    assert sorted(order) == list(range(len(costs)))
+    parts, rest = [], order
+    for left in range(workers, 0, -1):  # as pytest-xdist begins
+        parts.append(rest[: len(rest) // left])
+        rest = rest[len(rest) // left :]
+    seconds = [sum(costs[place].seconds for place in part) for part in parts]
+    assert max(seconds) - min(seconds) < 0.12 * sum(seconds) / workers
+    for part in parts:
+        ranks = [costs[place].ranks for place in part]
+        assert ranks == sorted(ranks, reverse=True), "one world size after the other"
+    together = [number for number, part in enumerate(parts) if any(costs[place].together for place in part)]
+    assert len(together) == 1
+
+
+def test_few_tests_are_dealt_too() -> None:
+    for count in range(4):
+        assert sorted(deal(_costs(0, count), 2)) == list(range(count))
+
+
+def test_durations_are_means_of_cases_and_come_back(tmp_path: Path) -> None:
+    file = tmp_path / "durations.json"
+    assert Durations.read(file).of("tests/test_a.py::test_a[x]", ranks=2) == 1.0
+    known = Durations({"tests/test_b.py::test_b": 2.0, "tests/test_a.py::test_short": 9.0})
+    measured = {
+        "tests/test_a.py::test_a[x]": 1.0,
+        "tests/test_a.py::test_a[y]": 2.0,
+        "tests/test_a.py::test_short": 0.01,
+    }
+    known.updated(measured).write(file)
+    read = Durations.read(file)
+    assert read.seconds == {"tests/test_b.py::test_b": 2.0, "tests/test_a.py::test_a": 1.5}
+    assert read.of("tests/test_a.py::test_a[z]") == 1.5 and read.of("tests/test_a.py::test_short") == 0.02
+
+
+def test_a_tier_that_has_grown_is_named_on_a_slow_machine_too() -> None:
+    seconds = TIERS["test"].seconds / 100
+    known = Durations({f"tests/test_a.py::test_{number}": seconds for number in range(100)})
+    slow = {name: 3 * taken for name, taken in known.seconds.items()}
+    assert speed(slow, known) == pytest.approx(3)
+    assert not _grown(slow, dict.fromkeys(slow, "test"), known)
+    more = slow | {f"tests/test_a.py::test_new_{number}": 3 * seconds for number in range(30)}
+    (line,) = _grown(more, dict.fromkeys(more, "test"), known)
+    taken, allowed = shown(130 * seconds), shown(TIERS["test"].seconds)
+    assert line == (
+        f"error: the tests of make test take {taken}, and may take {allowed} (measured at 3.0 x the seconds in "
+        "tests/durations.json). Make them quicker, move some to a later tier, or raise it in tests/tiers.py."
+    )
+
+
+def test_shards_hold_every_file_once() -> None:
+    items = [_item(file=f"tests/test_{number}.py") for number in range(11) for _ in range(number)]
+    known = Durations({})
+    shards = [_files_of_shard(f"{number}/3", items, known) for number in (1, 2, 3)]
+    assert sorted(file for shard in shards for file in shard) == sorted(
+        {each.nodeid.partition("::")[0] for each in items}
+    )
+    for wrong in ("0/3", "4/3", "x", "1/"):
+        with pytest.raises(pytest.UsageError, match=f"--shard {wrong}: the second of four parts is 2/4"):
+            _files_of_shard(wrong, items, known)
+
+
+def test_a_tier_leaves_the_later_ones_out_and_says_what_they_would_take() -> None:
+    left: list[Any] = []
+
+    def deselected(items: list[Any]) -> None:
+        left.extend(items)
+
+    options, hook = (
+        {"--tier": "test", "--shard": "1/1", "--record": False},
+        SimpleNamespace(pytest_deselected=deselected),
+    )
+    config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[], option=SimpleNamespace(keyword=""))
+    items = [_item(), _item(ranks=2), _item(TIER("test"), ranks=4)]
+    for item in items:
+        item.user_properties, item.get_closest_marker = [], lambda name: None
+    run = TierRun(config)
+    run.pytest_collection_modifyitems(config, items)
+    assert [each.user_properties for each in items] == [[("tier", "test")], [("tier", "check")]], "most ranks first"
+    assert len(left) == 1 and set(run.later) == {"all"}
+
+
+def test_a_change_reaches_what_extends_it() -> None:
+    uses = {"a": set[str](), "b": {"a"}, "c": {"b", "x"}, "d": {"x"}}
+    assert reached({"a"}, uses) == {"a", "b", "c"} and reached((), uses) == set()
+
+
+def test_changed_files_are_those_of_the_branch_and_of_the_working_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.delenv("AUTOPAR_BASE", raising=False)
+    assert changed_files(tmp_path) == set()
+    git("init", "-b", "main")
+    for name in ("old", "edited"):
+        (tmp_path / name).write_text(name)
+    git("add", ".")
+    git("commit", "-m", "one")
+    (tmp_path / "edited").write_text("other")
+    (tmp_path / "new").write_text("new")
+    assert changed_files(tmp_path) == {"edited", "new"}
+    git("checkout", "-b", "branch", "--track")
+    git("add", ".")
+    git("commit", "-m", "two")
+    assert changed_files(tmp_path) == {"edited", "new"}
+    monkeypatch.setenv("AUTOPAR_BASE", "HEAD")
+    assert changed_files(tmp_path) == set()

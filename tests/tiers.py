@@ -1,0 +1,84 @@
+"""Which tests run when: four tiers, each with the tests of those before it (the table is in tests/README.md).
+
+What a test needs says where it belongs. A test in one process is in ``check``; a test over ranks is in ``all``.
+``@pytest.mark.tier("test")`` puts it elsewhere, ``@pytest.mark.tier("test", only=("llama-2",))`` some of its
+parameters; so does the mark of a single parameter. Of several marks the latest tier counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["TIERS", "Tier", "in_tier", "mainly", "never_met", "ranks_of", "tier_of", "up_to"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """One tier.
+
+    Attributes:
+        command: make's target that runs it.
+        seconds: of tests that it may add to the tiers before it, on one quiet core each. Raise it knowingly: two
+            workers share them, and starting takes each worker another half a minute.
+    """
+
+    command: str
+    seconds: float
+
+
+TIERS = {
+    "check": Tier("make check", 110),
+    "test": Tier("make test", 330),
+    "all": Tier("make test-all", 2700),
+    "sweep": Tier("make sweep", 20000),
+}
+_ORDER = list(TIERS)
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return the tier of a collected test.
+
+    Raises:
+        UsageError: a mark names no tier.
+    """
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    marked = [mark.args[0] for mark in item.iter_markers("tier") if case in mark.kwargs.get("only", (case,))]
+    unknown = [name for name in marked if name not in TIERS]
+    if unknown:
+        raise pytest.UsageError(f"{item.nodeid}: no tier {unknown[0]!r}, there are {', '.join(TIERS)}")
+    return max(marked, key=_ORDER.index) if marked else ("all" if ranks_of(item) else "check")
+
+
+def never_met(items: Iterable[pytest.Item]) -> list[str]:
+    """Return the parameters that marks name and no collected test has."""
+    named, met = set[tuple[str, str]](), set[tuple[str, str]]()
+    for item in items:
+        function, _, case = item.nodeid.partition("[")
+        met.add((function, case.removesuffix("]")))
+        for mark in item.iter_markers("tier"):
+            named |= {(function, each) for each in mark.kwargs.get("only", ())}
+    return sorted(f"{function}[{case}]" for function, case in named - met)
+
+
+def up_to(tier: str) -> list[str]:
+    """Return a tier and those before it."""
+    return _ORDER[: _ORDER.index(tier) + 1]
+
+
+def ranks_of(item: pytest.Item) -> int:
+    """Return how many ranks a test runs on; 0 for one in a single process."""
+    return int(getattr(getattr(item, "function", None), "world_size", 0))
+
+
+def mainly(first: Any, *others: Any, later: str = "all") -> list[Any]:
+    """Return parameters of which the first is in the test's own tier and the others are in a later one."""
+    return [first, *in_tier(later, others)]
+
+
+def in_tier(tier: str, values: Iterable[Any]) -> list[Any]:
+    """Return parameters, one value each, that are in a tier, or in the test's own if that is later."""
+    return [pytest.param(value, marks=pytest.mark.tier(tier)) for value in values]
