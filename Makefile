@@ -91,7 +91,7 @@ test: $(VENV) ## run what a change needs first: all policies without ranks, some
 # Goes on where it was stopped: what has passed on exactly this tree is not repeated (rm -r .pytest_cache to repeat it).
 test-all: $(VENV) real-models $(OLDEST) ## run all tests: every policy, every head, both transformers (45 minutes more)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse
-	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/$(dir $(OLDEST)) $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse tests/test_oldest.py
+	HF_HUB_OFFLINE=1 PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(BIN)/python -m pytest $(PYTEST_ARGS) --reuse tests/test_oldest.py
 
 # Each goes on where it was stopped; results are in benchmarks/out/, and --help tells how to choose model types.
 sweep: $(VENV) ## compare every model type over more meshes than the tests have, and verify each (two hours)
