@@ -36,7 +36,7 @@ GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
-unexport PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE
 
 .PHONY: help venv real-models fetch demo check test test-all sweep verify-all durations mutations lint bench gpu clean
 

@@ -1,14 +1,11 @@
-"""Settings of the whole test run: no network, one thread, passed tests remembered (tests/passed.py)."""
+"""Settings of the whole test run: the environment (tests/environment.py), one thread, passed tests remembered
+(tests/passed.py)."""
 
 from __future__ import annotations
 
-import os
+import tests.environment  # noqa: F401 - cleans the environment, before others read it
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks for GPUs without touching them: worlds are forked
-
+# isort: split
 import pytest
 import torch
 import torch.distributed as dist
