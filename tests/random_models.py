@@ -21,7 +21,6 @@ from tests.zoo import (
     audio,
     audio_language,
     composites,
-    decoders,
     documents,
     dual_encoders,
     encoders,
@@ -31,13 +30,13 @@ from tests.zoo import (
     linear_attention,
     mixtures,
     multimodal,
-    parts,
     patch_grids,
     recurrent,
     seq2seq,
     speech,
     vision,
 )
+from tests.zoo.engine import kind_of
 from tests.zoo.form import Draw, Kind
 
 __all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind", "of_type"]
@@ -68,8 +67,6 @@ _SETTINGS: dict[str, Any] = {
 _KINDS: dict[str, Kind] = {
     name: described
     for family in (
-        parts,
-        decoders,
         composites,
         mixtures,
         latent,
@@ -94,10 +91,8 @@ _KINDS: dict[str, Kind] = {
 
 def of_type(model_type: str) -> Kind:
     """What a model type needs beside the settings that all share."""
-    return _KINDS.get(model_type, _PLAIN)
+    return _KINDS.get(model_type) or kind_of(model_type)
 
-
-_PLAIN = Kind()
 
 _CROSS = {"is_decoder": True, "add_cross_attention": True}
 

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from transformers import PretrainedConfig
 
-__all__ = ["Draw", "Inputs", "Kind", "Make"]
+__all__ = ["Batch", "Draw", "Inputs", "Kind", "Make", "Scene"]
+
+Batch = dict[str, Any]
 
 
 class Draw(Protocol):
@@ -24,7 +26,16 @@ class Draw(Protocol):
 Make = Callable[[int, int, int, Mapping[str, Any]], PretrainedConfig]
 
 # (head class name, config, what the engine made for text: input_ids, attention_mask, labels; draw) -> the batch
-Inputs = Callable[[str, PretrainedConfig, dict[str, Any], Draw], dict[str, Any]]
+Inputs = Callable[[str, PretrainedConfig, Batch, Draw], Batch]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Whom inputs are made for: the class name of a head, the config, and where random numbers come from."""
+
+    head: str
+    config: PretrainedConfig
+    draw: Draw
 
 
 @dataclass(frozen=True)

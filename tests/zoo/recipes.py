@@ -1,0 +1,118 @@
+"""Make inputs of the steps that the data lists: each names what the batch gets, or a function of ``inputs``."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from tests.zoo import inputs as steps_in_python
+from tests.zoo.expressions import evaluate
+from tests.zoo.form import Batch, Draw, Inputs, Scene
+
+__all__ = ["recipe"]
+
+_CONDITIONS = ("for", "not", "when", "if")
+Step = str | Mapping[str, Any]
+
+
+def recipe(steps: Sequence[Step]) -> Inputs:
+    """Return a function that goes through the steps."""
+
+    def inputs(head: str, config: PretrainedConfig, batch: Batch, draw: Draw) -> Batch:
+        scene = Scene(head, config, draw)
+        for step in steps:
+            batch = _after(step, dict(batch), scene)
+        return batch
+
+    return inputs
+
+
+def _after(step: Step, batch: Batch, scene: Scene) -> Batch:
+    functions = {**_PURE, **_random(scene.draw)}
+    if isinstance(step, str):
+        in_python = {name: functools.partial(each, batch, scene) for name, each in steps_in_python.STEPS.items()}
+        return evaluate(step, {**batch, "config": scene.config}, {**functions, **in_python})
+    if not _applies(step, batch, scene):
+        return batch
+    for name, value in step.items():
+        if name == "steps":
+            for each in value:
+                batch = _after(each, dict(batch), scene)
+        elif name == "only":
+            batch = {kept: batch[kept] for kept in value if kept in batch}
+        elif name == "drop":
+            for dropped in [value] if isinstance(value, str) else value:
+                batch.pop(dropped, None)
+        elif name not in _CONDITIONS:
+            batch[name] = _made(value, {**batch, "config": scene.config}, functions)
+    batch.pop("_", None)  # drawn, and not given
+    return batch
+
+
+def _applies(step: Mapping[str, Any], batch: Batch, scene: Scene) -> bool:
+    """Whether head, config and batch are those that a step is for."""
+    named = {name: [step[name]] if isinstance(step.get(name), str) else step.get(name, ()) for name in ("for", "not")}
+    if named["for"] and not any(fnmatchcase(scene.head, pattern) for pattern in named["for"]):
+        return False
+    if any(fnmatchcase(scene.head, pattern) for pattern in named["not"]):
+        return False
+    if "if" in step and step["if"] not in batch:
+        return False
+    return all(_field(scene.config, name) == value for name, value in step.get("when", {}).items())
+
+
+def _field(config: PretrainedConfig, path: str) -> Any:
+    try:
+        return operator.attrgetter(path)(config)
+    except AttributeError:
+        return None
+
+
+def _made(value: Any, names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
+    if isinstance(value, str):
+        return evaluate(value, names, functions)
+    return torch.tensor(value) if isinstance(value, list) else value
+
+
+def _shape(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Numbers, and the shapes of tensors, in one row."""
+    return tuple(n for size in sizes for n in (size.shape if isinstance(size, torch.Tensor) else (size,)))
+
+
+def _random(draw: Draw) -> dict[str, Callable[..., torch.Tensor]]:
+    return {
+        "draw": lambda low, high, *shape: draw(low, high, *_shape(shape)),
+        "normal": lambda *shape: draw.normal(*_shape(shape)),
+    }
+
+
+# What expressions may call. Where a shape is wanted, a tensor stands for its own.
+_PURE: dict[str, Callable[..., Any]] = {
+    "ones": lambda *shape: torch.ones(_shape(shape), dtype=torch.long),
+    "zeros": lambda *shape: torch.zeros(_shape(shape), dtype=torch.long),
+    "full": lambda value, *shape: torch.full(_shape(shape), value),
+    "eye": lambda size: torch.eye(size).expand(2, -1, -1),
+    "count": lambda size: torch.arange(size),
+    "tensor": torch.tensor,
+    "lengths": lambda size, *lengths: (torch.arange(size) < torch.tensor(lengths)[:, None]).long(),
+    "length": lambda tensor: tensor.shape[-1],
+    "grid": lambda side: torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(2, side * side, 2),
+    "masked": lambda tensor, where, value=-100: tensor.masked_fill(where, value),
+    "cat": lambda *tensors: torch.cat(tensors, -1),
+    "clamp": lambda tensor, low=None, high=None: tensor.clamp(low, high),
+    "first": lambda tensor, count: tensor[:, :count].contiguous(),
+    "after": lambda tensor, count: tensor[:, count:],
+    "flip": lambda tensor: tensor.flip(1),
+    "sort": lambda tensor: tensor.sort(-1).values,
+    "softmax": lambda tensor: tensor.softmax(-1),
+    "swap": lambda tensor, one, other: torch.where(tensor == one, other, tensor),
+    "float": lambda tensor: tensor.float(),
+    "bool": lambda tensor: tensor.bool(),
+    "long": lambda tensor: tensor.long(),
+}
