@@ -20,18 +20,13 @@ from autopar.verification.small_models import randomise
 from tests.zoo import (
     audio,
     audio_language,
-    composites,
     documents,
     dual_encoders,
     encoders,
     hybrid_vision,
     image_text,
-    latent,
-    linear_attention,
-    mixtures,
     multimodal,
     patch_grids,
-    recurrent,
     seq2seq,
     speech,
     vision,
@@ -67,11 +62,6 @@ _SETTINGS: dict[str, Any] = {
 _KINDS: dict[str, Kind] = {
     name: described
     for family in (
-        composites,
-        mixtures,
-        latent,
-        recurrent,
-        linear_attention,
         encoders,
         documents,
         seq2seq,

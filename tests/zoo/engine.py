@@ -23,6 +23,8 @@ __all__ = ["kind_of", "model_types"]
 
 _FOLDER = Path(__file__).parent
 _SHARED = "shared.yaml"  # fragments for all files
+_TOLD = ("settings", "variants", "double", "inside", "generates")  # as they are
+_MADE = ("flat", "make", "legacy", "sizes", "forced")  # see configs.config_of
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -46,20 +48,14 @@ def kind_of(model_type: str) -> Kind:
     fields = expanded(entry, fragments)
     without = {head: reason for reason, heads in fields.pop("without", {}).items() for head in heads}
     steps = fields.pop("inputs", None)
+    told = {name: fields[name] for name in _TOLD if name in fields}
     return Kind(
-        make=_maker(model_type, fields),
-        inputs=recipe(steps) if steps is not None else None,
-        without=without,
-        **{
-            name: fields.pop(name)
-            for name in ("settings", "variants", "double", "inside", "generates")
-            if name in fields
-        },
+        make=_maker(model_type, fields), inputs=recipe(steps) if steps is not None else None, without=without, **told
     )
 
 
 def _maker(model_type: str, fields: dict[str, Any]) -> Callable[..., PretrainedConfig] | None:
-    how = {name: fields[name] for name in ("flat", "make", "legacy", "sizes", "forced") if name in fields}
+    how = {name: fields[name] for name in _MADE if name in fields}
     if not {"flat", "make"} & how.keys():
         return None
 

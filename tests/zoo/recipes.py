@@ -98,7 +98,7 @@ _PURE: dict[str, Callable[..., Any]] = {
     "zeros": lambda *shape: torch.zeros(_shape(shape), dtype=torch.long),
     "full": lambda value, *shape: torch.full(_shape(shape), value),
     "eye": lambda size: torch.eye(size).expand(2, -1, -1),
-    "count": lambda size: torch.arange(size),
+    "count": torch.arange,
     "tensor": torch.tensor,
     "lengths": lambda size, *lengths: (torch.arange(size) < torch.tensor(lengths)[:, None]).long(),
     "length": lambda tensor: tensor.shape[-1],
