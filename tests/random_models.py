@@ -20,14 +20,11 @@ from autopar.verification.small_models import randomise
 from tests.zoo import (
     audio,
     audio_language,
-    documents,
     dual_encoders,
-    encoders,
     hybrid_vision,
     image_text,
     multimodal,
     patch_grids,
-    seq2seq,
     speech,
     vision,
 )
@@ -62,9 +59,6 @@ _SETTINGS: dict[str, Any] = {
 _KINDS: dict[str, Kind] = {
     name: described
     for family in (
-        encoders,
-        documents,
-        seq2seq,
         vision,
         dual_encoders,
         audio,

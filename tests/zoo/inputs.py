@@ -37,5 +37,104 @@ def stand_in(batch: Batch, scene: Scene, word: int, count: int, start: int = 0) 
     return {**batch, "input_ids": ids}
 
 
-_ALL = (merged_images, stand_in)
+def put(batch: Batch, scene: Scene, word: int, start: int, count: int = 1) -> Batch:
+    """One word in the place of ``count`` others of each text."""
+    ids = batch["input_ids"].clone()
+    ids[:, start : start + count] = word
+    return {**batch, "input_ids": ids}
+
+
+def insert(batch: Batch, scene: Scene, word: int, count: int) -> Batch:
+    """One word ``count`` times after the first word of each text, without labels."""
+    rows = (len(batch["input_ids"]), count)
+
+    def grown(name: str, value: int) -> torch.Tensor:
+        return torch.cat([batch[name][:, :1], torch.full(rows, value), batch[name][:, 1:]], 1)
+
+    batch = {**batch, "input_ids": grown("input_ids", word)}
+    batch["attention_mask"] = torch.cat([torch.ones(rows, dtype=torch.long), batch["attention_mask"]], 1)
+    if "labels" in batch and batch["labels"].ndim > 1:
+        batch["labels"] = grown("labels", -100)
+    return batch
+
+
+def longer(batch: Batch, scene: Scene) -> Batch:
+    """One more token."""
+    names = [name for name in ("input_ids", "attention_mask") if name in batch]
+    if "labels" in batch and batch["labels"].ndim > 1:
+        names.append("labels")
+    return {**batch, **{name: torch.cat([batch[name], batch[name][..., -1:]], -1) for name in names}}
+
+
+def global_words(batch: Batch, scene: Scene) -> Batch:
+    """Words that see all others: the first of each text, and one more of the first text."""
+    chosen = torch.zeros_like(batch["input_ids"])
+    chosen[..., 0] = 1
+    chosen[0, ..., 4] = 1
+    return {**batch, "global_attention_mask": chosen}
+
+
+def boxes(batch: Batch, scene: Scene) -> Batch:
+    """Where each word stands on a page."""
+    corners = scene.draw(0, scene.config.max_2d_position_embeddings // 2, *batch["input_ids"].shape, 4)
+    return {**batch, "bbox": torch.cat([corners[..., :2], corners[..., :2] + corners[..., 2:]], -1)}
+
+
+def relations(batch: Batch, scene: Scene) -> Batch:
+    """BROS: boxes, which words begin an entity, and which word comes next or belongs to which."""
+    head, shape = scene.head, batch["input_ids"].shape
+    batch["bbox"] = scene.draw(0, 100, *shape, 4) / 100
+    if "Spade" in head:
+        first = scene.draw(0, 2, *shape).bool() & batch["attention_mask"].bool()
+        first[:, 0] = True
+        batch["bbox_first_token_mask"] = first
+    if "SpadeEE" in head:
+        batch["initial_token_labels"] = batch.pop("labels").clamp(min=0)
+        batch["subsequent_token_labels"] = torch.full(shape, shape[1])  # the end of the entity
+        batch["subsequent_token_labels"][:, :3] = torch.tensor([1, 2, 3])
+    elif "SpadeEL" in head:
+        batch["labels"] = torch.zeros(shape, dtype=torch.long)
+        batch["labels"][:, 0] = shape[1]
+    return batch
+
+
+def table(batch: Batch, scene: Scene) -> Batch:
+    """TAPAS: a question, then a table, by segment, column and row; further words are of the last cell."""
+    shape = batch["input_ids"].shape
+    kinds = torch.stack([scene.draw(0, size, *shape) for size in scene.config.type_vocab_sizes], -1)
+    for place, first in enumerate(([0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 2, 1, 2, 3], [0, 0, 1, 1, 2, 2, 2])):
+        kinds[..., place] = torch.tensor([*first, *[first[-1]] * (shape[-1] - len(first))])
+    return {**batch, "token_type_ids": kinds}
+
+
+def decoded(batch: Batch, scene: Scene, vocab: int, labels: bool = True, length: int = 5) -> Batch:
+    """Labels, or decoder_input_ids with their mask; shorter than the encoder's sequence, ragged."""
+    ids = scene.draw(min(3, vocab - 1), vocab, 2, length)
+    mask = (torch.arange(length) < torch.tensor([[length], [length - 2]])).long()
+    if labels:
+        return {**batch, "labels": ids.masked_fill(mask == 0, -100)}
+    return {**batch, "decoder_input_ids": ids.masked_fill(mask == 0, 0), "decoder_attention_mask": mask}
+
+
+def translated(batch: Batch, scene: Scene) -> Batch:
+    """What each head of an encoder-decoder takes beside the ids of the encoder."""
+    head, config = scene.head, scene.config
+    vocab = getattr(config, "decoder_vocab_size", None) or config.get_text_config(decoder=True).vocab_size
+    if head.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        batch["labels"] = batch["labels"].clamp(max=config.num_labels - 1)
+    if head.endswith("ForSequenceClassification"):  # it reads the state of the last eos
+        last = batch["attention_mask"].sum(1, keepdim=True) - 1
+        batch["input_ids"] = batch["input_ids"].scatter(1, last, config.eos_token_id)
+    length = batch["input_ids"].shape[-1] - 2
+    if head.endswith(("ForConditionalGeneration", "MarianMTModel", "EncoderDecoderModel")):
+        return decoded(batch, scene, vocab, length=length)
+    if head.endswith("Model") and not head.endswith("EncoderModel"):
+        return decoded(batch, scene, vocab, labels=False, length=length)
+    return batch
+
+
+_ALL = (
+    *(merged_images, stand_in, put, insert, longer, global_words, boxes, relations, table),
+    *(decoded, translated),
+)
 STEPS: dict[str, Callable[..., Batch]] = {each.__name__: each for each in _ALL}

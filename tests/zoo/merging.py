@@ -9,11 +9,15 @@ __all__ = ["expanded", "merge"]
 
 
 def merge(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` with ``changes``; dicts inside are merged too."""
+    """``fields`` with ``changes``; dicts inside are merged too, but of one with ``only`` nothing else stays."""
     result = dict(fields)
     for name, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)
-        result[name] = merge(fields[name], value) if nested else value
+        if not (isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)):
+            result[name] = value
+        elif "only" in value:
+            result[name] = {inner: each for inner, each in value.items() if inner != "only"}
+        else:
+            result[name] = merge(fields[name], value)
     return result
 
 

@@ -92,6 +92,18 @@ def _random(draw: Draw) -> dict[str, Callable[..., torch.Tensor]]:
     }
 
 
+def _padded(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """``mask`` without the last places of the last sample."""
+    mask[-1, ..., -count:] = 0
+    return mask
+
+
+def _mentions(places: torch.Tensor) -> torch.Tensor:
+    """``places`` of the words of entities, one of them of one word."""
+    places[..., 1, 1] = -1
+    return places
+
+
 # What expressions may call. Where a shape is wanted, a tensor stands for its own.
 _PURE: dict[str, Callable[..., Any]] = {
     "ones": lambda *shape: torch.ones(_shape(shape), dtype=torch.long),
@@ -103,6 +115,9 @@ _PURE: dict[str, Callable[..., Any]] = {
     "lengths": lambda size, *lengths: (torch.arange(size) < torch.tensor(lengths)[:, None]).long(),
     "length": lambda tensor: tensor.shape[-1],
     "grid": lambda side: torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(2, side * side, 2),
+    "rows": lambda tensor: tensor[..., 0],
+    "padded": _padded,
+    "mentions": _mentions,
     "masked": lambda tensor, where, value=-100: tensor.masked_fill(where, value),
     "cat": lambda *tensors: torch.cat(tensors, -1),
     "clamp": lambda tensor, low=None, high=None: tensor.clamp(low, high),
