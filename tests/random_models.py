@@ -18,14 +18,11 @@ from transformers.models.auto import modeling_auto
 from autopar.verification.dropout_rates import switch_off
 from autopar.verification.small_models import randomise
 from tests.zoo import (
-    audio,
-    audio_language,
     dual_encoders,
     hybrid_vision,
     image_text,
     multimodal,
     patch_grids,
-    speech,
     vision,
 )
 from tests.zoo.engine import kind_of
@@ -61,9 +58,6 @@ _KINDS: dict[str, Kind] = {
     for family in (
         vision,
         dual_encoders,
-        audio,
-        speech,
-        audio_language,
         multimodal,
         patch_grids,
         hybrid_vision,

@@ -48,12 +48,15 @@ def config_of(
 
     Args:
         how: its entry: ``make``, the whole tree of fields, or ``flat``, those that the type has besides what all share,
-            with ``legacy``, which the config takes though it does not declare them; ``sizes`` in place of the others;
+            with ``legacy``, which the config takes though it does not declare them; ``known``: like ``flat``, without
+            what all share; ``sizes`` in place of the others;
             ``forced``: fields that the class sets by itself, and that variants change all the same.
         changes: those of a variant.
         kind_of: what makes the configs inside.
     """
     sizes = {**sizes, **with_sizes(how.get("sizes", {}), sizes, kind_of)}
+    if "known" in how:
+        return _known(model_type, how["known"], sizes, {**how.get("legacy", {}), **changes}, kind_of)
     if "make" not in how:
         return _flat(model_type, how["flat"], sizes, {**how.get("legacy", {}), **changes}, kind_of)
     config = CONFIG_MAPPING[model_type](**with_sizes(merge(how["make"], changes), sizes, kind_of))
@@ -93,3 +96,13 @@ def _flat(
     values = {name: value for name, value in values.items() if aliases.get(name) not in values}
     made = with_sizes(values, sizes, kind_of)
     return config_class(**{"experts_implementation": "eager", "num_labels": 3, **made})
+
+
+def _known(
+    model_type: str, settings: Mapping[str, Any], sizes: Sizes, kept: Mapping[str, Any], kind_of: KindOf
+) -> PretrainedConfig:
+    """Only those settings that the config declares itself, and all that is ``kept``."""
+    config_class = CONFIG_MAPPING[model_type]
+    declared = {name for base in config_class.__mro__ for name in vars(base).get("__annotations__", {})}
+    values = {**{name: value for name, value in settings.items() if name in declared}, **kept}
+    return config_class(num_labels=3, **with_sizes(values, sizes, kind_of))

@@ -24,7 +24,7 @@ __all__ = ["kind_of", "model_types"]
 _FOLDER = Path(__file__).parent
 _SHARED = "shared.yaml"  # fragments for all files
 _TOLD = ("settings", "variants", "double", "inside", "generates")  # as they are
-_MADE = ("flat", "make", "legacy", "sizes", "forced")  # see configs.config_of
+_MADE = ("flat", "known", "make", "legacy", "sizes", "forced")  # see configs.config_of
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -56,7 +56,7 @@ def kind_of(model_type: str) -> Kind:
 
 def _maker(model_type: str, fields: dict[str, Any]) -> Callable[..., PretrainedConfig] | None:
     how = {name: fields[name] for name in _MADE if name in fields}
-    if not {"flat", "make"} & how.keys():
+    if not {"flat", "known", "make"} & how.keys():
         return None
 
     def make(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:

@@ -5,13 +5,18 @@ Each gets the batch so far, and for whom it is (:class:`Scene`), and returns the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tests.zoo.form import Batch, Scene
 
 __all__ = ["STEPS"]
+
+
+def ragged(length: int) -> torch.Tensor:
+    """The mask of two sequences, the second shorter."""
+    return (torch.arange(length) < torch.tensor([[length], [length * 2 // 3]])).long()
 
 
 def merged_images(batch: Batch, scene: Scene) -> Batch:
@@ -133,8 +138,102 @@ def translated(batch: Batch, scene: Scene) -> Batch:
     return batch
 
 
+def sound(batch: Batch, scene: Scene, name: str, *shape: int) -> Batch:
+    """Waves or spectrograms, with labels, of which some are for each frame that the convolutions leave."""
+    config, draw = scene.config, scene.draw
+    heard: Batch = {name: draw.normal(2, *shape), "attention_mask": ragged(shape[0])}
+    if scene.head.endswith("ForCTC"):
+        heard["labels"] = draw(1, config.vocab_size, 2, 4).masked_fill(ragged(4) == 0, -100)
+    elif scene.head.endswith("ForAudioFrameClassification"):
+        frames = shape[0]
+        strides = getattr(config, "conv_stride", ())
+        for kernel, stride in zip(getattr(config, "conv_kernel", ()), strides, strict=True):
+            frames = (frames - kernel) // stride + 1
+        heard["labels"] = torch.nn.functional.one_hot(draw(0, config.num_labels, 2, frames), config.num_labels)
+    elif "labels" in batch and not scene.head.endswith("ForPreTraining"):
+        heard["labels"] = batch["labels"]
+    return heard
+
+
+def heard(batch: Batch, scene: Scene, name: str, *shape: int, mask: bool = True) -> Batch:
+    """Sound for the encoder, words for the decoder."""
+    if scene.head.endswith("ForCausalLM"):
+        return batch
+    result: Batch = {name: scene.draw.normal(2, *shape)}
+    if mask:
+        result["attention_mask"] = ragged(shape[-2] if len(shape) == 2 else shape[-1])
+    if scene.head.endswith("ForAudioClassification"):
+        return {**result, "labels": batch["labels"]}
+    vocab = scene.config.get_text_config(decoder=True).vocab_size
+    return decoded(result, scene, vocab, labels="For" in scene.head or scene.head == "SpeechEncoderDecoderModel")
+
+
+def with_sound(
+    batch: Batch,
+    scene: Scene,
+    lengths: list[int],
+    *shape: int,
+    mask: str = "",
+    heard: Sequence[int] = (32, 20),
+    seq: int = 14,
+) -> Batch:
+    """Text with placeholders for ``lengths`` pieces of sound, and the sound.
+
+    Args:
+        mask: the name of the sound's mask of frames, ``heard`` of them; or "pieces", for a mask of the pieces.
+        seq: how long the text is with them.
+    """
+    config, place = scene.config, torch.arange(seq)
+    attention = (place < torch.tensor([[seq], [seq - 2]])).long()
+    of_sound = (place >= 2) & (place < torch.tensor(lengths)[:, None] + 2)
+    ids = scene.draw(3, config.audio_token_id, 2, seq).masked_fill(attention == 0, 0)
+    ids = ids.masked_fill(of_sound, config.audio_token_id)
+    text = {"input_ids": ids, "attention_mask": attention, "input_features": scene.draw.normal(2, *shape)}
+    if mask == "pieces":
+        text["input_features_mask"] = torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]
+    elif mask:
+        text[mask] = (torch.arange(heard[0]) < torch.tensor(heard)[:, None]).long()
+    if scene.head.endswith("ForTokenClassification"):
+        return {**text, "labels": scene.draw(0, config.num_labels, 2, seq).masked_fill(attention == 0, -100)}
+    if scene.head.endswith("ForConditionalGeneration"):
+        return {**text, "labels": ids.masked_fill((attention == 0) | of_sound, -100)}
+    return text
+
+
+def music(batch: Batch, scene: Scene) -> Batch:
+    """MusicGen: codes of several books in rows of their own; states of a text in the place of an encoder."""
+    config, draw = scene.config, scene.draw
+    decoder = getattr(config, "decoder", config)
+    codes = draw(0, decoder.vocab_size, 2, 5, decoder.num_codebooks)
+    if scene.head.endswith("ForConditionalGeneration"):
+        melody = {"input_features": draw.normal(2, 4, config.num_chroma)} if "Melody" in scene.head else {}
+        return {**batch, **melody, "labels": codes.masked_fill(ragged(5)[..., None] == 0, -100)}
+    text = {"encoder_hidden_states": draw.normal(2, 4, decoder.hidden_size)}
+    if "Melody" not in scene.head:
+        text["encoder_attention_mask"] = ragged(4)
+    flat = codes.transpose(1, 2).reshape(-1, 5)
+    labels = {"labels": codes} if "For" in scene.head else {}
+    return {"input_ids": flat, "attention_mask": ragged(5), **text, **labels}
+
+
+def seamless(batch: Batch, scene: Scene) -> Batch:
+    """Seamless: text or sound for the encoder; states of text, and characters, for the models of units."""
+    head, config, draw = scene.head, scene.config, scene.draw
+    if "TextToUnit" in head:  # its encoder has no embeddings
+        mask = batch["attention_mask"]
+        states = {"inputs_embeds": draw.normal(2, 7, config.hidden_size), "attention_mask": mask}
+        if "v2" in head:
+            counts = draw(1, 3, 2, 7) * mask
+            characters = draw(0, 23, 2, int(counts.sum(1).max()))
+            return {**states, "char_input_ids": characters, "char_count_per_id": counts}
+        return decoded(states, scene, config.t2u_vocab_size, labels="For" in head)
+    sound = {"input_features": draw.normal(2, 40, 12), "attention_mask": ragged(40)}
+    text = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return decoded(text if "TextTo" in head else sound, scene, config.vocab_size)
+
+
 _ALL = (
     *(merged_images, stand_in, put, insert, longer, global_words, boxes, relations, table),
-    *(decoded, translated),
+    *(decoded, translated, sound, heard, with_sound, music, seamless),
 )
 STEPS: dict[str, Callable[..., Batch]] = {each.__name__: each for each in _ALL}

@@ -115,6 +115,8 @@ _PURE: dict[str, Callable[..., Any]] = {
     "lengths": lambda size, *lengths: (torch.arange(size) < torch.tensor(lengths)[:, None]).long(),
     "length": lambda tensor: tensor.shape[-1],
     "grid": lambda side: torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(2, side * side, 2),
+    "each": lambda tensor: tensor[..., None],
+    "in_one_row": lambda codes: codes.transpose(1, 2).reshape(-1, codes.shape[1]),
     "rows": lambda tensor: tensor[..., 0],
     "padded": _padded,
     "mentions": _mentions,
