@@ -18,12 +18,10 @@ from transformers.models.auto import modeling_auto
 from autopar.verification.dropout_rates import switch_off
 from autopar.verification.small_models import randomise
 from tests.zoo import (
-    dual_encoders,
     hybrid_vision,
     image_text,
     multimodal,
     patch_grids,
-    vision,
 )
 from tests.zoo.engine import kind_of
 from tests.zoo.form import Draw, Kind
@@ -56,8 +54,6 @@ _SETTINGS: dict[str, Any] = {
 _KINDS: dict[str, Kind] = {
     name: described
     for family in (
-        vision,
-        dual_encoders,
         multimodal,
         patch_grids,
         hybrid_vision,

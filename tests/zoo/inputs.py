@@ -13,6 +13,8 @@ from tests.zoo.form import Batch, Scene
 
 __all__ = ["STEPS"]
 
+_SPECIAL = 8  # so many of the last ids mean images and such
+
 
 def ragged(length: int) -> torch.Tensor:
     """The mask of two sequences, the second shorter."""
@@ -232,8 +234,48 @@ def seamless(batch: Batch, scene: Scene) -> Batch:
     return decoded(text if "TextTo" in head else sound, scene, config.vocab_size)
 
 
+def images(batch: Batch, scene: Scene, size: int = 12, video: bool = False, patches: int = 9) -> Batch:
+    """Pixels of one size, and what the head wants beside them; ``patches``: how many a masked model sees."""
+    head, config, draw = scene.head, scene.config, scene.draw
+    batch = {"pixel_values": draw.normal(2, *([config.num_frames] if video else []), 3, size, size)}
+    if head.endswith(("ForImageClassification", "ForVideoClassification")):
+        batch["labels"] = draw(0, 3, 2)
+    elif head.endswith(("ForMaskedImageModeling", "VideoMAEForPreTraining")):
+        masked = torch.zeros(2, patches, dtype=torch.bool)
+        masked[0, : patches // 2] = masked[1, 1 : patches // 2 + 1] = True
+        batch["bool_masked_pos"] = masked
+        if head.startswith("Beit"):
+            batch["labels"] = draw(0, config.vocab_size, int(masked.sum()))
+    elif head.endswith("ForSemanticSegmentation"):
+        batch["labels"] = draw(0, 3, 2, size, size)
+    elif head.endswith("ForPreTraining"):
+        batch["noise"] = draw.normal(2, patches)
+    return batch
+
+
+def image_words(batch: Batch, scene: Scene, tokens: int, *masks: str, of: str = "") -> Batch:
+    """Text with the placeholders of one image after the first token.
+
+    Args:
+        masks: names of masks of the placeholders that the model wants: ``mm_token_type_ids``, ``token_type_ids``.
+        of: the config inside that knows the placeholder.
+    """
+    config = getattr(scene.config, of) if of else scene.config
+    special = config.get_text_config().vocab_size - _SPECIAL
+    ids = torch.where(batch["input_ids"] >= special, 5, batch["input_ids"])
+    labels = batch.pop("labels", None)
+    batch = insert({**batch, "input_ids": ids}, scene, config.image_token_id, tokens)
+    of_image = batch["input_ids"] == config.image_token_id
+    batch |= {name: of_image.long() for name in masks}
+    if scene.head.endswith("ForSequenceClassification"):
+        batch["labels"] = labels
+    elif "For" in scene.head:
+        batch["labels"] = batch["input_ids"].masked_fill((batch["attention_mask"] == 0) | of_image, -100)
+    return batch
+
+
 _ALL = (
     *(merged_images, stand_in, put, insert, longer, global_words, boxes, relations, table),
-    *(decoded, translated, sound, heard, with_sound, music, seamless),
+    *(decoded, translated, sound, heard, with_sound, music, seamless, images, image_words),
 )
 STEPS: dict[str, Callable[..., Batch]] = {each.__name__: each for each in _ALL}
