@@ -17,12 +17,6 @@ from transformers.models.auto import modeling_auto
 
 from autopar.verification.dropout_rates import switch_off
 from autopar.verification.small_models import randomise
-from tests.zoo import (
-    hybrid_vision,
-    image_text,
-    multimodal,
-    patch_grids,
-)
 from tests.zoo.engine import kind_of
 from tests.zoo.form import Draw, Kind
 
@@ -51,21 +45,10 @@ _SETTINGS: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 
-_KINDS: dict[str, Kind] = {
-    name: described
-    for family in (
-        multimodal,
-        patch_grids,
-        hybrid_vision,
-        image_text,
-    )
-    for name, described in family.KINDS.items()
-}
-
 
 def of_type(model_type: str) -> Kind:
     """What a model type needs beside the settings that all share."""
-    return _KINDS.get(model_type) or kind_of(model_type)
+    return kind_of(model_type)
 
 
 _CROSS = {"is_decoder": True, "add_cross_attention": True}

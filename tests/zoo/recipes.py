@@ -104,6 +104,22 @@ def _mentions(places: torch.Tensor) -> torch.Tensor:
     return places
 
 
+def _with_places(patches: torch.Tensor) -> torch.Tensor:
+    """Rows of 3 x 3 patches, each with its row and column in front; the last two of the second image are padding."""
+    place = torch.arange(patches.shape[1])
+    places = torch.stack([place // 3 + 1, place % 3 + 1], 1).expand(*patches.shape[:2], 2)
+    result = torch.cat([places, patches], 2)
+    result[1, 7:] = 0
+    return result
+
+
+def _two_images_seen(ids: torch.Tensor) -> torch.Tensor:
+    """Which of two images each word sees: the first words of the first text none, those of the second one image."""
+    seen = torch.ones(*ids.shape, 2, dtype=torch.long)
+    seen[0, :3] = seen[1, :, 1] = 0
+    return seen
+
+
 # What expressions may call. Where a shape is wanted, a tensor stands for its own.
 _PURE: dict[str, Callable[..., Any]] = {
     "ones": lambda *shape: torch.ones(_shape(shape), dtype=torch.long),
@@ -120,6 +136,8 @@ _PURE: dict[str, Callable[..., Any]] = {
     "rows": lambda tensor: tensor[..., 0],
     "padded": _padded,
     "mentions": _mentions,
+    "with_places": _with_places,
+    "two_images_seen": _two_images_seen,
     "masked": lambda tensor, where, value=-100: tensor.masked_fill(where, value),
     "cat": lambda *tensors: torch.cat(tensors, -1),
     "clamp": lambda tensor, low=None, high=None: tensor.clamp(low, high),
