@@ -12,10 +12,17 @@ from tests.zoo.expressions import evaluate, is_size
 from tests.zoo.form import Kind
 from tests.zoo.merging import merge
 
-__all__ = ["config_of", "fields_of", "with_sizes"]
+__all__ = ["MAKERS", "config_of", "fields_of", "plain_fields", "with_sizes"]
 
-_SHARED: dict[str, Any] = {
+MAKERS = ("make", "flat", "known")  # one of them makes a whole config
+
+# What all small flat configs set where their class knows it.
+_COMMON: dict[str, Any] = {
+    "vocab_size": "vocab",
     "num_hidden_layers": 2,
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "hidden_size": "8 * heads",
     "intermediate_size": 37,
     "max_position_embeddings": 32,
     "head_dim": 8,
@@ -23,10 +30,22 @@ _SHARED: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.1,
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "hidden_size": "8 * heads",
-    "vocab_size": "vocab",
+}
+# And those whose types have no entry, or only settings, by the names of older classes.
+_PLAIN: dict[str, Any] = {
+    **_COMMON,
+    "n_layer": 2,
+    "n_layers": 2,
+    "n_head": "heads",
+    "n_heads": "heads",
+    "n_embd": "8 * heads",
+    "dim": "8 * heads",
+    "n_inner": 37,
+    "hidden_dim": 37,
+    "n_positions": 32,
+    "embedding_size": 20,
+    "input_embedding_size": 20,
+    "output_embedding_size": 28,
 }
 
 Sizes = Mapping[str, int]
@@ -35,10 +54,20 @@ KindOf = Callable[[str], Kind]
 
 def fields_of(config_class: type[PretrainedConfig]) -> set[str]:
     """Names that a config takes."""
-    fields = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
-    for base in config_class.__mro__:
-        fields |= set(vars(base).get("__annotations__", {}))
-    return fields
+    return (
+        set(inspect.signature(config_class.__init__).parameters)
+        | set(config_class.attribute_map)
+        | _declared(config_class)
+    )
+
+
+def _declared(config_class: type[PretrainedConfig]) -> set[str]:
+    return {name for base in config_class.__mro__ for name in vars(base).get("__annotations__", {})}
+
+
+def plain_fields(model_type: str, settings: Mapping[str, Any], sizes: Sizes, kind_of: KindOf) -> dict[str, Any]:
+    """Fields of a flat config that makes its model alone."""
+    return with_sizes(_known({**_PLAIN, **settings}, CONFIG_MAPPING[model_type]), sizes, kind_of)
 
 
 def config_of(
@@ -47,18 +76,21 @@ def config_of(
     """Make the config of a model type.
 
     Args:
-        how: its entry: ``make``, the whole tree of fields, or ``flat``, those that the type has besides what all share,
-            with ``legacy``, which the config takes though it does not declare them; ``known``: like ``flat``, without
-            what all share; ``sizes`` in place of the others;
-            ``forced``: fields that the class sets by itself, and that variants change all the same.
+        how: its entry: ``make``, the whole tree of fields; or ``flat``, those that the type has besides what all
+            share; or ``known``, all that it has, of which the class takes what it declares itself; with ``legacy``,
+            which these two take though they are not declared; ``sizes`` in place of the others; ``forced``: fields
+            that the class sets by itself, and that variants change all the same.
         changes: those of a variant.
         kind_of: what makes the configs inside.
     """
     sizes = {**sizes, **with_sizes(how.get("sizes", {}), sizes, kind_of)}
+    kept = {**how.get("legacy", {}), **changes}
+    if "flat" in how:
+        return _flat(model_type, how["flat"], sizes, kept, kind_of)
     if "known" in how:
-        return _known(model_type, how["known"], sizes, {**how.get("legacy", {}), **changes}, kind_of)
-    if "make" not in how:
-        return _flat(model_type, how["flat"], sizes, {**how.get("legacy", {}), **changes}, kind_of)
+        declared = _declared(CONFIG_MAPPING[model_type])
+        known = {**{name: value for name, value in how["known"].items() if name in declared}, **kept}
+        return CONFIG_MAPPING[model_type](num_labels=3, **with_sizes(known, sizes, kind_of))
     config = CONFIG_MAPPING[model_type](**with_sizes(merge(how["make"], changes), sizes, kind_of))
     for name in how.get("forced", ()):
         if name in changes:
@@ -87,22 +119,17 @@ def with_sizes(value: Any, sizes: Sizes, kind_of: KindOf) -> Any:
 def _flat(
     model_type: str, settings: Mapping[str, Any], sizes: Sizes, kept: Mapping[str, Any], kind_of: KindOf
 ) -> PretrainedConfig:
-    """A flat config of the settings that it knows and of all that is ``kept``; experts run one by one, so that any
-    width will do."""
+    """A flat config of the settings that it knows and of all that is kept; experts run one by one, so that any width
+    will do."""
     config_class = CONFIG_MAPPING[model_type]
-    known, aliases = fields_of(config_class), config_class.attribute_map
-    values = {**_SHARED, **settings, **kept}
-    values = {name: value for name, value in values.items() if name in known or name in kept}
-    values = {name: value for name, value in values.items() if aliases.get(name) not in values}
-    made = with_sizes(values, sizes, kind_of)
-    return config_class(**{"experts_implementation": "eager", "num_labels": 3, **made})
+    values = with_sizes(_known({**_COMMON, **settings, **kept}, config_class, kept), sizes, kind_of)
+    return config_class(**{"experts_implementation": "eager", "num_labels": 3, **values})
 
 
 def _known(
-    model_type: str, settings: Mapping[str, Any], sizes: Sizes, kept: Mapping[str, Any], kind_of: KindOf
-) -> PretrainedConfig:
-    """Only those settings that the config declares itself, and all that is ``kept``."""
-    config_class = CONFIG_MAPPING[model_type]
-    declared = {name for base in config_class.__mro__ for name in vars(base).get("__annotations__", {})}
-    values = {**{name: value for name, value in settings.items() if name in declared}, **kept}
-    return config_class(num_labels=3, **with_sizes(values, sizes, kind_of))
+    values: Mapping[str, Any], config_class: type[PretrainedConfig], kept: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Those that a class takes, and those to keep; by one name only, where it has two for the same."""
+    known = fields_of(config_class) | set(kept or {})
+    taken = {name: value for name, value in values.items() if name in known}
+    return {name: value for name, value in taken.items() if config_class.attribute_map.get(name) not in taken}

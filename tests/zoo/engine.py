@@ -1,62 +1,59 @@
-"""Make a :class:`Kind` of each model type from the YAML files beside this module.
+"""Make a :class:`Kind` of each model type from the YAML files beside this module; ``__init__`` says what they hold.
 
-Files are read at the first question, and of a type only its own entry is worked out; configs are made when a test
-asks for one. ``__init__`` says what the files hold.
+Of a type only its own entry is worked out, at the first question; configs are made when a test asks for one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
 from transformers import PretrainedConfig
 
-from tests.zoo.configs import config_of
-from tests.zoo.form import Kind
+from tests.zoo.configs import MAKERS, config_of
+from tests.zoo.form import Inputs, Kind, Make
 from tests.zoo.merging import expanded
+from tests.zoo.reading import FOLDER, entries, read
 from tests.zoo.recipes import recipe
 
-__all__ = ["kind_of", "model_types"]
+__all__ = ["cross_inputs", "head_kind", "kind_of", "labels_of", "model_types"]
 
-_FOLDER = Path(__file__).parent
-_SHARED = "shared.yaml"  # fragments for all files
-_TOLD = ("settings", "variants", "double", "inside", "generates")  # as they are
-_MADE = ("flat", "known", "make", "legacy", "sizes", "forced")  # see configs.config_of
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A safe loader that knows tuples, which some configs tell from lists."""
-
-
-_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
+_AS_THEY_ARE = ("settings", "variants", "double", "inside", "generates", "crosses")
+_OF_MAKERS = (*MAKERS, "legacy", "sizes", "forced")
+_KNOWN = {*_AS_THEY_ARE, *_OF_MAKERS, "without", "inputs", "labels", "cross"}
 
 
 def model_types() -> Iterator[str]:
     """Return every model type that has an entry."""
-    return iter(_entries())
+    return iter(entries())
 
 
 @functools.cache
 def kind_of(model_type: str) -> Kind:
-    """What a model type needs beside the settings that all share."""
-    if model_type not in _entries():
+    """What a model type needs beside the settings that all share.
+
+    Raises:
+        ValueError: its entry has a word that means nothing.
+    """
+    if model_type not in entries():
         return Kind()
-    entry, fragments = _entries()[model_type]
-    fields = expanded(entry, fragments)
-    without = {head: reason for reason, heads in fields.pop("without", {}).items() for head in heads}
-    steps = fields.pop("inputs", None)
-    told = {name: fields[name] for name in _TOLD if name in fields}
+    fields = expanded(*entries()[model_type])
+    if unknown := fields.keys() - _KNOWN:
+        raise ValueError(f"the entry of {model_type} has {', '.join(sorted(unknown))}, which means nothing")
     return Kind(
-        make=_maker(model_type, fields), inputs=recipe(steps) if steps is not None else None, without=without, **told
+        make=_maker(model_type, fields),
+        inputs=recipe(fields["inputs"]) if "inputs" in fields else None,
+        labels={what: recipe(steps) for what, steps in fields.get("labels", {}).items()},
+        cross=recipe(fields["cross"]) if "cross" in fields else None,
+        without={head: reason for reason, heads in fields.get("without", {}).items() for head in heads},
+        **{name: fields[name] for name in _AS_THEY_ARE if name in fields},
     )
 
 
-def _maker(model_type: str, fields: dict[str, Any]) -> Callable[..., PretrainedConfig] | None:
-    how = {name: fields[name] for name in _MADE if name in fields}
-    if not {"flat", "known", "make"} & how.keys():
+def _maker(model_type: str, fields: Mapping[str, Any]) -> Make | None:
+    how = {name: fields[name] for name in _OF_MAKERS if name in fields}
+    if not how.keys() & set(MAKERS):
         return None
 
     def make(heads: int, kv_heads: int, vocab: int, changes: Mapping[str, Any]) -> PretrainedConfig:
@@ -66,21 +63,21 @@ def _maker(model_type: str, fields: dict[str, Any]) -> Callable[..., PretrainedC
 
 
 @functools.cache
-def _entries() -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each model type's entry as it is written, and the fragments that it may name."""
-    shared = _read(_FOLDER / _SHARED)
-    result: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
-    for path in sorted(_FOLDER.glob("*.yaml")):
-        if path.name == _SHARED:
-            continue
-        family = _read(path)
-        fragments = {**shared, **family.get("shared", {})}
-        for model_type, entry in family["types"].items():
-            if model_type in result:
-                raise ValueError(f"{path.name} describes {model_type} a second time")
-            result[model_type] = (entry or {}, fragments)
-    return result
+def head_kind(head: str) -> str | None:
+    """What a head does, from the ending of its class name; None if it is unknown."""
+    kinds = read(FOLDER / "heads.yaml")["kinds"]
+    fitting = [(len(end), what) for what, told in kinds.items() for end in told["endings"] if head.endswith(end)]
+    return max(fitting)[1] if fitting else None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+@functools.cache
+def labels_of(what: str | None) -> Inputs:
+    """What adds the labels that heads of a kind take."""
+    told = read(FOLDER / "heads.yaml")["kinds"].get(what, {})
+    return recipe(told.get("labels", ()))
+
+
+@functools.cache
+def cross_inputs() -> Inputs:
+    """What adds the states that decoders with cross-attention read."""
+    return recipe(read(FOLDER / "heads.yaml")["cross"])
