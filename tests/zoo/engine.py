@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from autopar.verification.small_fields import read_data
 from tests.zoo.configs import MAKERS, config_of
 from tests.zoo.form import Inputs, Kind, Make
 from tests.zoo.merging import expanded
-from tests.zoo.reading import FOLDER, entries, read
+from tests.zoo.reading import FOLDER, entries
 from tests.zoo.recipes import recipe
 
 __all__ = ["cross_inputs", "head_kind", "kind_of", "labels_of", "model_types"]
@@ -65,7 +66,7 @@ def _maker(model_type: str, fields: Mapping[str, Any]) -> Make | None:
 @functools.cache
 def head_kind(head: str) -> str | None:
     """What a head does, from the ending of its class name; None if it is unknown."""
-    kinds = read(FOLDER / "heads.yaml")["kinds"]
+    kinds = read_data(FOLDER / "heads.yaml")["kinds"]
     fitting = [(len(end), what) for what, told in kinds.items() for end in told["endings"] if head.endswith(end)]
     return max(fitting)[1] if fitting else None
 
@@ -73,11 +74,11 @@ def head_kind(head: str) -> str | None:
 @functools.cache
 def labels_of(what: str | None) -> Inputs:
     """What adds the labels that heads of a kind take."""
-    told = read(FOLDER / "heads.yaml")["kinds"].get(what, {})
+    told = read_data(FOLDER / "heads.yaml")["kinds"].get(what, {})
     return recipe(told.get("labels", ()))
 
 
 @functools.cache
 def cross_inputs() -> Inputs:
     """What adds the states that decoders with cross-attention read."""
-    return recipe(read(FOLDER / "heads.yaml")["cross"])
+    return recipe(read_data(FOLDER / "heads.yaml")["cross"])
