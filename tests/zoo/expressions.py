@@ -47,7 +47,7 @@ def evaluate(text: str, names: Mapping[str, Any], functions: Mapping[str, Callab
     """
     try:
         return _value(_parsed(text), names, functions or {})
-    except (KeyError, SyntaxError) as error:
+    except SyntaxError as error:
         raise ValueError(f"{text!r} has no value: {error}") from error
 
 
@@ -63,19 +63,19 @@ def _value(node: ast.expr, names: Mapping[str, Any], functions: Mapping[str, Cal
     match node:
         case ast.Constant():
             return node.value
-        case ast.Name():
-            return names[node.id]
-        case ast.Attribute():
-            return getattr(value(node.value), node.attr)
-        case ast.UnaryOp():
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Attribute(value=ast.Name(id="config") | ast.Attribute(), attr=attr) if not attr.startswith("_"):
+            return getattr(value(node.value), attr)
+        case ast.UnaryOp() if type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](value(node.operand))
-        case ast.BinOp():
+        case ast.BinOp() if type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        case ast.Compare(ops=[compared], comparators=[right]):
+        case ast.Compare(ops=[compared], comparators=[right]) if type(compared) in _OPERATORS:
             return _OPERATORS[type(compared)](value(node.left), value(right))
         case ast.List():
             return [value(each) for each in node.elts]
-        case ast.Call(func=ast.Name(id=name)):
+        case ast.Call(func=ast.Name(id=name)) if name in functions:
             by_name = {each.arg: value(each.value) for each in node.keywords if each.arg is not None}
             return functions[name](*[value(each) for each in node.args], **by_name)
-    raise SyntaxError(f"{ast.unparse(node)} is not of the few forms that are known")
+    raise SyntaxError(f"{ast.unparse(node)} is no name, function or form that is known")
