@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+from autopar.verification.small_fields import read_data
 from tests.random_models import Case, batches, kind, of_type
 from tests.zoo import configs, engine, inputs
 from tests.zoo.expressions import evaluate, is_size
 from tests.zoo.form import Kind
 from tests.zoo.merging import expanded, merge
-from tests.zoo.recipes import recipe
+from tests.zoo.reading import FOLDER
+from tests.zoo.recipes import PURE, recipe
 
 
 class _Zeros:
@@ -126,9 +129,23 @@ def test_entries_are_of_model_types_and_every_fragment_and_step_is_known() -> No
         assert not (described.settings and described.make), f"{model_type} has settings that nothing reads"
 
 
-def test_every_step_in_python_is_called() -> None:
-    text = "\n".join(path.read_text() for path in engine.FOLDER.glob("*.yaml"))
-    assert not [name for name in inputs.STEPS if f"{name}(" not in text]
+def test_every_function_is_called() -> None:
+    text = "\n".join(path.read_text() for path in FOLDER.glob("*.yaml"))
+    assert not [name for name in (*inputs.STEPS, *PURE) if f"{name}(" not in text]
+
+
+def test_every_fragment_is_taken() -> None:
+    for path in FOLDER.glob("*.yaml"):
+        if path.name != "shared.yaml":
+            assert read_data(path).get("shared", {}).keys() <= _taken(path.read_text()), path.name
+    whole = "\n".join(path.read_text() for path in FOLDER.glob("*.yaml"))
+    assert read_data(FOLDER / "shared.yaml").keys() <= _taken(whole)
+
+
+def _taken(text: str) -> set[str]:
+    return {
+        name for names in re.findall(r"with: (\[[^]]*\]|[^\s,}\]]+)", text) for name in re.findall(r"[\w.-]+", names)
+    }
 
 
 def test_the_data_is_read_fast_and_makes_no_config() -> None:

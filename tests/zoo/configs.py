@@ -54,11 +54,8 @@ KindOf = Callable[[str], Kind]
 
 def fields_of(config_class: type[PretrainedConfig]) -> set[str]:
     """Names that a config takes."""
-    return (
-        set(inspect.signature(config_class.__init__).parameters)
-        | set(config_class.attribute_map)
-        | _declared(config_class)
-    )
+    taken = set(inspect.signature(config_class.__init__).parameters)
+    return taken | set(config_class.attribute_map) | _declared(config_class)
 
 
 def _declared(config_class: type[PretrainedConfig]) -> set[str]:

@@ -15,7 +15,7 @@ from tests.zoo import inputs as steps_in_python
 from tests.zoo.expressions import evaluate
 from tests.zoo.form import Batch, Draw, Inputs, Scene
 
-__all__ = ["recipe"]
+__all__ = ["PURE", "recipe"]
 
 _CONDITIONS = ("for", "not", "when", "if")
 Step = str | Mapping[str, Any]
@@ -34,7 +34,7 @@ def recipe(steps: Sequence[Step]) -> Inputs:
 
 
 def _after(step: Step, batch: Batch, scene: Scene) -> Batch:
-    functions = {**_PURE, **_random(scene.draw)}
+    functions = {**PURE, **_random(scene.draw)}
     if isinstance(step, str):
         in_python = {name: functools.partial(each, batch, scene) for name, each in steps_in_python.STEPS.items()}
         return evaluate(step, {**batch, "config": scene.config}, {**functions, **in_python})
@@ -121,13 +121,11 @@ def _two_images_seen(ids: torch.Tensor) -> torch.Tensor:
 
 
 # What expressions may call. Where a shape is wanted, a tensor stands for its own.
-_PURE: dict[str, Callable[..., Any]] = {
+PURE: dict[str, Callable[..., Any]] = {
     "ones": lambda *shape: torch.ones(_shape(shape), dtype=torch.long),
     "zeros": lambda *shape: torch.zeros(_shape(shape), dtype=torch.long),
     "full": lambda value, *shape: torch.full(_shape(shape), value),
     "eye": lambda size: torch.eye(size).expand(2, -1, -1),
-    "count": torch.arange,
-    "tensor": torch.tensor,
     "lengths": lambda size, *lengths: (torch.arange(size) < torch.tensor(lengths)[:, None]).long(),
     "length": lambda tensor: tensor.shape[-1],
     "grid": lambda side: torch.cartesian_prod(torch.arange(side), torch.arange(side)).expand(2, side * side, 2),
@@ -149,5 +147,4 @@ _PURE: dict[str, Callable[..., Any]] = {
     "swap": lambda tensor, one, other: torch.where(tensor == one, other, tensor),
     "float": lambda tensor: tensor.float(),
     "bool": lambda tensor: tensor.bool(),
-    "long": lambda tensor: tensor.long(),
 }
