@@ -15,9 +15,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy")
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Digest the paths and contents of all Python files and policies that a measurement of autopar runs."""
+    """Digest the paths and contents of all Python files, data and policies that a measurement of autopar runs."""
     found = hashlib.sha256()
-    files = [*(root / "autopar").rglob("*.py"), *(root / "policies").rglob("*.yaml")]
+    package = root / "autopar"
+    files = [*package.rglob("*.py"), *package.rglob("*.yaml"), *(root / "policies").rglob("*.yaml")]
     for path in sorted(files):
         content = path.read_bytes()
         found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,96 +16,19 @@ from transformers.models.auto import modeling_auto
 
 from autopar.verification.dropout_rates import switch_off
 from autopar.verification.small_models import randomise
-from tests.zoo import (
-    audio,
-    audio_language,
-    composites,
-    decoders,
-    documents,
-    dual_encoders,
-    encoders,
-    hybrid_vision,
-    image_text,
-    latent,
-    linear_attention,
-    mixtures,
-    multimodal,
-    parts,
-    patch_grids,
-    recurrent,
-    seq2seq,
-    speech,
-    vision,
-)
+from tests.zoo.configs import fields_of, plain_fields, with_sizes
+from tests.zoo.engine import cross_inputs, head_kind, kind_of, labels_of
 from tests.zoo.form import Draw, Kind
 
 __all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind", "of_type"]
 
 VOCAB, SEQ, LABELS = 131, 7, 3
 
-# Config fields that all small models set where their config has them.
-_SETTINGS: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "intermediate_size": 37,
-    "n_inner": 37,
-    "hidden_dim": 37,
-    "max_position_embeddings": 32,
-    "n_positions": 32,
-    "embedding_size": 20,
-    "input_embedding_size": 20,
-    "output_embedding_size": 28,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.1,
-}
-
-_KINDS: dict[str, Kind] = {
-    name: described
-    for family in (
-        parts,
-        decoders,
-        composites,
-        mixtures,
-        latent,
-        recurrent,
-        linear_attention,
-        encoders,
-        documents,
-        seq2seq,
-        vision,
-        dual_encoders,
-        audio,
-        speech,
-        audio_language,
-        multimodal,
-        patch_grids,
-        hybrid_vision,
-        image_text,
-    )
-    for name, described in family.KINDS.items()
-}
-
-
-def of_type(model_type: str) -> Kind:
-    """What a model type needs beside the settings that all share."""
-    return _KINDS.get(model_type, _PLAIN)
-
-
-_PLAIN = Kind()
-
 _CROSS = {"is_decoder": True, "add_cross_attention": True}
 
 _WORDS = ("seq2seq", "causal", "masked", "ctc")  # what makes text; variants are of the first head found
 
-_TYPES_WITH_CROSS_ATTENTION = {
-    *("bert", "ernie", "bert-generation", "electra", "megatron-bert", "rembert", "roc_bert"),
-    *("roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"),
-}
+_CHOICES = ("choice", "double")  # heads that read several texts for each sample, three here
 
 
 @dataclass(frozen=True)
@@ -121,54 +43,14 @@ class Case:
         return f"{self.model_type} {self.head}{f' ({self.variant})' if self.variant else ''}"
 
 
+def of_type(model_type: str) -> Kind:
+    """What a model type needs beside the settings that all share."""
+    return kind_of(model_type)
+
+
 def kind(head: str) -> str | None:
     """What a head does, from the ending of its class name; None if it is unknown."""
-    endings = {
-        "DoubleHeadsModel": "double",
-        "ForMultipleChoice": "choice",
-        "ForNextSentencePrediction": "pair",
-        "ForPreTraining": "pretraining",
-        "ForSequenceClassification": "sequence",
-        "ForTokenClassification": "token",
-        "ForQuestionAnswering": "question",
-        "ForQuestionAnsweringSimple": "question",
-        "v2TextToUnitForConditionalGeneration": "base",
-        "ForConditionalGeneration": "seq2seq",
-        "MarianMTModel": "seq2seq",
-        "EncoderDecoderModel": "seq2seq",
-        "ForTextToText": "seq2seq",
-        "ForSpeechToText": "seq2seq",
-        "ForTextToSpeech": "speech",
-        "ForSpeechToSpeech": "speech",
-        "ForCTC": "ctc",
-        "ForAudioFrameClassification": "frame",
-        "ForAudioClassification": "sequence",
-        "ForXVector": "sequence",
-        "ForCausalLM": "causal",
-        "LMHeadModel": "causal",
-        "ModelWithLMHead": "causal",
-        "GenerationDecoder": "causal",
-        "ForMaskedLM": "masked",
-        "GenerationEncoder": "base",
-        "Backbone": "base",
-        "ModelWithProjection": "base",
-        "Text2Text": "seq2seq",
-        "ForContrastiveLearning": "image",
-        "ForImageSegmentation": "image",
-        "ForImageSuperResolution": "image",
-        "ForMaskedImageModeling": "image",
-        "ForCausalImageModeling": "image",
-        "ForSemanticSegmentation": "image",
-        "ForDepthEstimation": "image",
-        "ForObjectDetection": "image",
-        "ForVideoClassification": "image",
-        "ForImagesAndTextClassification": "image",
-        "ForImageClassification": "image",
-        "ForImageClassificationWithTeacher": "image",
-        "Retrieval": "image",
-        "Model": "base",
-    }
-    return next((what for ending, what in endings.items() if head.endswith(ending)), None)
+    return head_kind(head)
 
 
 def auto_heads(model_type: str) -> set[str]:
@@ -211,7 +93,7 @@ def cases(model_type: str, excluded: frozenset[str] = frozenset()) -> list[Case]
     result += [Case(model_type, (words or heads)[0], name) for name in described.variants]
     if words and described.make is None:
         result.append(Case(model_type, words[0], "other tie"))
-        if model_type in _TYPES_WITH_CROSS_ATTENTION:
+        if described.crosses:
             result.append(Case(model_type, words[0], "cross-attention"))
     return result
 
@@ -223,24 +105,19 @@ def _config(case: Case, heads: int, kv_heads: int, vocab: int) -> PretrainedConf
         if case.head.endswith("EncoderModel") and getattr(config, "is_encoder_decoder", False):
             config.is_encoder_decoder = False
         return config
-    fields = set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
-    for base in config_class.__mro__:
-        fields |= set(vars(base).get("__annotations__", {}))
-    sizes = {"num_attention_heads": heads, "n_head": heads, "n_heads": heads, "num_key_value_heads": kv_heads}
-    sizes |= {"hidden_size": 8 * heads, "n_embd": 8 * heads, "dim": 8 * heads}
-    changes = {**_SETTINGS, **sizes, "vocab_size": vocab, **of_type(case.model_type).settings}
-    changes = {name: value for name, value in changes.items() if name in fields}
-    changes = {name: value for name, value in changes.items() if config_class.attribute_map.get(name) not in changes}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "vocab": vocab}
+    changes = plain_fields(case.model_type, described.settings, sizes, kind_of)
+    fields = fields_of(config_class)
     if kind(case.head) == "causal" and "is_decoder" in fields:
         changes["is_decoder"] = True
     if kind(case.head) == "base" and not case.variant:
         changes.pop("is_decoder", None)
     if case.variant == "other tie":
         changes["tie_word_embeddings"] = not config_class().tie_word_embeddings
-    elif case.variant == "cross-attention" and case.model_type in _TYPES_WITH_CROSS_ATTENTION:
+    elif case.variant == "cross-attention" and described.crosses:
         changes |= _CROSS
     elif case.variant:
-        changes |= of_type(case.model_type).variants[case.variant]
+        changes |= with_sizes(described.variants[case.variant], sizes, kind_of)
     if "embedding_size" in changes and changes["embedding_size"] is None:
         changes["embedding_size"] = changes["hidden_size"]
     return config_class(**changes, num_labels=2 if kind(case.head) == "question" else LABELS)
@@ -268,11 +145,9 @@ def batches(
         left: padding in front of the words, not behind them.
     """
     draw = _Draw(torch.Generator().manual_seed(1))
-    inputs = of_type(case.model_type).inputs
     result = []
     for _ in range(count):
         batch = _batch(case, config, draw, seq, left=left)
-        batch = batch if inputs is None else inputs(case.head, config, batch, draw)
         if of_type(case.model_type).double:
             batch = {key: value.double() if _is_float(value) else value for key, value in batch.items()}
         result.append(batch)
@@ -295,8 +170,8 @@ class _Draw:
 
 
 def _batch(case: Case, config: PretrainedConfig, draw: Draw, seq: int, *, left: bool) -> dict[str, Any]:
-    what, choices = kind(case.head), 3
-    shape = (2, choices, seq) if what in ("choice", "double") else (2, seq)
+    what, described = kind(case.head), of_type(case.model_type)
+    shape = (2, 3, seq) if what in _CHOICES else (2, seq)
     try:
         vocab = getattr(config.get_text_config(), "vocab_size", VOCAB)
     except ValueError:  # MusicGen has two texts
@@ -304,36 +179,8 @@ def _batch(case: Case, config: PretrainedConfig, draw: Draw, seq: int, *, left: 
     ids = draw(min(3, vocab - 1), vocab, *shape)  # not the padding
     mask = torch.ones_like(ids)
     mask[-1, ..., slice(2) if left else slice(seq - 2, None)] = 0
-    ids = ids.masked_fill(mask == 0, 0)
-    words = ids.masked_fill(mask == 0, -100)
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    if what in ("causal", "masked", "seq2seq"):
-        batch["labels"] = words
-    elif what == "token":
-        batch["labels"] = draw(0, LABELS, *shape).masked_fill(mask == 0, -100)
-    elif what == "sequence":
-        batch["labels"] = draw(0, LABELS, 2)
-    elif what == "choice":
-        batch["labels"] = draw(0, choices, 2)
-    elif what == "pair":
-        batch["labels"] = draw(0, 2, 2)
-    elif what == "question":
-        batch |= {"start_positions": draw(0, seq - 2, 2), "end_positions": draw(0, seq - 2, 2)}
-    elif what == "double":
-        batch |= {"labels": words, "mc_labels": draw(0, choices, 2), "mc_token_ids": draw(0, seq, 2, choices)}
-    elif what == "pretraining" and case.model_type == "electra":
-        batch["labels"] = draw(0, 2, *shape)
-    elif what == "pretraining" and case.model_type == "roc_bert":
-        attack = draw(3, vocab, *shape)
-        batch |= {"attack_input_ids": attack, "labels_input_ids": words, "labels_attention_mask": mask}
-    elif what == "pretraining":
-        batch |= {"labels": words, "next_sentence_label": draw(0, 2, 2)}
+    batch: dict[str, Any] = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    batch = (described.labels.get(str(what)) or labels_of(what))(case.head, config, batch, draw)
     if case.variant == "cross-attention":
-        length = seq if case.model_type == "megatron-bert" else 5  # it views both sequences in one shape
-        batch["encoder_hidden_states"] = draw.normal(2, length, config.hidden_size)
-        batch["encoder_attention_mask"] = (torch.arange(length) < torch.tensor([[length], [3]])).long()
-    if case.model_type == "openai-gpt" and what == "double":
-        del batch["attention_mask"]  # cannot be given together with choices
-    if case.model_type == "layoutlm":
-        batch["bbox"] = draw(0, 8, *shape, 4).sort(-1).values[..., [0, 1, 2, 3]]
-    return batch
+        batch = (described.cross or cross_inputs())(case.head, config, batch, draw)
+    return batch if described.inputs is None else described.inputs(case.head, config, batch, draw)

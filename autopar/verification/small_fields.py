@@ -1,106 +1,30 @@
-"""Fields of small configs that neither names nor other fields tell, by model type: data."""
+"""Fields of small configs that neither names nor other fields tell, by model type: ``small_fields.yaml``."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["FIELDS"]
+import yaml
 
-_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
-_SECTIONS = {**_ROTARY, "mrope_section": [1, 1, 2]}
+__all__ = ["read_data", "small_fields"]
 
-FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "bailing_hybrid": {"linear_num_heads": 4, "linear_head_dim": 8, "num_expert_group": 1, "topk_group": 1},
-    "bamba": {"attn_layer_indices": [1]},
-    "blip-2": {"image_token_index": 130},
-    "blt": {"num_hidden_layers": 2, "encoder_hash_byte_group_vocab": 131},
-    "blt_global_transformer": {"encoder_cross_output_size": 64},
-    "bridgetower_vision_model": {"hidden_size": 128},
-    "bros": {"hidden_size": 192, "dim_bbox_projection": 48},
-    "clap_audio_model": {"num_mel_bins": 8, "hidden_size": 64, "depths": [2, 2], "patch_embeds_hidden_size": 32},
-    "codegen": {"n_head": 8, "n_embd": 64},
-    "cohere_compass_text": {"rope_parameters": {"sliding_attention": _SECTIONS, "full_attention": _SECTIONS}},
-    "dbrx": {"attn_config": {"clip_qkv": 0.3, "rope_theta": 10000.0}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "deepseek_v4": {"o_groups": 4},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"head_dim": 16},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [36, 28]},
-    "dots3_note_audio_encoder": {"downsample_hidden_size": 24},
-    "esm": {"pad_token_id": 0},
-    "falcon_h1": {"mamba_d_ssm": 64},
-    "florence_vision": {"embed_dim": (16, 32, 64, 128), "projection_dim": 32},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "granite4_vision": {"downsample_rate": "2/4", "deepstack_layer_map": [(-1, 0)], "spatial_target_layers": []},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "hiera": {
-        "depths": (1, 2, 1),
-        "num_query_pool": 2,
-        "masked_unit_size": (4, 4),
-        "decoder_hidden_size": 16,
-        "decoder_depth": 1,
-        "decoder_num_heads": 4,
-    },
-    "hrm_text": {"num_hidden_layers": 12, "L_cycles": 2, "num_layers_per_stack": 2},
-    "janus_vision_model": {"projection_dim": 32},
-    "janus_vqgan": {"num_embeddings": 20, "projection_dim": 32, "image_token_embed_dim": 32, "base_channels": 32},
-    "layoutlmv3": {"hidden_size": 48, "coordinate_size": 8, "shape_size": 8},
-    "led": {"attention_window": [4, 8]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "lilt": {"hidden_size": 96},
-    "llama4_vision_model": {"intermediate_size": 128},
-    "minimax_m3_vl": {"projector_hidden_size": 32, "merged_hidden_size": 128},
-    "mistral4": {"head_dim": 16},
-    "mobilebert": {"embedding_size": 20},
-    "mobilevit": {"image_size": 64},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
-    "moonshine": {
-        "encoder_num_attention_heads": 4,
-        "decoder_num_attention_heads": 4,
-        "encoder_num_key_value_heads": 4,
-        "decoder_num_key_value_heads": 4,
-    },
-    "musicgen_decoder": {"num_codebooks": 1},
-    "musicgen_melody_decoder": {"num_codebooks": 1},
-    "neomme": {
-        "rope_parameters": {"full_attention": {**_ROTARY, "partial_rotary_factor": 0.5}, "sliding_attention": _ROTARY},
-    },
-    "perceiver": {"d_latents": 48, "num_latents": 5, "num_self_attends_per_block": 2, "num_blocks": 1},
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 8},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 8},
-    "qwen4_exp_text": {
-        "ple_embed_dim": 20,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 29,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "split_ngram_parts": 1,
-        "hc_count": 3,
-        "hc_lowrank": 10,
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
-    },
-    "reformer": {
-        "axial_pos_shape": (4, 4),
-        "axial_pos_embds_dim": (16, 16),
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-    },
-    "step3p5": {"sliding_window": 4},
-    "step3p7_text": {"sliding_window": 4},
-    "swin2sr": {"image_size": 16, "depths": (1, 1), "num_heads": (4, 4), "embed_dim": 32},
-    "vivit": {"num_frames": 4, "image_size": 32},
-    "xlnet": {"d_head": 8},
-    "xlstm": {"use_cache": False},
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "attention_hidden_size": 64,
-        "attention_head_dim": 16,
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-    },
-    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
-}
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe loader that knows tuples, which some configs tell from lists: ``!tuple [1, 2]``."""
+
+
+_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
+
+
+@functools.cache
+def read_data(path: Path) -> Mapping[str, Any]:
+    """Return what a YAML file of data holds; it is read once, so its readers change nothing in it."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+
+
+def small_fields(model_type: str) -> Mapping[str, Any]:
+    """Return the fields that a small config of a model type sets besides; for most there are none."""
+    return read_data(Path(__file__).with_suffix(".yaml")).get(model_type, {})

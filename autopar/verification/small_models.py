@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.errors import ConfigError, clip
-from autopar.verification.small_fields import FIELDS
+from autopar.verification.small_fields import small_fields
 
 __all__ = ["build_small", "randomise", "small_config"]
 
@@ -58,7 +58,7 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 def _shrink(config: PretrainedConfig) -> None:
     if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
         _set_stages(config)  # widths and heads of its stages follow from each other
-        _set_fields(config, FIELDS.get(config.model_type, {}))
+        _set_fields(config, small_fields(config.model_type))
         return
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     for each in inner:
@@ -72,7 +72,7 @@ def _shrink(config: PretrainedConfig) -> None:
     _set_latent(config)
     _set_rotary(config)
     _set_states(config)
-    _set_fields(config, FIELDS.get(config.model_type, {}))
+    _set_fields(config, small_fields(config.model_type))
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:

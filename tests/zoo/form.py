@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from transformers import PretrainedConfig
 
-__all__ = ["Draw", "Inputs", "Kind", "Make"]
+__all__ = ["Batch", "Draw", "Inputs", "Kind", "Make", "Scene"]
+
+Batch = dict[str, Any]
 
 
 class Draw(Protocol):
@@ -24,7 +26,16 @@ class Draw(Protocol):
 Make = Callable[[int, int, int, Mapping[str, Any]], PretrainedConfig]
 
 # (head class name, config, what the engine made for text: input_ids, attention_mask, labels; draw) -> the batch
-Inputs = Callable[[str, PretrainedConfig, dict[str, Any], Draw], dict[str, Any]]
+Inputs = Callable[[str, PretrainedConfig, Batch, Draw], Batch]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Whom inputs are made for: the class name of a head, the config, and where random numbers come from."""
+
+    head: str
+    config: PretrainedConfig
+    draw: Draw
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,7 @@ class Kind:
     """What one model type needs beside the settings that all small models share.
 
     Attributes:
-        settings: config fields, for flat configs.
+        settings: config fields, for flat configs that make their models alone.
         make: makes the whole config instead; for composite ones (text_config, vision_config).
         inputs: changes or replaces the batch; ragged padding, labels for the loss where the head takes any.
         variants: name -> config fields: more configs of the head that makes text (or of the first head).
@@ -40,6 +51,9 @@ class Kind:
         double: why the model is compared in float64 and not in float32, whose rounding alone takes the plain model's
             gradients further from the exact ones than the tolerance.
         inside: this type is a part: it is built, run and compared inside models of that other type.
+        labels: kind of a head -> what adds its labels instead of what heads of this kind take.
+        crosses: whether its decoder with cross-attention is a case too.
+        cross: what adds the states for cross-attention instead.
         generates: whether ``generate`` is compared for heads that make text.
     """
 
@@ -50,4 +64,7 @@ class Kind:
     without: Mapping[str, str] = field(default_factory=dict)
     double: str = ""
     inside: str = ""
+    labels: Mapping[str, Inputs] = field(default_factory=dict)
+    crosses: bool = False
+    cross: Inputs | None = None
     generates: bool = True
