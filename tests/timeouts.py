@@ -59,6 +59,7 @@ def told_at_once(body: Callable[..., None]) -> Callable[..., None]:
         grace, p2p.GRACE = p2p.GRACE, 0.2
         try:
             body(*args, **kwargs)
+            dist.barrier()
         finally:
             p2p.GRACE = grace
 

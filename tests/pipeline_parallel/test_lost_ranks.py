@@ -17,6 +17,7 @@ from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
+from tests.rows import rows
 from tests.timeouts import TIMEOUT, hang_until, hurry, say, wait_for
 from tests.worlds import distributed, spawn
 
@@ -48,15 +49,6 @@ def _stay_until_done(ranks: set[int]) -> None:
     wait_for("done", ranks)
 
 
-def _rows(quick: list[tuple[Any, ...]], every: list[tuple[Any, ...]], sweep: list[tuple[Any, ...]]) -> list[Any]:
-    """Rows that hold every pair of their values once; those of the sweep come on top."""
-    return [
-        *(pytest.param(*row, id="-".join(map(str, row))) for row in quick),
-        *(pytest.param(*row, id="-".join(map(str, row)), marks=pytest.mark.every) for row in every),
-        *(pytest.param(*row, id="-".join(map(str, row)), marks=pytest.mark.tier("sweep")) for row in sweep),
-    ]
-
-
 def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> None:
     zero = {"zero": {"stage": 1}, "gradient_clipping": 1.0} if when == "step" else {}
     model, optimizer = _parallel(tp, pp, transport, **zero)
@@ -83,7 +75,7 @@ def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> N
     time.sleep(1)  # the others may still be asking this one; then its end tells those that wait for it
 
 
-DEATHS = _rows(  # tp, pp, dp; who dies, when, and what carries the collectives
+DEATHS = rows(  # tp, pp, dp; who dies, when, and what carries the collectives
     [((1, 2, 2), 3, "forward", "gloo"), ((2, 1, 2), 3, "step", "gloo"), ((2, 2, 1), 3, "forward", "shm")],
     [
         ((2, 2, 1), 0, "forward", "gloo"),
@@ -100,7 +92,7 @@ def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str, tr
     spawn(__name__, "_die", 4, 60.0, (*mesh[:2], doomed, when, transport), expect_dead=(doomed,))
 
 
-ENDS = _rows(
+ENDS = rows(
     [("fails", (2, 2, 1), "gloo"), ("hangs", (2, 2, 1), "shm")],
     [
         ("fails", (1, 2, 2), "shm"),
