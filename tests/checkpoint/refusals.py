@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from autopar.errors import CheckpointError
 
 Refuse = Callable[..., None]
+Parts = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...]
 
 
 @contextlib.contextmanager
@@ -26,14 +28,17 @@ def refusals(kept: Callable[[], bool] | None = None, error: type[Exception] = Ch
     """
     wrong: list[str] = []
 
-    def refuse(name: Any, parts: str | Sequence[str], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    def refuse(name: Any, parts: Parts, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         said, problem = "", ""
         try:
             call(*args, **kwargs)
             problem = "was not refused"
         except error as refused:
             said = str(refused)
-            missing = [part for part in ([parts] if isinstance(parts, str) else parts) if part not in said]
+            wanted = parts if isinstance(parts, tuple) else (parts,)
+            missing = [
+                part for part in wanted if not re.search(re.escape(part) if isinstance(part, str) else part, said)
+            ]
             problem = f"{missing} is not in:\n{said}" if missing else ""
         except Exception:
             problem = traceback.format_exc()
