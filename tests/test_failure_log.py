@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.failures import GRACE, FailureLog
+from autopar.distributed import failures
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
 from autopar.errors import PipelineError
 from tests.pool import pooled
+from tests.timeouts import TIMEOUT, say, wait_for
 from tests.worlds import distributed, spawn
+
+
+@contextlib.contextmanager
+def _grace(seconds: float) -> Iterator[None]:
+    """Let this rank give others this long to say why they failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failures, "GRACE", seconds)
+        yield
 
 
 def test_this_process_is_alive():
@@ -78,9 +90,11 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     dist.barrier()
     assert logs[0].read(other)[:2] == (f"rank {other} has no disk\nand no hope", False)
     assert logs[1].read(other)[:2] == ("", False)  # of another model
-    time.sleep(2.1)
-    said = re.sub(r"said \d s ago", "said", logs[0].describe([0, 1]))
-    assert said != logs[0].describe([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        later = time.time() + 2.1
+        patch.setattr(time, "time", lambda: later)
+        said = re.sub(r"said \d s ago", "said", logs[0].describe([0, 1]))
+        assert said != logs[0].describe([0, 1])
     assert said == f"  rank {other} said: rank {other} has no disk\n    and no hope"
     dist.barrier()
     logs[0].clear()
@@ -88,8 +102,9 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
     assert logs[0].read(other)[:2] == ("", False)
     start = time.monotonic()
     expected = f"  rank {other} said nothing: hanging, late, or ended on another machine."
-    assert logs[0].describe([other]) == expected
-    assert GRACE <= time.monotonic() - start < GRACE + 1
+    with _grace(1.0):
+        assert logs[0].describe([other]) == expected
+    assert 1.0 <= time.monotonic() - start < 2.0
     dist.barrier()
 
 
@@ -104,27 +119,28 @@ def test_what_is_said_may_be_long_and_strange() -> None:
 @distributed(world_size=2)  # its time-out breaks the connections of the world
 def test_patience_holds_inside_only() -> None:
     mpu = MPU(2, 1)
-    log = FailureLog(mpu, 2)
+    log = FailureLog(mpu, TIMEOUT)
     before = [each.options._timeout for each in log._backends()]
     with pytest.raises(PipelineError) as info, log.deadline():
-        assert {each.options._timeout for each in log._backends()} == {timedelta(seconds=2)}
+        assert {each.options._timeout for each in log._backends()} == {timedelta(seconds=TIMEOUT)}
         with log.deadline():  # generate calls the model
             pass
-        assert {each.options._timeout for each in log._backends()} == {timedelta(seconds=2)}
+        assert {each.options._timeout for each in log._backends()} == {timedelta(seconds=TIMEOUT)}
         with log.blame("summing", mpu.tp.ranks):
             if dist.get_rank():
-                time.sleep(3)
+                time.sleep(TIMEOUT + 1)
                 log.publish("ValueError: something broke")
-                time.sleep(2)
+                wait_for("noticed", [0])
                 raise PipelineError("this is rank 1")
             dist.all_reduce(torch.ones(1), group=mpu.tp.group)
+    say("noticed")
     assert [each.options._timeout for each in log._backends()] == before
     if dist.get_rank() == 0:
         first, said, torch_says = str(info.value).splitlines()
         assert first == "summing failed: one of the ranks [0, 1] ended, failed or hangs."
         assert re.fullmatch(r"  rank 1 said( \d s ago)?: ValueError: something broke", said)
         assert torch_says.startswith("  torch says: ")
-        assert "2000ms" in torch_says
+        assert f"{TIMEOUT}000ms" in torch_says
         assert log.read(0)[:2] == (str(info.value), False)
 
 
@@ -135,16 +151,18 @@ def test_who_is_asking_itself_is_given_time_to_finish() -> None:
     if rank == 1:  # waits for rank 2, which says nothing
         log.publish("the last report is not this", pending=True)
         dist.barrier()
-        time.sleep(GRACE + 0.5)
+        time.sleep(1.0 + 0.5)
         log.publish("rank 2 hangs")
     else:
         dist.barrier()
         if rank == 0:
-            assert log.describe([1]) == "  rank 1 said: rank 2 hangs"
+            with _grace(1.0):
+                assert log.describe([1]) == "  rank 1 said: rank 2 hangs"
             log.publish("nor this", pending=True)
     dist.barrier()
     if rank == 1:
-        assert log.describe([0, 2]) == "  rank 2 said nothing: hanging, late, or ended on another machine."
+        with _grace(1.0):
+            assert log.describe([0, 2]) == "  rank 2 said nothing: hanging, late, or ended on another machine."
     dist.barrier()
 
 
@@ -175,6 +193,7 @@ def test_errors_of_the_users_own_pass_and_are_said() -> None:
     with pytest.raises(RuntimeError, match="gloo/transport"), log.blame("it", [dist.get_rank()]):  # no collective
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     with (
+        _grace(0.2),
         pytest.raises(PipelineError, match=r"it failed: one of the ranks \[0, 1\]"),
         log.blame("it", mpu.tp.ranks),
     ):

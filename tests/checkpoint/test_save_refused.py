@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.checkpoint import Manifest
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
-from tests.checkpoint.tiny import (
-    local,
-    same,
-    tiny,
-)
+from tests.checkpoint.refusals import refusals
+from tests.checkpoint.tiny import local, same, tiny
 from tests.pool import pooled
-from tests.worlds import raises_everywhere, spawn
+from tests.worlds import spawn
 
 
 @pooled(world_size=2)
@@ -42,13 +40,10 @@ def test_called_on_one_rank_only_then_properly(tmp_path):
         getattr(model, method)(tmp_path / "ckpt")
 
 
-@pooled(world_size=2)
-def test_arguments_of_other_savers(tmp_path):
-    """As a script for OSLO or transformers calls it; the error is the same where only one rank does."""
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    x = str(tmp_path / "x")
-    cases: list[tuple[dict[str, object], str]] = [
+def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, object], str]]:
+    """Arguments, some as a script for OSLO or transformers gives them, some on one rank only; and what is said."""
+    x = str(folder / "x")
+    return [
         ({"save_directory": x, "directory": x}, f"save_parallelized got directory='{x}' and save_directory='{x}', which"
                                                 " are the same argument: pass one"),
         ({}, "directory=None must be a path"),
@@ -62,11 +57,48 @@ def test_arguments_of_other_savers(tmp_path):
         ({"directory": x, "scheduler": 3}, "does not take scheduler=3: its name here is lr_scheduler"),
         ({"directory": x, "max_shard_sise": 3}, "has no argument 'max_shard_sise'. Did you mean 'max_shard_size'?"),
         ({"directory": x, **({"optimiser": 3} if mpu.rank == 1 else {})}, "'optimiser'. Did you mean 'optimizer'?"),
+        ({"directory": 3}, "directory=3 must be a path"),
+        ({"directory": ""}, "directory='' must be a path"),
+        ({"directory": x, "merge_checkpoints": "yes"}, "merge_checkpoints='yes'"),
+        ({"directory": x, "merge_checkpoints": True, "max_shard_size": "5 bananas"},
+         "max_shard_size='5 bananas' is no size"),
+        ({"directory": x, "merge_checkpoints": True, "format": "gguf"},
+         "format='gguf' must be one of 'safetensors', 'bin'"),
+        ({"directory": x, "format": "bin"}, "needs merge_checkpoints=True"),
+        ({"directory": x, "timeout": 0}, "timeout=0 must be"),
+        ({"directory": x, "timeout": True}, "timeout=True must be"),
+        ({"directory": x, "timeout": "1"}, "timeout='1' must be"),
+        ({"directory": folder / "file"}, "is a file"),
+        ({"directory": folder / "file" / "x"}, "cannot make"),
+        ({"directory": folder / "photos"}, "holds model.safetensors but neither autopar.json nor config.json"),
+        ({"directory": folder / "x-1", "keep_last": 1, "merge_checkpoints": True}, "needs merge_checkpoints=False"),
+        ({"directory": folder / f"own{mpu.rank}"}, "ranks were called differently: directory"),
+        ({"directory": x, "merge_checkpoints": mpu.rank == 0},
+         "ranks were called differently: merge is True on rank 0 and False"),
+        ({"directory": x, "merge_checkpoints": 1 if mpu.rank else True}, "merge_checkpoints=1"),
     ]  # fmt: skip
-    for arguments, message in cases:
-        with raises_everywhere(CheckpointError, message):
-            model.save_parallelized(**arguments)
-    assert os.listdir(tmp_path) == []
+
+
+@pooled(world_size=2)
+def test_wrong_arguments(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    x = str(tmp_path / "x")
+    (tmp_path / f"own{mpu.rank}").mkdir()
+    if mpu.rank == 0:
+        (tmp_path / "file").write_text("x")
+        (tmp_path / "photos").mkdir()
+        (tmp_path / "photos" / "model.safetensors").write_text("x")
+    dist.barrier()
+
+    def kept() -> bool:
+        found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+        return found == ["file", "own0", "own1", "photos", "photos/model.safetensors"]
+
+    with refusals(kept) as refuse:
+        for arguments, message in _wrong_saves(tmp_path, mpu, model):
+            refuse(arguments, message, model.save_parallelized, **arguments)
+        refuse("no folder", "directory=None must be a path", model.from_parallelized, None)
     model.save_parallelized(
         save_directory=x, save_config=True, state_dict=None, mapping=None, push_to_hub=False, safe_serialization=True
     )
@@ -76,85 +108,44 @@ def test_arguments_of_other_savers(tmp_path):
             model.norm.weight.zero_()
         assert model.from_parallelized(**arguments) is model
         assert same(local(model), before)
-    for arguments, message in [
-        ({"directory": x, "path": x}, "got directory="),
-        (
-            {"path": x, "device_map": "auto"},
-            "from_parallelized does not take device_map='auto': it fills this model in",
-        ),
-        ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
-    ]:
-        with raises_everywhere(CheckpointError, message):
-            model.from_parallelized(**arguments)
+    with refusals() as refuse:
+        for arguments, message in (
+            ({"directory": x, "path": x}, "got directory="),
+            (
+                {"path": x, "device_map": "auto"},
+                "from_parallelized does not take device_map='auto': it fills this model in",
+            ),
+            ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
+        ):
+            refuse(arguments, message, model.from_parallelized, **arguments)
+        call = model.from_parallelized if mpu.rank else model.save_parallelized
+        refuse("another call", "ranks were called differently: function is 'save_parallelized' on rank 0", call, x)
 
 
-@pooled(world_size=2)
-def test_wrong_arguments(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    (tmp_path / f"own{mpu.rank}").mkdir()
-    if mpu.rank == 0:
-        (tmp_path / "file").write_text("x")
-        (tmp_path / "photos").mkdir()
-        (tmp_path / "photos" / "model.safetensors").write_text("x")
-    dist.barrier()
-    cases = [
-        ({"directory": 3}, "directory=3 must be a path"),
-        ({"directory": ""}, "directory='' must be a path"),
-        ({"merge_checkpoints": "yes"}, "merge_checkpoints='yes'"),
-        ({"merge_checkpoints": True, "max_shard_size": "5 bananas"}, "max_shard_size='5 bananas' is no size"),
-        ({"merge_checkpoints": True, "format": "gguf"}, "format='gguf' must be one of 'safetensors', 'bin'"),
-        ({"format": "bin"}, "needs merge_checkpoints=True"),
-        ({"timeout": 0}, "timeout=0 must be"),
-        ({"timeout": True}, "timeout=True must be"),
-        ({"timeout": "1"}, "timeout='1' must be"),
-        ({"directory": tmp_path / "file"}, "is a file"),
-        ({"directory": tmp_path / "file" / "x"}, "cannot make"),
-        ({"directory": tmp_path / "photos"}, "holds model.safetensors but neither autopar.json nor config.json"),
-        ({"directory": tmp_path / "x-1", "keep_last": 1, "merge_checkpoints": True}, "needs merge_checkpoints=False"),
-        ({"directory": tmp_path / f"own{mpu.rank}"}, "ranks were called differently: directory"),
-        ({"merge_checkpoints": mpu.rank == 0}, "ranks were called differently: merge is True on rank 0 and False"),
-        ({"merge_checkpoints": 1 if mpu.rank else True}, "merge_checkpoints=1"),
-    ]
-    for arguments, message in cases:
-        with raises_everywhere(CheckpointError, message):
-            model.save_parallelized(**{"directory": tmp_path / "ckpt", **arguments})
-    with raises_everywhere(CheckpointError, "directory=None must be a path"):
-        model.from_parallelized(None)
-    assert sorted(os.listdir(tmp_path)) == ["file", "own0", "own1", "photos"]
-    assert os.listdir(tmp_path / "photos") == ["model.safetensors"]
-    model.save_parallelized(tmp_path / "ckpt")
-    with raises_everywhere(CheckpointError, "ranks were called differently: function is 'save_parallelized' on rank 0"):
-        (model.from_parallelized if mpu.rank else model.save_parallelized)(tmp_path / "ckpt")
+CHANGES: list[tuple[str, Callable[[Any], object]]] = [  # what is said, and what was done to the model on rank 1
+    ("new: gait; gone: step", lambda m: (m.register_buffer("gait", torch.ones(1)), delattr(m, "step"))),
+    (
+        "gate has shape [9, 3] on tensor-parallel rank 1",
+        lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3))),
+    ),
+    ("one tied tensor", lambda m: setattr(m.head, "weight", nn.Parameter(m.embed.weight.detach().clone()))),
+    ("meta device", lambda m: m.to("meta")),
+    ("norm.weight is bfloat16 on one rank and float32 on rank 1", lambda m: m.norm.float()),
+]
 
 
 @pooled(world_size=2)
 def test_a_model_that_has_changed_is_not_saved(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
-
-    def refused(message, change):
-        model = tiny(mpu)
-        if mpu.rank == 1:  # on one rank only: the other one must not go ahead
-            change(model)
-        with raises_everywhere(CheckpointError, message):
-            model.save_parallelized(tmp_path / "ckpt")
-
-    refused("new: gait; gone: step", lambda m: (m.register_buffer("gait", torch.ones(1)), delattr(m, "step")))
-    refused(
-        "gate has shape [9, 3] on tensor-parallel rank 1", lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3)))
-    )
-    refused("one tied tensor", lambda m: setattr(m.head, "weight", nn.Parameter(m.embed.weight.detach().clone())))
-    refused("meta device", lambda m: m.to("meta"))
-    refused("norm.weight is bfloat16 on one rank and float32 on rank 1", lambda m: m.norm.float())
-    assert os.listdir(tmp_path) == []
+    with refusals(lambda: os.listdir(tmp_path) == []) as refuse:
+        for message, change in CHANGES:
+            model = tiny(mpu)
+            if mpu.rank == 1:  # on one rank only: the other one must not go ahead
+                change(model)
+            refuse(message, message, model.save_parallelized, tmp_path / "ckpt")
 
 
-@pooled(world_size=2)
-def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    model.save_parallelized(tmp_path / "ckpt")
-    old = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+def _full_disk(patch: pytest.MonkeyPatch, model: Any) -> None:
     write = SafetensorsWriter.write
 
     def full(self, name, tensor):
@@ -162,42 +153,49 @@ def test_a_disk_that_is_full_on_one_rank_leaves_the_old_checkpoint(tmp_path):
             raise OSError(28, "No space left on device")
         write(self, name, tensor)
 
-    for merge in (False, True):
-        if mpu.rank == 1:
-            SafetensorsWriter.write = full
-        with raises_everywhere(
-            CheckpointError, "cannot write model-tp1-pp0.safetensors", "No space left", "rank 1 of 2"
-        ):
-            tiny(mpu, 1).save_parallelized(tmp_path / "ckpt", merge_checkpoints=merge)
-        SafetensorsWriter.write = write
-        assert os.listdir(tmp_path) == ["ckpt"]
-        assert {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()} == old
-        dist.barrier()
-    model.save_parallelized(tmp_path / "ckpt")
+    if dist.get_rank() == 1:
+        patch.setattr(SafetensorsWriter, "write", full)
 
 
-@pooled(world_size=2)
-def test_a_config_that_cannot_be_saved_leaves_the_old_checkpoint(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    model.save_parallelized(tmp_path / "ckpt")
-    save_id = Manifest.read(tmp_path / "ckpt").save_id
+def _config(patch: pytest.MonkeyPatch, model: Any) -> None:
     model.config.oops = object()
-    with raises_everywhere(CheckpointError, "TypeError"):
-        model.save_parallelized(tmp_path / "ckpt")
-    assert Manifest.read(tmp_path / "ckpt").save_id == save_id
-    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def _not_shared(patch: pytest.MonkeyPatch, model: Any) -> None:
+    is_dir = Path.is_dir
+    if dist.get_rank() == 1:
+        patch.setattr(Path, "is_dir", lambda self: ".tmp-" not in str(self) and is_dir(self))
+
+
+FULL = ("cannot write model-tp1-pp0.safetensors", "No space left", "rank 1 of 2")
+ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool], tuple[str, ...]]] = [
+    ("a full disk", _full_disk, {"merge_checkpoints": False}, FULL),
+    ("a full disk while merging", _full_disk, {"merge_checkpoints": True}, FULL),
+    ("a config that cannot be saved", _config, {}, ("TypeError",)),
+    ("a folder that is not shared", _not_shared, {}, ("rank 1 does not see rank 0's files",)),
+]
 
 
 @pooled(world_size=2)
-def test_a_folder_that_is_not_shared(tmp_path):
+def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    if mpu.rank == 1:
-        is_dir = Path.is_dir
-        Path.is_dir = lambda self: False if ".tmp-" in str(self) else is_dir(self)
-    with raises_everywhere(CheckpointError, "rank 1 does not see rank 0's files"):
-        model.save_parallelized(tmp_path / "ckpt")
+    tiny(mpu).save_parallelized(tmp_path / "ckpt")
+    old = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+
+    def kept() -> bool:
+        return os.listdir(tmp_path) == ["ckpt"] and old == {
+            path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()
+        }
+
+    with refusals(kept) as refuse:
+        for name, prepare, options, parts in ROWS:
+            model = tiny(mpu, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                prepare(patch, model)
+                refuse(name, parts, model.save_parallelized, tmp_path / "ckpt", **options)
+                if name == "a folder that is not shared":
+                    refuse(name, parts, model.save_parallelized, tmp_path / "new")
+    tiny(mpu).save_parallelized(tmp_path / "ckpt")
 
 
 def die_while_saving(folder: str, victim: int, merge: bool) -> None:

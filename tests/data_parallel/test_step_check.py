@@ -16,6 +16,7 @@ from autopar.errors import ConsistencyError, PipelineError
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2
+from tests.timeouts import TIMEOUT, say, wait_for
 from tests.worlds import raises_everywhere, spawn
 
 
@@ -132,14 +133,15 @@ def test_it_can_be_turned_off_and_ends_with_the_model():
 
 
 def _step_alone() -> None:
-    model = _model(pipeline={"timeout": 3})
+    model = _model(pipeline={"timeout": TIMEOUT})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model(**_batches(model, 1)[0]).loss.backward()
     if dist.get_rank() == 1:
-        time.sleep(9)
+        wait_for("noticed", [0])
         return
     with pytest.raises(PipelineError, match=r"first SGD.step\(\) waited for rank 1.*\n.*rank 1 said nothing"):
         optimizer.step()
+    say("noticed")
 
 
 def test_a_replica_that_never_steps_is_named_within_the_timeout() -> None:
@@ -159,7 +161,7 @@ def test_a_rank_of_a_pipeline_that_skips_a_step():
             continue
         with pytest.raises((ConsistencyError, PipelineError), match="optimizer steps so far"):
             model.execute_pipeline(batch)
-    time.sleep(1)
+    dist.barrier()
 
 
 @pooled(world_size=2)

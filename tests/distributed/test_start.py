@@ -54,6 +54,6 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     agreed(store, [0, 1])
-    store.set_timeout(timedelta(seconds=1))
+    store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(dist.DistStoreError, match="2 ranks should start, and not all did within"):
         name_of_attempt(store, 0, 2)  # the other one's word is there, of an earlier attempt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,20 +17,17 @@ from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
-from tests.transports import both_transports
+from tests.rows import rows
+from tests.timeouts import TIMEOUT, hang_until, hurry, say, wait_for
 from tests.worlds import distributed, spawn
 
-TIMEOUT = 4
-MESHES = [(2, 2, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1)]  # tp, pp, dp
-SOME_MESHES = [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.every) for mesh in MESHES[1:])]
+LONG = 30  # where nobody waits for it
 
 
-def _parallel(
-    tp: int, pp: int, timeout: int = TIMEOUT, transport: str = "gloo", **config: Any
-) -> tuple[torch.nn.Module, Any]:
+def _parallel(tp: int, pp: int, transport: str = "gloo", **config: Any) -> tuple[torch.nn.Module, Any]:
     model = deep("gpt2", 4)
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "cpu_transport": transport}
-    sections = {"model_parallelism": sizes, "pipeline": {"timeout": timeout, "microbatch_size": 1}, **config}
+    sections = {"model_parallelism": sizes, "pipeline": {"timeout": LONG, "microbatch_size": 1}, **config}
     return autopar.initialize(model, sections, optimizer=torch.optim.SGD(model.parameters(), 1e-3))
 
 
@@ -40,25 +36,22 @@ def _batch(model: torch.nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
     return batch
 
 
+def _after_a_step(*mesh: int, transport: str = "gloo") -> torch.nn.Module:
+    model, _ = _parallel(*mesh[:2], transport)
+    model.execute_pipeline(_batch(model))
+    hurry(model)
+    return model
+
+
 def _stay_until_done(ranks: set[int]) -> None:
     """Keep this process alive until these ranks have got so far: they may still be asking it."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"done on {dist.get_rank()}", "yes")
-    store.wait([f"done on {rank}" for rank in sorted(ranks)], timedelta(seconds=8 * TIMEOUT))
-
-
-def _hang_until_done(ranks: set[int]) -> None:
-    """Do nothing until these ranks have got so far, or for longer than any of them waits; then end this process."""
-    store = dist.distributed_c10d._get_default_store()
-    limit = time.monotonic() + 4 * TIMEOUT
-    while time.monotonic() < limit and not store.check([f"done on {rank}" for rank in sorted(ranks)]):
-        time.sleep(0.1)
-    os._exit(0)
+    say("done")
+    wait_for("done", ranks)
 
 
 def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> None:
     zero = {"zero": {"stage": 1}, "gradient_clipping": 1.0} if when == "step" else {}
-    model, optimizer = _parallel(tp, pp, 30, transport, **zero)
+    model, optimizer = _parallel(tp, pp, transport, **zero)
     model.execute_pipeline(_batch(model))
     optimizer.step()
     forwards = []
@@ -79,35 +72,54 @@ def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> N
         optimizer.step()
     assert f"rank {doomed} has ended: its process " in str(info.value)
     assert time.monotonic() - started < 15, "not at once, but after the timeout"
-    time.sleep(2)  # the others may still be asking this one; then its end tells those that wait for it
+    time.sleep(1)  # the others may still be asking this one; then its end tells those that wait for it
 
 
-@pytest.mark.parametrize(
-    ("mesh", "doomed", "when"),
+DEATHS = rows(  # tp, pp, dp; who dies, when, and what carries the collectives
+    [((1, 2, 2), 3, "forward", "gloo"), ((2, 1, 2), 3, "step", "gloo"), ((2, 2, 1), 3, "forward", "shm")],
     [
-        pytest.param((2, 2, 1), 0, "forward", marks=pytest.mark.every),
-        ((2, 2, 1), 3, "forward"),
-        ((1, 2, 2), 3, "forward"),
-        pytest.param((2, 1, 2), 0, "forward", marks=pytest.mark.every),
-        pytest.param((1, 2, 2), 0, "step", marks=pytest.mark.every),
-        ((2, 1, 2), 3, "step"),
+        ((2, 2, 1), 0, "forward", "gloo"),
+        ((2, 1, 2), 0, "forward", "gloo"),
+        ((1, 2, 2), 0, "step", "gloo"),
+        ((4, 1, 1), 3, "forward", "shm"),
+    ],
+    [((2, 2, 1), 3, "forward", "gloo")],
+)
+
+
+@pytest.mark.parametrize(("mesh", "doomed", "when", "transport"), DEATHS)
+def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str, transport: str) -> None:
+    spawn(__name__, "_die", 4, 60.0, (*mesh[:2], doomed, when, transport), expect_dead=(doomed,))
+
+
+ENDS = rows(
+    [("fails", (2, 2, 1), "gloo"), ("hangs", (2, 2, 1), "shm")],
+    [
+        ("fails", (1, 2, 2), "shm"),
+        ("hangs", (1, 2, 2), "gloo"),
+        ("fails", (2, 1, 2), "shm"),
+        ("hangs", (2, 1, 2), "gloo"),
+        ("fails", (4, 1, 1), "gloo"),
+        ("fails", (4, 1, 1), "shm"),
+    ],
+    [
+        ("fails", (2, 2, 1), "shm"),
+        ("hangs", (2, 2, 1), "gloo"),
+        ("fails", (1, 2, 2), "gloo"),
+        ("hangs", (1, 2, 2), "shm"),
+        ("fails", (2, 1, 2), "gloo"),
+        ("hangs", (2, 1, 2), "shm"),
     ],
 )
-def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str) -> None:
-    spawn(__name__, "_die", 4, 60.0, (*mesh[:2], doomed, when), expect_dead=(doomed,))
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.every)])
-def test_a_rank_that_dies_while_others_wait_in_shared_memory(tp: int) -> None:
-    spawn(__name__, "_die", 4, 60.0, (tp, 4 // tp, 3, "forward", "shm"), expect_dead=(3,))
+@pytest.mark.parametrize(("how", "mesh", "transport"), ENDS)
+def test_a_rank_that(how: str, mesh: tuple[int, int, int], transport: str) -> None:
+    spawn(__name__, f"_{how}", 4, 60.0, (mesh, transport), expect_dead=(3,) if how == "hangs" else ())
 
 
-@both_transports
-@pytest.mark.parametrize("mesh", SOME_MESHES, ids=str)
-@distributed(world_size=4)
-def test_a_rank_that_fails(mesh: tuple[int, int, int], transport: str) -> None:
-    model, _ = _parallel(*mesh[:2], transport=transport)
-    model.execute_pipeline(_batch(model))
+def _fails(mesh: tuple[int, int, int], transport: str) -> None:
+    model = _after_a_step(*mesh, transport=transport)
 
     def fail(*_: object) -> None:
         if dist.get_rank() == 3:
@@ -117,29 +129,22 @@ def test_a_rank_that_fails(mesh: tuple[int, int, int], transport: str) -> None:
     started = time.monotonic()
     with pytest.raises(ValueError if dist.get_rank() == 3 else PipelineError, match="something broke"):
         model.execute_pipeline(_batch(model))
-    assert time.monotonic() - started < 3 * TIMEOUT
+    assert time.monotonic() - started < TIMEOUT + 8
     _stay_until_done({0, 1, 2, 3})
 
 
-@both_transports
-@pytest.mark.parametrize("mesh", SOME_MESHES[:3], ids=str)
-def test_a_rank_that_hangs(mesh: tuple[int, int, int], transport: str) -> None:
-    spawn(__name__, "_hang", 4, 60.0, (*mesh[:2], transport), expect_dead=(3,))
-
-
-def _hang(tp: int, pp: int, transport: str) -> None:
-    model, _ = _parallel(tp, pp, transport=transport)
-    model.execute_pipeline(_batch(model))
+def _hangs(mesh: tuple[int, int, int], transport: str) -> None:
+    model = _after_a_step(*mesh, transport=transport)
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 3:
-            _hang_until_done({0, 1, 2})
+            hang_until("done", {0, 1, 2})
 
     model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
     started = time.monotonic()
     with pytest.raises(PipelineError, match=r"rank 3 said nothing"):
         model.execute_pipeline(_batch(model))
-    assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    assert time.monotonic() - started < TIMEOUT + 2 * GRACE + 4
     _stay_until_done({0, 1, 2})
 
 
@@ -148,7 +153,7 @@ def _hang(tp: int, pp: int, transport: str) -> None:
 @distributed(world_size=4)
 def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
     sizes = {"pipeline_parallel_size": pp}
-    config = {"model_parallelism": sizes, "pipeline": {"timeout": TIMEOUT, "loss_reduction": reduction}}
+    config = {"model_parallelism": sizes, "pipeline": {"timeout": LONG, "loss_reduction": reduction}}
     model = autopar.initialize(deep("gpt2", 4), config)
     replica = model.mpu.dp.rank
     started = time.monotonic()
@@ -172,7 +177,7 @@ def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
     loss = model.execute_pipeline(_batch(model), broadcast_loss=True).loss
     if reduction == "tokens":
         assert abs(loss - deep("gpt2", 4)(**_batch(model)).loss).item() < 1e-5
-    assert time.monotonic() - started < 2 * TIMEOUT
+    assert time.monotonic() - started < 8
 
 
 def _megatron(model: torch.nn.Module, data: Any) -> None:
@@ -185,6 +190,8 @@ def _megatron(model: torch.nn.Module, data: Any) -> None:
 
 
 def _fail_while_averaging(model: torch.nn.Module) -> None:
+    model.execute_pipeline(_batch(model))
+    hurry(model)
     if dist.get_rank() == 3:
         autopar.pipeline_parallel.pipeline.average_over_replicas = _broken
     model.execute_pipeline(_batch(model))
@@ -194,6 +201,7 @@ def _fail_in_the_first_batch(model: torch.nn.Module) -> None:
     def data() -> Any:
         yield _broken() if dist.get_rank() == 3 else _batch(model)
 
+    hurry(model)
     model.execute_pipeline(data())
 
 
@@ -204,7 +212,9 @@ def _fail_in_generate(model: torch.nn.Module) -> None:
 
     ids = _batch(model)["input_ids"]
     with torch.no_grad():
-        model.eval().generate(ids, max_new_tokens=5, logits_processor=LogitsProcessorList([Processor()]))
+        model.eval().generate(ids, max_new_tokens=1)
+        hurry(model)
+        model.generate(ids, max_new_tokens=5, logits_processor=LogitsProcessorList([Processor()]))
 
 
 def _broken(*_: Any) -> Any:
@@ -241,13 +251,17 @@ def _hang_in_generate(tp: int, pp: int) -> None:
 
     def hang(*_: object) -> None:
         if dist.get_rank() == 1:
-            _hang_until_done({0})
+            hang_until("done", {0})
 
-    model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
-    started = time.monotonic()
-    with pytest.raises(PipelineError, match="rank 1 said nothing"), torch.no_grad():
-        model.eval().generate(_batch(model)["input_ids"], max_new_tokens=2)
-    assert time.monotonic() - started < 2 * (TIMEOUT + GRACE)
+    ids = _batch(model)["input_ids"]
+    with torch.no_grad():
+        model.eval().generate(ids, max_new_tokens=2)
+        hurry(model)
+        model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
+        started = time.monotonic()
+        with pytest.raises(PipelineError, match="rank 1 said nothing"):
+            model.generate(ids, max_new_tokens=2)
+    assert time.monotonic() - started < TIMEOUT + 2 * GRACE + 4
     _stay_until_done({0})
 
 

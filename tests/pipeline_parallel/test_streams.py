@@ -15,6 +15,7 @@ from autopar.pipeline_parallel.streams import Streams, switching
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2
+from tests.timeouts import told_at_once
 
 
 def _piped(tp: int = 1, seed: int = 1, **config: Any) -> Any:
@@ -91,6 +92,7 @@ def test_a_plain_call_in_training_mode_drops_other_elements_each_time() -> None:
 
 
 @pooled(world_size=2)
+@told_at_once
 def test_a_step_that_fails_draws_nothing() -> None:
     piped = _piped(pipeline={"timeout": 6})
     (batch,) = language_batches(131, count=1)

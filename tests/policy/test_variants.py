@@ -1,4 +1,4 @@
-"""Several policies in one file, fragments mounted under a path, ranges of transformers by model type; their errors."""
+"""Several policies in one file, fragments mounted under a path, ranges of transformers by model type."""
 
 from __future__ import annotations
 
@@ -13,32 +13,10 @@ from autopar.policy import match
 from autopar.policy.load import load_policies, load_policy, own_policies, read_user_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import SUPPORTED, Part
+from tests.policy.written import RIGHT, family, mounting, refused, write
 from tests.small import gpt2, llama
 
-FAMILY = """\
-# A family.
-match: {model_type: [kin], transformers: ">=5"}
-units: {ffn: inferred}
-blocks: {path: h, modules: {fc: {column: ffn}, out: {row: ffn}, ln: replicated}}
-variants:
-  narrow:
-    match: {config: {wide: false}}
-    blocks: {modules: {ln: ~}}
-  wide:
-    extends: more
-    match: {config: {wide: true}, class: [Wide]}
-  other:
-    match: {model_type: [other_kin]}
-    blocks: {modules: {fc: {column: [ffn, ffn]}}}
-"""
-MORE = "blocks: {modules: {gate: {column: ffn}}}\n"
-
-
-def family(folder: Path, text: str = FAMILY, more: str = MORE) -> Path:
-    (folder / "more.yaml").write_text(more)
-    (folder / "kin.yaml").write_text(text)
-    return folder / "kin.yaml"
-
+FAMILY = RIGHT["variants"]
 
 # -- variants -------------------------------------------------------------------------------------------------------
 
@@ -73,11 +51,8 @@ def test_a_model_gets_the_one_variant_that_fits(tmp_path: Path, monkeypatch: pyt
         "class GPT2LMHeadModel."
     )
     path.write_text(path.read_text().replace("n_inner: 6", "n_layer: 2"))
-    with pytest.raises(PolicyError) as error:
+    with refused(f"{path}:6 and {path}:9 both match model_type gpt2: narrow one of them with match.config"):
         find_policy(gpt2(n_inner=5))
-    assert str(error.value) == (
-        f"{path}:6 and {path}:9 both match model_type gpt2: narrow one of them with match.config"
-    )
 
 
 def test_a_variant_is_extended_by_its_name(tmp_path: Path) -> None:
@@ -86,8 +61,7 @@ def test_a_variant_is_extended_by_its_name(tmp_path: Path) -> None:
         own, mine = own_policies()[name], read_user_policy(f"extends: {name}\n{match_}")
         assert mine.towers[0].blocks == own.towers[0].blocks and mine.model_types == ("mine",)
     family(tmp_path, FAMILY.replace("  wide:", "  kin:"))
-    (tmp_path / "mine.yaml").write_text(f"extends: kin\n{match_}")
-    assert "gate" in load_policy(tmp_path / "mine.yaml").towers[0].blocks
+    assert "gate" in load_policy(write(tmp_path, mine=f"extends: kin\n{match_}")).towers[0].blocks
     assert load_policy(tmp_path / "kin.yaml").name == "kin"
 
 
@@ -101,51 +75,12 @@ def test_names_are_unique_and_a_file_is_found_by_the_name_of_each_variant() -> N
             read_user_policy(f"extends: {file}\nmatch: {{model_type: mine}}\n")
 
 
-WRONG = [  # what stands in FAMILY, what stands there instead, line, message
-    ("    match: {config: {wide: false}}\n", "", 6, "variant 'narrow' has no 'match', which says for which models it"),
-    ("  narrow:\n", "  narrow:\n    macth: {}\n", 7, "unknown key 'macth' in policy 'narrow'. Did you mean 'match'?"),
-    ("  narrow:\n", "  na.rrow:\n", 6, "'na.rrow' is no name of a variant: letters, digits, '-' and '_'"),
-    (
-        "  narrow:\n",
-        "  narrow: 5\n  old:\n",
-        6,
-        "variant 'narrow' has no 'match', which says for which models it holds",
-    ),
-    (
-        "{modules: {ln: ~}}",
-        "{modules: {nl: ~}}",
-        8,
-        "'nl' has no value; '~' deletes a key, but nothing that is extende",
-    ),
-    ("extends: more", "extends: mroe", 10, "'extends' names 'mroe', which does not exist."),
-    ("extends: more", "extends: kin", 10, "'kin' is a file of several policies; name one: narrow, wide, other"),
-    (
-        "extends: more",
-        "extends: falcon_gruoped",
-        10,
-        "'extends' names 'falcon_gruoped', which does not exist. Did you ",
-    ),
-]
-
-
-@pytest.mark.parametrize(("old", "new", "line", "message"), WRONG, ids=[w[3][:40] for w in WRONG])
-def test_a_wrong_variant_says_what_and_in_which_line(
-    tmp_path: Path, old: str, new: str, line: int, message: str
-) -> None:
-    assert FAMILY.count(old) == 1
-    path = family(tmp_path, FAMILY.replace(old, new))
-    with pytest.raises(PolicyError) as info:
-        load_policies(path)
-    assert str(info.value).startswith(f"{path}:{line}: {message}"), str(info.value)
-
-
 @pytest.mark.parametrize("value", ["[]", "{}", "5", "~"])
 def test_variants_that_hold_nothing(tmp_path: Path, value: str) -> None:
     path = family(tmp_path, FAMILY[: FAMILY.index("variants:")] + f"variants: {value}\n")
-    with pytest.raises(PolicyError) as info:
-        load_policies(path)
     shown = {"~": "None"}.get(value, value)
-    assert str(info.value) == f"{path}:5: 'variants' must hold policies by name, not {shown}"
+    with refused(f"{path}:5: 'variants' must hold policies by name, not {shown}"):
+        load_policies(path)
 
 
 def test_two_variants_that_extend_each_other(tmp_path: Path) -> None:
@@ -155,50 +90,17 @@ def test_two_variants_that_extend_each_other(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_is_given_is_one(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError) as info:
+    with refused("policy text:2: a policy that is given is one policy, and 'variants' holds 3: narrow, wide, other"):
         read_user_policy(FAMILY)
-    assert str(info.value) == (
-        "policy text:1: a policy that is given is one policy, and 'variants' holds 3: narrow, wide, other"
-    ).replace(":1:", ":2:")
     path = family(tmp_path)
-    with pytest.raises(PolicyError) as info:
-        read_user_policy(path)
-    assert str(info.value) == (
+    with refused(
         f"{path} holds 3 policies, and one is wanted. Write one that extends it: {{extends: narrow}}, or one of "
         "wide, other"
-    )
+    ):
+        read_user_policy(path)
 
 
 # -- mounting -------------------------------------------------------------------------------------------------------
-
-MODULE = """\
-units: {heads: block.num_heads}
-blocks:
-  modules:
-    q: {column: heads * block.width}
-    o: {row: heads}
-    norm?: {replicated: heads}
-  attributes: {num_heads: heads}
-  inputs: {alibi: {sharded: heads, dim: 0}}
-"""
-TOWER = """\
-match: {model_type: inner}
-units: {ffn: inferred}
-prefix: {embed: replicated}
-every_stage: {rotary: replicated}
-blocks: {path: layers, modules: {fc: {column: ffn}, out: {row: ffn}}}
-suffix: {norm: replicated}
-attributes: {width: ffn}
-inputs: {bias: {sharded: ffn, dim: 0}}
-"""
-
-
-def mounting(folder: Path, text: str) -> Path:
-    (folder / "module.yaml").write_text(MODULE)
-    (folder / "tower.yaml").write_text(TOWER)
-    (folder / "whole.yaml").write_text(TOWER + "models: [image?]\n")
-    (folder / "mine.yaml").write_text("match: {model_type: mine}\n" + text)
-    return folder / "mine.yaml"
 
 
 def test_a_module_is_mounted_inside_each_block(tmp_path: Path) -> None:
@@ -246,56 +148,6 @@ def test_a_model_whose_attention_is_mounted_is_planned() -> None:
     assert make_plan(model, read_user_policy(text), 2).modules == make_plan(model, find_policy(model), 2).modules
 
 
-MOUNTS = [  # the file behind its match, line, message
-    (
-        "blocks: {extends: module}\n",
-        2,
-        "'extends' in 'blocks' takes {PATH: NAME}, where PATH is a module of each block, no",
-    ),
-    ("blocks: {extends: {}}\n", 2, "'extends' names no file"),
-    ("extends: [5]\n", 2, "'extends' takes names of files, or {PATH: NAME}, not 5"),
-    ("extends: {a: {b: tower}}\n", 2, "'extends' takes names of files, or {PATH: NAME}, not {'b': 'tower'}"),
-    ("extends: {a..b: tower}\n", 2, "'a..b' is no path of a module, under which a file can be mounted"),
-    ("extends: {a: towr}\n", 2, "'extends' names 'towr', which does not exist."),
-    ("blocks:\n  extends: {attn: modul}\n", 3, "'extends' names 'modul', which does not exist."),
-    (
-        "blocks: {extends: {attn: tower}}\n",
-        2,
-        "'tower' cannot be mounted under 'attn': it has 'prefix' ({0}/tower.yaml:3). What is mounted has units, blocks",
-    ),
-    (
-        "blocks: {extends: {attn: fragments/bert_attention}}\n",
-        2,
-        "'fragments/bert_attention' cannot be mounted under 'attn': it has 'blocks.path' "
-        "(policies/fragments/bert_attention.yaml:5). What is mounted has blocks.modules, blocks.attributes, blocks.in",
-    ),
-    (
-        "extends: {a: llama}\n",
-        2,
-        "'llama' cannot be mounted under 'a': it has 'head' (policies/fragments/decoder_heads.y",
-    ),
-    (
-        "extends: {a: blt}\n",
-        2,
-        "'blt' cannot be mounted under 'a': it has 'head' (policies/fragments/decoder_heads.yaml",
-    ),
-    (
-        "blocks: {extends: {'attn.*': module}}\n",
-        "module.yaml:1",
-        "'block.num_heads' is of one module; 'module' is mounted under 'attn.*', which are many",
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "line", "message"), MOUNTS, ids=[m[2][:40] for m in MOUNTS])
-def test_a_wrong_mount_says_what_and_in_which_line(tmp_path: Path, text: str, line: int | str, message: str) -> None:
-    path = mounting(tmp_path, text)
-    with pytest.raises(PolicyError) as info:
-        load_policy(path)
-    place = f"{tmp_path}/{line}" if isinstance(line, str) else f"{path}:{line}"
-    assert str(info.value).startswith(f"{place}: {message.replace('{0}', str(tmp_path))}"), str(info.value)
-
-
 # -- ranges ---------------------------------------------------------------------------------------------------------
 
 PLAIN = "match: {model_type: [gpt2, gpt3]%s}\nunits: {}\nblocks: {path: h, modules: {}}\n"
@@ -319,17 +171,15 @@ def test_a_model_type_with_a_range_of_its_own() -> None:
         ("{gpt3: 5}", "'transformers' must be text, not 5"),
         ("[5]", "'transformers' must be text, not [5]"),
     ):
-        with pytest.raises(PolicyError) as info:
+        with refused(f"policy text:1: {message}"):
             read_user_policy(PLAIN % f", transformers: {wrong}")
-        assert str(info.value) == f"policy text:1: {message}"
 
 
 def test_a_range_is_not_inherited_by_other_model_types(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text(PLAIN % ', transformers: {gpt2: "<5"}')
+    write(tmp_path, base=PLAIN % ', transformers: {gpt2: "<5"}')
     for own, ranges in (
         ("match: {model_type: mine}\n", {}),
         ("match: {model_type: mine, transformers: {mine: '>6'}}\n", {"mine": ">6"}),
         ("match: {class: Mine}\n", {"gpt2": "<5"}),
     ):
-        (tmp_path / "mine.yaml").write_text("extends: base\n" + own)
-        assert load_policy(tmp_path / "mine.yaml").ranges == ranges
+        assert load_policy(write(tmp_path, mine="extends: base\n" + own)).ranges == ranges
