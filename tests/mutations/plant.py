@@ -111,10 +111,12 @@ def table(faults: Sequence[Fault]) -> str:
     return "\n".join(rows)
 
 
-def verdict(code: int | None) -> str:
-    """Say what an exit code of pytest means for a fault."""
+def verdict(code: int | None, output: str) -> str:
+    """Say what pytest's exit code and output mean for a fault."""
     if code is None:
         return "NOT CAUGHT (too slow)"
+    if "forkserver.py" in output and "EOFError" in output:
+        return "NOT CAUGHT (no rank could start: the fork server plans a model, which fails)"
     return {0: "NOT CAUGHT", 1: "caught"}.get(code, f"NOT CAUGHT (pytest ended with {code}: no test ran)")
 
 
@@ -147,7 +149,7 @@ def main() -> int:
             start = time.monotonic()
             with planted(fault, tree):
                 code, output = run(options.tests or [fault.caught_by], tree, options.timeout, first=not options.tests)
-            said = verdict(code)
+            said = verdict(code, output)
             verdicts[said.partition(" (")[0]] += 1
             print(f"{number:3} {said:10} {time.monotonic() - start:5.1f} s  {fault.name}", flush=True)
             if options.show or code not in (0, 1):
