@@ -107,3 +107,8 @@ def test_the_other_dim_of_an_activation():
     x = torch.randn(2, 3, 16)
     parts = [layout.shard(x, rank, dim=-1) for rank in range(2)]
     assert torch.equal(layout.unshard(parts, dim=-1), x)
+
+
+def test_where_several_ranks_hold_an_element_the_lowest_ones_is_kept():
+    layout = Layout.of(0, [Block("kv", 2, 1, replicated_shards(2, 3))])
+    assert layout.unshard([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]).tolist() == [1.0, 3.0]

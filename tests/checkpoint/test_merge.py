@@ -29,6 +29,15 @@ def test_merged_file_is_what_one_process_would_write(tmp_path, tp):
     assert result["tensors"] == len(saved_state(plain))
 
 
+def test_only_numbers_with_a_point_become_another_dtype(tmp_path):
+    plain = save_alone(tmp_path / "ckpt", 2)
+    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", dtype="bfloat16")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    due = {name: t.bfloat16() if t.is_floating_point() else t for name, t in saved_state(plain).items()}
+    assert {torch.int64, torch.bool} < {tensor.dtype for tensor in due.values()}
+    assert same(dict(sorted(merged.items())), dict(sorted(due.items())))
+
+
 @pytest.mark.parametrize("tp", [1, 3])
 def test_merging_pipeline_stages(tmp_path, tp):
     plain = save_alone(tmp_path / "ckpt", tp, pp=2)

@@ -63,6 +63,11 @@ def test_context_parallelism_sends_what_the_page_says(kv_heads: int, cp: int) ->
     assert not [call for call in calls if call.axis == "tp"]
 
 
+def test_a_ring_sends_all_but_its_own_part_and_a_sum_sends_it_twice() -> None:
+    for kind, rounds in {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}.items():
+        assert [volume(kind, 1200, ranks) for ranks in (1, 2, 4)] == [0, rounds * 600, rounds * 900], kind
+
+
 def test_a_block_keeps_rows() -> None:
     whole = sum(middle(Rows(1)).saved.values())
     for cp in (2, 4):
