@@ -1,4 +1,4 @@
-"""Tables of rows instead of products: each pair of values once, and what the sweep has on top."""
+"""Tables of rows instead of products: each pair of values once, and what later tiers have on top."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 
-def rows(quick: list[tuple[Any, ...]], every: list[tuple[Any, ...]], sweep: list[tuple[Any, ...]]) -> list[Any]:
-    """Make parameters of rows: always, with the tests of every policy, and in the sweep alone."""
-    marks = {"quick": (), "every": (pytest.mark.every,), "sweep": (pytest.mark.tier("sweep"),)}
+def rows(**tiers: list[tuple[Any, ...]]) -> list[Any]:
+    """Make parameters of rows, by the name of the tier that they are in."""
     return [
-        pytest.param(*row, id="-".join(map(str, row)), marks=marks[tier])
-        for tier, table in (("quick", quick), ("every", every), ("sweep", sweep))
+        pytest.param(*row, id="-".join(map(str, row)), marks=pytest.mark.tier(tier))
+        for tier, table in tiers.items()
         for row in table
     ]

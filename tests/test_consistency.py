@@ -42,6 +42,7 @@ def test_different_batches_are_an_error_that_names_the_argument_on_any_forward()
             model(torch.arange(4 + rank)[None], **({"attention_mask": torch.ones(1, 5)} if rank else {}))
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_the_same_samples_in_another_order_are_other_inputs():
     model = parallel(gpt2(), 2)

@@ -296,6 +296,7 @@ LLAMA, QWEN3, PHI3 = (
 GPT2, BERT = Case("gpt2", "GPT2LMHeadModel"), Case("bert", "BertForMaskedLM")
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2, timeout=300)
 def test_one_two_and_three_kv_heads_on_two() -> None:
     for heads, kv_heads in [(4, 1), (5, 1), (6, 2), (9, 3)]:
@@ -358,7 +359,7 @@ def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() ->
         assert not left_out or left_out & heads, f"{model_type}: {left_out} are left out, but there are no such heads"
         for head in heads - left_out:
             known = kind(head) is not None or of_type(model_type).inputs is not None or "For" not in head
-            assert known, f"{model_type}: no inputs for {head}; add them to tests/random_models.py"
+            assert known, f"{model_type}: no inputs for {head}; add them in tests/zoo"
         assert {case.head for case in _cases(model_type)} == heads - left_out, model_type
 
 

@@ -232,5 +232,6 @@ def _one_of_four_ends() -> None:
     assert f"  rank 2 has ended: its process {log._processes[2].pid} is gone." in str(info.value).splitlines()
 
 
+@pytest.mark.tier("all")
 def test_a_rank_whose_process_is_gone_is_named() -> None:
     spawn(__name__, "_one_of_four_ends", 4, 60.0, expect_dead=(2,))

@@ -43,6 +43,7 @@ def _loop(how: str) -> None:
     assert "failed: one of the ranks [0, 1] ended, failed or hangs." in str(info.value)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("how", ENDS)
 def test_a_tensor_parallel_rank_that(how: str) -> None:
     spawn(__name__, "_loop", 2, 60.0, (how,), expect_dead=(1,))
@@ -57,6 +58,7 @@ def _backward() -> None:
         loss.backward()
 
 
+@pytest.mark.tier("all")
 def test_a_rank_that_ends_before_its_backward() -> None:
     spawn(__name__, "_backward", 2, 60.0, expect_dead=(1,))
 
@@ -70,6 +72,7 @@ def _averaging() -> None:
         autopar.average_gradients(model)
 
 
+@pytest.mark.tier("all")
 def test_a_replica_that_ends_before_the_averaging() -> None:
     spawn(__name__, "_averaging", 2, 60.0, expect_dead=(1,))
 
@@ -88,6 +91,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.tier("all")
 def test_the_traceback_of_a_script_names_the_rank_that_others_waited_for(tmp_path: Path) -> None:
     """Where torch's own collectives fail, in DistributedDataParallel, nobody but Python's exception hook can tell."""
     script = tmp_path / "train.py"

@@ -94,6 +94,7 @@ def test_what_would_be_wrong_on_shards_is_refused():
     assert set(autopar.deparallelize(model).merge_and_unload().state_dict()) == set(llama().state_dict())
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_dropout_in_front_of_adapters_is_that_of_one_model():
     """The same mask where the input is whole, another one on each rank where it is sharded."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -85,6 +86,7 @@ MODELS: list[tuple[Callable[[Any, Tensors], Tensors], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_checkpoints_that_do_not_fit_change_nothing(tmp_path):
     mpu = MPU(tensor_parallel_size=2)

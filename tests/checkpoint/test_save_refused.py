@@ -23,6 +23,7 @@ from tests.pool import pooled
 from tests.worlds import spawn
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_called_on_one_rank_only_then_properly(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
@@ -176,6 +177,7 @@ ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool]
 ]
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
@@ -224,6 +226,7 @@ def load_old(folder: str) -> None:
     model.save_parallelized(folder)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(("victim", "merge"), [(1, False), (0, False), (1, True)])
 def test_a_rank_killed_in_the_middle_of_a_save(tmp_path, victim, merge):
     folder = tmp_path / "ckpt"

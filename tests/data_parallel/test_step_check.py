@@ -44,6 +44,7 @@ def test_if_nobody_averages_the_first_step_raises_though_the_optimizer_is_not_kn
         raise ConsistencyError
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_later_step_inside_no_sync_raises():
     model = _model()
@@ -75,6 +76,7 @@ def test_the_last_execute_pipeline_of_a_step_inside_no_sync():
     optimizer.step()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2, timeout=120)
 def test_a_replica_that_skips_a_step_is_noticed():
     model = _model()
@@ -94,6 +96,7 @@ def test_a_replica_that_skips_a_step_is_noticed():
     assert raised[0] in (5, 6) and "data-parallel replicas differ" in raised[1] and "skipped a step" in raised[1]
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("wrapped", [False, True])
 @pooled(world_size=2)
 def test_loops_that_are_right_raise_nothing(wrapped: bool) -> None:
@@ -144,6 +147,7 @@ def _step_alone() -> None:
     say("noticed")
 
 
+@pytest.mark.tier("all")
 def test_a_replica_that_never_steps_is_named_within_the_timeout() -> None:
     spawn(__name__, "_step_alone", 2, 60.0)
 

@@ -85,6 +85,7 @@ def test_two_stages_two_replicas():
     check(1)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_two_stages_of_two_ranks():
     check(2)

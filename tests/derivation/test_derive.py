@@ -24,7 +24,7 @@ from tests.derivation.tricky_models import TrickyConfig, TrickyModel
 from tests.parity import check, language_batches, randomise
 from tests.pool import pooled
 from tests.random_models import Case, build
-from tests.tiers import mainly
+from tests.representatives import first_types
 
 TP = 2
 
@@ -57,7 +57,7 @@ def sharding(policy: Any, model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", mainly(*LIKE_BY_HAND))
+@pytest.mark.parametrize("kind", first_types(("gpt2", "phi3", "bloom", "t5"), list(LIKE_BY_HAND), later="all"))
 def test_the_derived_policy_shards_as_the_one_by_hand(kind: str) -> None:
     model = build(Case(kind, LIKE_BY_HAND[kind][0]), 4, 2)
     derived = sharding(read_user_policy(derive(model).tree), model)

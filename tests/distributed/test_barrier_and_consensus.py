@@ -107,6 +107,7 @@ def test_meetings_leave_no_keys_behind():
     assert len(set(counts)) == 1, counts
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_the_verdict_of_the_lowest_failing_rank_is_everybodys():
     mpu = MPU()
@@ -156,6 +157,7 @@ def death(victim: int) -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_the_others_learn_at_once_who_died(victim):
     spawn(__name__, "death", 4, 60, (victim,), expect_dead=(victim,))
@@ -169,5 +171,6 @@ def death_before() -> None:
         barrier(mpu, "save", 1)
 
 
+@pytest.mark.tier("all")
 def test_a_rank_that_died_before_the_call_is_named():
     spawn(__name__, "death_before", 3, 60, expect_dead=(1,))

@@ -16,8 +16,9 @@ from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 from benchmarks.traffic import record
 from tests.pool import pooled
 from tests.small import llama
+from tests.tiers import in_tier, mainly
 
-RANKS = [2, 3, pytest.param(4, marks=pytest.mark.every), 5]
+RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
 SHAPES: list[tuple[int, ...]] = [(), (1, 1, 512), (3, 5, 7), (2, 0, 3), (7_001,)]
 LONG = (300_003,)  # goes over the ring
 OPERATIONS = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
@@ -74,6 +75,7 @@ def _sums_of_torch() -> None:
                     assert ((found.double() - exact).abs() <= steps * torch.finfo(dtype).eps * whole).all()
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("size", RANKS)
 def test_an_all_reduce_is_that_of_torch(size: int) -> None:
     pooled(size)(_sums_of_torch)()
@@ -97,6 +99,7 @@ def _others_of_torch() -> None:
                     assert torch.equal(part, parts.view(size, -1)[dist.get_rank()])
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("size", RANKS)
 def test_all_gather_and_reduce_scatter_are_those_of_torch(size: int) -> None:
     pooled(size)(_others_of_torch)()

@@ -18,6 +18,7 @@ from autopar.layout import Block, Layout
 from tests.compare import same_gradients
 from tests.pool import pooled
 from tests.small import gpt2, llama
+from tests.tiers import in_tier, mainly
 
 SUMMED = [
     torch.float32,
@@ -29,7 +30,7 @@ SUMMED = [
     torch.int32,
     torch.int64,
 ]
-RANKS = [2, 3, pytest.param(4, marks=pytest.mark.tier("all")), 5]
+RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
 
 
 def _axes(size: int) -> tuple[Axis, Axis]:
@@ -80,6 +81,7 @@ def _all_reduce_like_gloo() -> None:
             assert torch.equal(mine, _values(shape, dtype, number)), "the input was mutated"
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("size", RANKS)
 def test_an_all_reduce_is_that_of_gloo(size: int) -> None:
     pooled(size)(_all_reduce_like_gloo)()
@@ -113,6 +115,7 @@ def _others_like_gloo() -> None:
     assert torch.equal(collectives.reduce_scatter(long, shm), summed.view(size, -1)[shm.rank])
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("size", RANKS)
 def test_gather_scatter_and_broadcast_are_those_of_gloo(size: int) -> None:
     pooled(size)(_others_like_gloo)()
@@ -133,6 +136,7 @@ def test_shards_of_different_width_are_gathered() -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_tensors_that_are_not_contiguous() -> None:
     gloo, shm = _axes(2)

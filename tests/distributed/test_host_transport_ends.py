@@ -195,7 +195,8 @@ def _killed(doomed: int) -> None:
     store.wait([f"done on {rank}" for rank in range(3) if rank != doomed])
 
 
-@pytest.mark.parametrize("doomed", [pytest.param(0, marks=pytest.mark.every), 2])
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("doomed", [pytest.param(0, marks=pytest.mark.tier("sweep")), 2])
 def test_a_rank_that_is_killed_is_named_and_leaves_nothing(doomed: int) -> None:
     before = set(os.listdir("/dev/shm"))
     spawn(__name__, "_killed", 3, 60.0, (doomed,), expect_dead=(doomed,))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-__all__ = ["MECHANISMS", "ROOT", "Fault", "problems", "read"]
+from tests.tiers import TIERS
+
+__all__ = ["MECHANISMS", "ROOT", "Fault", "problems", "read", "tiers_of"]
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("faults.yaml")
@@ -66,6 +71,18 @@ def problems(faults: list[Fault], root: Path = ROOT) -> list[str]:
             found.append(f"{number} {fault.name}: there is no test {fault.caught_by}")
     names = [fault.name for fault in faults]
     return found + [f"two faults are called {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
+
+
+def tiers_of(faults: Sequence[Fault]) -> list[str]:
+    """Return for each fault the first tier that runs the test which catches it; a fresh process collects them."""
+    found: dict[str, str] = {}
+    for tier in TIERS:
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "--tier", tier]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        for case in listed:
+            for name in (case, case.partition("[")[0]):
+                found.setdefault(name, tier)
+    return [found[fault.caught_by] for fault in faults]
 
 
 def _compiles(text: str) -> bool:

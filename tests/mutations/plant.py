@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.mutations.faults import ROOT, Fault, problems, read
+from tests.mutations.faults import ROOT, Fault, problems, read, tiers_of
+from tests.tiers import TIERS
 
 _LINKED = (".venv", ".cache")  # large, and no fault is planted there
 _counter = itertools.count(1)
@@ -103,11 +104,12 @@ def wanted(faults: list[Fault], words: Sequence[str]) -> list[tuple[int, Fault]]
     return [(number, fault) for number, fault in numbered if number in numbers]
 
 
-def table(faults: Sequence[Fault]) -> str:
+def table(faults: Sequence[Fault], tiers: Sequence[str]) -> str:
     """Return the list as a table of Markdown."""
-    rows = ["| fault | where | caught by |", "|---|---|---|"]
-    for fault in faults:
-        rows.append(f"| {fault.name} | `{fault.file}` | `{fault.caught_by.removeprefix('tests/')}` |")
+    rows = ["| fault | where | caught by | in |", "|---|---|---|---|"]
+    for fault, tier in zip(faults, tiers, strict=True):
+        test = fault.caught_by.removeprefix("tests/").replace("::", " ")
+        rows.append(f"| {fault.name} | `{fault.file}` | `{test}` | `{TIERS[tier].command}` |")
     return "\n".join(rows)
 
 
@@ -132,7 +134,7 @@ def main() -> int:
     options = parser.parse_args()
     faults = read()
     if options.markdown:
-        print(table(faults))
+        print(table(faults, tiers_of(faults)))
         return 0
     if wrong := problems(faults):
         print("\n".join(wrong))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutations.faults import MECHANISMS, problems, read
+import re
+from collections import Counter
+
+import pytest
+
+from tests.mutations.faults import MECHANISMS, ROOT, problems, read, tiers_of
+from tests.mutations.plant import table
 
 
 def test_every_fault_can_be_planted_and_names_a_test() -> None:
@@ -13,3 +19,15 @@ def test_there_are_many_and_no_mechanism_is_without() -> None:
     faults = read()
     assert len(faults) >= 60
     assert not set(MECHANISMS) - {fault.mechanism for fault in faults}
+
+
+@pytest.mark.tier("all")
+def test_make_test_catches_nearly_all_of_them_and_the_page_has_the_table() -> None:
+    faults = read()
+    tiers = tiers_of(faults)
+    counts = Counter(tiers)
+    assert counts["check"] + counts["test"] >= len(faults) - 5 and not counts["sweep"], counts
+    page = (ROOT / "tests" / "README.md").read_text()
+    assert table(faults, tiers) in page, "write it anew: python -m tests.mutations.plant --markdown"
+    said = re.search(r"(\d+) faults.*?`make check` catches (\d+) of them, `make test` (\d+)", page, re.DOTALL)
+    assert said and [*map(int, said.groups())] == [len(faults), counts["check"], counts["check"] + counts["test"]]

@@ -20,16 +20,12 @@ from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
 from tests.rows import rows
+from tests.tiers import mainly
 from tests.timeouts import TIMEOUT, hurry, say, told_at_once, wait_for
 from tests.worlds import distributed, spawn
 
 LONG = 30  # where nobody waits for it
 SOON = 6
-
-
-def _mainly(chosen: Any, *others: Any) -> list[Any]:
-    """The one value always, the others with the tests of every policy."""
-    return [chosen, *(pytest.param(other, marks=pytest.mark.every) for other in others)]
 
 
 @contextlib.contextmanager
@@ -64,12 +60,13 @@ def _die_in_the_third_forward(doomed: int) -> None:
     assert f" rank {doomed} (place {doomed}): that process ended" in str(info.value), str(info.value)
 
 
-@pytest.mark.parametrize("doomed", _mainly(2, 0, 3))
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("doomed", mainly(2, 0, 3, later="sweep"))
 def test_a_rank_that_dies(doomed: int) -> None:
     spawn(__name__, "_die_in_the_third_forward", 4, 90.0, (doomed,), expect_dead=(doomed,))
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @distributed(world_size=3)  # its time-out breaks the connections of the world
 def test_a_stage_that_hangs() -> None:
     piped = _piped(3)
@@ -86,6 +83,7 @@ def test_a_stage_that_hangs() -> None:
     assert time.monotonic() - started < TIMEOUT + 12
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=3)
 @told_at_once
 def test_an_error_on_one_stage_ends_all() -> None:
@@ -97,7 +95,7 @@ def test_an_error_on_one_stage_ends_all() -> None:
         piped.execute_pipeline(batch)
 
 
-@pytest.mark.parametrize("doomed", _mainly(1, 0, 2))
+@pytest.mark.parametrize("doomed", mainly(1, 0, 2, later="sweep"))
 @pooled(world_size=3)
 @told_at_once
 def test_a_plain_call_that_fails_on_one_stage_ends_all_and_the_next_one_works(doomed: int) -> None:
@@ -145,7 +143,7 @@ def _works_again(piped: torch.nn.Module) -> None:
     assert abs(loss - plain(**batch).loss).item() < 1e-5
 
 
-@pytest.mark.parametrize("doomed", _mainly(0, 1, 2))
+@pytest.mark.parametrize("doomed", mainly(0, 1, 2, later="sweep"))
 @pooled(world_size=3)
 @told_at_once
 def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
@@ -170,9 +168,9 @@ def test_a_stage_that_fails_in_its_last_backward(doomed: int) -> None:
 
 
 ENDS = rows(  # who has no more data, whether in a later step, whether without a backward
-    [(0, True, False), (2, True, True)],
-    [(0, False, True), (2, False, False)],
-    [(2, True, False), (0, True, True), (0, False, False), (2, False, True)],
+    test=[(0, True, False)],
+    all=[(2, True, True), (0, False, True), (2, False, False)],
+    sweep=[(2, True, False), (0, True, True), (0, False, False), (2, False, True)],
 )
 
 
@@ -190,8 +188,8 @@ def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: boo
     _works_again(piped)
 
 
-@pytest.mark.parametrize("forward_only", _mainly(False, True))
-@pytest.mark.parametrize("count", _mainly(1, 0, 2))
+@pytest.mark.parametrize("forward_only", mainly(False, True, later="sweep"))
+@pytest.mark.parametrize("count", mainly(1, 0, 2, later="sweep"))
 @pooled(world_size=3)
 @told_at_once
 def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
@@ -207,7 +205,7 @@ def test_data_that_ends_on_all_stages(count: int, forward_only: bool) -> None:
     _works_again(piped)
 
 
-@pytest.mark.parametrize("later", _mainly(True, False))
+@pytest.mark.parametrize("later", mainly(True, False, later="sweep"))
 @pooled(world_size=3)
 @told_at_once
 def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
@@ -228,7 +226,8 @@ def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
     _works_again(piped)
 
 
-@pytest.mark.parametrize("what", _mainly("labels", "ids", "count"))
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("what", mainly("labels", "ids", "count", later="sweep"))
 @pooled(world_size=3)
 @told_at_once
 def test_another_batch_on_one_stage_after_the_first_step(what: str) -> None:

@@ -184,6 +184,7 @@ def _with_reduction(model: Any, reduction: str) -> Any:
     return dataclasses.replace(model._autopar_pipeline.config, loss_reduction=reduction)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_replicas_with_unlike_padding() -> None:
     _ragged_replicas(pp=1)

@@ -76,14 +76,16 @@ def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> N
 
 
 DEATHS = rows(  # tp, pp, dp; who dies, when, and what carries the collectives
-    [((1, 2, 2), 3, "forward", "gloo"), ((2, 1, 2), 3, "step", "gloo"), ((2, 2, 1), 3, "forward", "shm")],
-    [
+    test=[((2, 2, 1), 3, "forward", "shm")],
+    all=[
+        ((1, 2, 2), 3, "forward", "gloo"),
+        ((2, 1, 2), 3, "step", "gloo"),
         ((2, 2, 1), 0, "forward", "gloo"),
         ((2, 1, 2), 0, "forward", "gloo"),
         ((1, 2, 2), 0, "step", "gloo"),
         ((4, 1, 1), 3, "forward", "shm"),
     ],
-    [((2, 2, 1), 3, "forward", "gloo")],
+    sweep=[((2, 2, 1), 3, "forward", "gloo")],
 )
 
 
@@ -93,8 +95,8 @@ def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str, tr
 
 
 ENDS = rows(
-    [("fails", (2, 2, 1), "gloo"), ("hangs", (2, 2, 1), "shm")],
-    [
+    test=[("fails", (2, 2, 1), "gloo"), ("hangs", (2, 2, 1), "shm")],
+    all=[
         ("fails", (1, 2, 2), "shm"),
         ("hangs", (1, 2, 2), "gloo"),
         ("fails", (2, 1, 2), "shm"),
@@ -102,7 +104,7 @@ ENDS = rows(
         ("fails", (4, 1, 1), "gloo"),
         ("fails", (4, 1, 1), "shm"),
     ],
-    [
+    sweep=[
         ("fails", (2, 2, 1), "shm"),
         ("hangs", (2, 2, 1), "gloo"),
         ("fails", (1, 2, 2), "gloo"),
@@ -148,7 +150,8 @@ def _hangs(mesh: tuple[int, int, int], transport: str) -> None:
     _stay_until_done({0, 1, 2})
 
 
-@pytest.mark.parametrize("reduction", ["tokens", pytest.param("microbatch", marks=pytest.mark.every)])
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("reduction", ["tokens", "microbatch"])
 @pytest.mark.parametrize("pp", [1, 2])
 @distributed(world_size=4)
 def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
@@ -229,7 +232,7 @@ PLACES = {
 }
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("place", PLACES)
 @distributed(world_size=4)
 def test_a_rank_that_fails_outside_of_the_stages(place: str) -> None:
@@ -265,7 +268,7 @@ def _hang_in_generate(tp: int, pp: int) -> None:
     _stay_until_done({0})
 
 
-@pytest.mark.every
+@pytest.mark.tier("all")
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_a_rank_that_hangs_in_generate(tp: int, pp: int) -> None:
     spawn(__name__, "_hang_in_generate", 2, 60.0, (tp, pp), expect_dead=(1,))

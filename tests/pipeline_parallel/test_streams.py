@@ -73,6 +73,7 @@ def test_training_mode_keeps_the_stages_alike(schedule: str) -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_plain_call_in_training_mode_drops_other_elements_each_time() -> None:
     piped = _piped()

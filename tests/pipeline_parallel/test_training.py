@@ -184,6 +184,7 @@ def _recompute_with_dropout(tp: int) -> None:
     undropped.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_gradients_of_several_calls_accumulate() -> None:
     _accumulate(tp=1)

@@ -92,6 +92,7 @@ def imported_trains_as_the_plain_model(model_type: str) -> None:
     check(lambda: build(case, 4, 2), batches(case, model.config), 2, policy=policy, step=False)
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_plans_of_transformers(model_type: str) -> None:
     imported_trains_as_the_plain_model(model_type)
