@@ -65,7 +65,8 @@ def test_trees_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_digest_is_of_all_that_git_would_take(tmp_path: Path) -> None:
+def test_a_digest_is_of_all_that_git_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # TMPDIR may lie in a repository
     assert digest(tmp_path) is None, "no repository"
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / ".gitignore").write_text("left out\n")
