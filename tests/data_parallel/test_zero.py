@@ -57,6 +57,9 @@ def train(tp, build, make, steps, **more):
         mine = batch[dp.rank :: dp.size]
         engine(mine, labels=mine).loss.backward()
         plain(batch, labels=batch).loss.backward()
+        if "gradient_clipping" in more:
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), more["gradient_clipping"])
+            assert norm > 2 * more["gradient_clipping"], "it clips"
         for o in (optimizer, reference):
             o.step()
             o.zero_grad()
@@ -108,7 +111,7 @@ def test_with_tensor_parallelism_and_clipping():
 
     for name in ("adamw", "sgd", "adagrad"):
         for model_of in (gpt2, build):  # one KV head on two ranks
-            model, optimizer, reference = train(2, model_of, OPTIMIZERS[name], 10)
+            model, optimizer, reference = train(2, model_of, OPTIMIZERS[name], 10, gradient_clipping=0.3)
             agree_over_replicas(model)
             assert elements(optimizer) <= 0.6 * elements(reference) / (2 if model_of is gpt2 else 1)
 
