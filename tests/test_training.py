@@ -52,21 +52,6 @@ def test_optimizers_made_after_and_param_groups_of_the_users_own():
         same_weights(model, plain, 2e-5)
 
 
-@pooled(world_size=2)
-def test_adafactor_trains():
-    model = gpt2()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
-    parallel(model, 2)
-    losses = []
-    for _ in range(15):
-        loss = model(**language_batches(131)[0]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.6 * losses[0]
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_tensor_and_data_parallel_for_twenty_steps_equals_one_process_on_the_whole_batch():

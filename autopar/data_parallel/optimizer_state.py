@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
@@ -21,7 +21,8 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
 
     Raises:
         ConfigError: the config asks for what only an optimizer can do and there is none, it is no torch optimizer, it
-            has parameters that the model has not, or the scheduler drives another optimizer.
+            has parameters that the model has not, its steps of shards would be others than of whole parameters, or the
+            scheduler drives another optimizer.
     """
     if optimizer is None:
         _refuse_without(config, lr_scheduler)
@@ -34,17 +35,6 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
         raise ConfigError(
             "LBFGS computes gradients inside of step(closure), where they can neither be averaged, unscaled nor "
             "clipped; use another optimizer"
-        )
-    if config.tensor_parallel_size > 1 and isinstance(optimizer, getattr(torch.optim, "Muon", ())):
-        raise ConfigError(
-            f"Muon makes each update from the whole matrix, of which a rank has a shard: with tensor_parallel_size="
-            f"{config.tensor_parallel_size} its steps would be others than on one process\n"
-            "  Use an optimizer that works element by element (AdamW, SGD ...), or tensor_parallel_size 1."
-        )
-    if config.tensor_parallel_size > 1 and type(optimizer).__name__ == "Adafactor":
-        warnings.warn(
-            "Adafactor's statistics are those of each rank's shard: its steps differ from those on one process",
-            stacklevel=2,
         )
     if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("lr_scheduler drives another optimizer than the one that was passed to initialize")
@@ -59,6 +49,13 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
                 "  Make the optimizer from model.parameters() of the model that is passed to initialize."
             )
         groups.append([names[id(parameter)] for parameter in group["params"]])
+    refuse_unlike(
+        optimizer,
+        model.parameters(),
+        tp=config.tensor_parallel_size,
+        stages=config.pipeline_parallel_size,
+        zero=config.zero_stage,
+    )
     return groups
 
 

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.data_parallel.wrapper_check import group_call
@@ -137,6 +138,7 @@ class StepCheck:
         With a closure gradients are computed inside of the step, and only weights can be compared.
 
         Raises:
+            ConfigError: in the first step, if steps of shards are others than steps of whole parameters.
             ConsistencyError: gradients or weights differ between the replicas, or were left unaveraged by ``no_sync``.
             PipelineError: in the first step, if the other rank does not step within ``pipeline.timeout``.
         """
@@ -150,6 +152,9 @@ class StepCheck:
                 f"the gradients of the {self.mpu.dp_cp.size} {self._replicas} were not averaged: the last "
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
+        if progress.steps == 0 and not hasattr(optimizer, "_autopar"):  # else initialize has looked at it
+            held = [p for _, p in progress.held if not isinstance(p, DTensor)]
+            refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size, zero=0)
         if self._compare:
             self._compare_step(optimizer, progress, closure)
         progress.steps += 1

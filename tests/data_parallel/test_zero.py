@@ -141,10 +141,11 @@ def test_an_optimizer_that_has_stepped_before_goes_on():
 @pooled(world_size=2)
 def test_state_that_is_not_per_element_is_refused_before_anything_changes():
     model = gpt2()
-    optimizer = torch.optim.Adafactor(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(IDS[:2], labels=IDS[:2]).loss.backward()
     optimizer.step()
-    with raises_everywhere(ConfigError, "Adafactor has stepped already, and its 'row_var' of transformer.wte.weight"):
+    optimizer.state[model.transformer.wte.weight]["row_var"] = torch.ones(131, 1)
+    with raises_everywhere(ConfigError, "SGD has stepped already, and its 'row_var' of transformer.wte.weight"):
         autopar.initialize(model, config(2), optimizer=optimizer)
     assert model.transformer.wte.weight.shape == (131, 36) and not hasattr(model, "mpu")
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.errors import ConfigError
 from tests.docs.pages import DOCS, section
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
@@ -86,7 +87,7 @@ def test_what_it_says_about_training_raises() -> None:
 
 
 @distributed(world_size=2)
-def test_the_norm_of_a_shard_is_another_and_adafactor_differs() -> None:
+def test_the_norm_of_a_shard_is_another_and_adafactor_is_refused() -> None:
     ids = torch.arange(12).view(2, 6)
     models = [gpt2(), parallel(gpt2(), 2)]
     for model in models:
@@ -97,7 +98,5 @@ def test_the_norm_of_a_shard_is_another_and_adafactor_differs() -> None:
     assert abs(wrong - true) > 1e-3 * true
     torch.testing.assert_close(autopar.clip_grad_norm_(sharded, 1.0), true, rtol=1e-5, atol=0)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    for model in models:
-        torch.optim.Adafactor(model.parameters(), lr=0.05).step()
-    difference = autopar.deparallelize(sharded)(ids).logits - plain(ids).logits
-    assert difference.abs().max() > 1e-5
+    with pytest.raises(ConfigError, match="Adafactor looks at whole matrices"):
+        torch.optim.Adafactor(sharded.parameters(), lr=0.05).step()

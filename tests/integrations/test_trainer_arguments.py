@@ -177,7 +177,7 @@ def test_what_is_refused(tmp_path):
             assert "_autopar" not in vars(model)
         model = llama()
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-        with raises_everywhere(ConfigError, "Muon makes each update from the whole matrix"):
+        with raises_everywhere(ConfigError, "Muon looks at whole matrices"):
             ParallelTrainer(
                 model, arguments(tmp_path, 1), parallel_config=config(2), optimizers=(torch.optim.Muon(matrices), None)
             )

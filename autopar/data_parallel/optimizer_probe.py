@@ -1,0 +1,193 @@
+"""Ask an optimizer how it works, not for its name: a copy of it steps a small matrix, whole and in parts.
+
+A tensor-parallel rank holds parts of matrices. An optimizer that works element by element steps them as one process
+steps the whole ones; one that looks at a whole matrix (Muon, Shampoo, LAMB, Adafactor, 8-bit blocks) does not. One that
+takes statistics over several parameters (Prodigy, D-Adaptation) needs all of them on one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from autopar.errors import ConfigError
+
+__all__ = ["Behaviour", "probe", "refuse_unlike"]
+
+_SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
+_STEPS = 4
+_SAME = 1e-3  # of the largest update: what the order of sums may change
+_LR = 1e-2  # where a warm-up begins with 0
+
+
+_Part = tuple[int, int, int, int]  # first row, last one, first column, last one
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How far the updates of a matrix are others, as a share of the largest, ``0.0`` for not at all.
+
+    Attributes:
+        in_parts: where its halves are stepped by themselves.
+        beside: where another parameter is stepped, too.
+    """
+
+    in_parts: float
+    beside: float
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called"}
+_known: dict[tuple[type, str], Behaviour | None] = {}
+
+
+def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int, stages: int, zero: int) -> None:
+    """Raise where steps would be others than those of one process.
+
+    Args:
+        held: parameters of the model; param groups without any are not looked at.
+        tp, stages: sizes of the axes.
+        zero: stage.
+
+    Raises:
+        ConfigError: a param group's settings make steps that are not element by element, with ``tp`` above 1, or that
+            depend on other parameters, with ``tp`` or ``stages`` above 1 or ZeRO-1.
+    """
+    ids = {id(parameter) for parameter in held}
+    for group in optimizer.param_groups:
+        if not any(id(parameter) in ids for parameter in group["params"]):
+            continue
+        found = probe(optimizer, group)
+        if found is None:
+            continue
+        name = type(optimizer).__name__
+        if tp > 1 and found.in_parts > 0:
+            raise ConfigError(
+                f"{name} looks at whole matrices: the update of a matrix in two parts differs by "
+                f"{100 * found.in_parts:.2g} % from that of the whole one.\n"
+                f"  With tensor_parallel_size={tp} a rank has parts, and its steps would be others than on one "
+                "process.\n  Use an optimizer that works element by element (AdamW, SGD, Adagrad ...), or "
+                "tensor_parallel_size 1: pipeline stages and replicas hold whole matrices."
+            )
+        spread = (
+            [f"tensor_parallel_size={tp}"] * (tp > 1)
+            + [f"pipeline_parallel_size={stages}"] * (stages > 1)
+            + ["zero.stage=1"] * (zero == 1)
+        )
+        if spread and found.beside > 0:
+            raise ConfigError(
+                f"{name} takes statistics over all parameters: the update of one differs by {100 * found.beside:.2g} % "
+                f"beside another one.\n  With {', '.join(spread)} a rank steps some of them, or parts, and its steps "
+                "would be others than on one process.\n  Use an optimizer that steps each parameter by itself (AdamW, "
+                "SGD, Adagrad ...), or replicas without ZeRO."
+            )
+
+
+def probe(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
+    """Return how an optimizer steps with the settings of a group; None if a copy of it cannot be made to tell.
+
+    Nothing of the optimizer changes, nor the random generator. The answer is kept for a class and its settings.
+    """
+    settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
+    if not all(isinstance(value, _PLAIN) for value in (*settings.values(), *own.values())):
+        return _tried(optimizer, group)  # a function of the user's, say: the next one may be another
+    key = (type(optimizer), repr((settings, own)))
+    if key not in _known:
+        _known[key] = _tried(optimizer, group)
+    return _known[key]
+
+
+def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
+    state = torch.get_rng_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return _compared(lambda parts, seed=0: _trajectory(optimizer, group, parts, seed))
+    except Exception:  # it wants a closure, or attributes that a copy has not: whatever a step stumbles over
+        return None
+    finally:
+        torch.set_rng_state(state)
+
+
+def _compared(run: Callable[..., list[torch.Tensor] | None]) -> Behaviour | None:
+    rows, columns = _SHAPE
+    whole, again = run([(0, rows, 0, columns)]), run([(0, rows, 0, columns)], 1)
+    if whole is None or again is None or not torch.equal(whole[0], again[0]):
+        return None  # it does not step such a matrix, or draws: noise is another one for each shape
+    halves = (
+        [(0, rows // 2, 0, columns), (rows // 2, rows, 0, columns)],
+        [(0, rows, 0, columns // 2), (0, rows, columns // 2, columns)],
+    )
+    in_parts = 0.0
+    for dim, parts in enumerate(halves):
+        stepped = [run([part]) for part in parts]
+        if any(part is None for part in stepped):
+            return None
+        in_parts = max(in_parts, _difference(torch.cat([part[0] for part in stepped if part], dim), whole[0]))
+    beside = run([(0, rows, 0, columns)] * 2)
+    return None if beside is None else Behaviour(in_parts, _difference(beside[0], whole[0]))
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    share = float((one - other).abs().max() / other.abs().max())
+    return share if not share <= _SAME else 0.0  # also where it is no number
+
+
+def _trajectory(
+    optimizer: Optimizer, group: dict[str, Any], parts: Sequence[_Part], seed: int
+) -> list[torch.Tensor] | None:
+    """Return the updates of parts of the matrix that one copy steps; None if the first does not move."""
+    torch.manual_seed(seed)
+    weight, gradients = _drawn()
+    parameters = [nn.Parameter(weight[a:b, c:d].clone()) for a, b, c, d in parts]
+    fresh = _fresh(optimizer, group, parameters)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for gradient in gradients:
+        for parameter, (a, b, c, d) in zip(parameters, parts, strict=True):
+            parameter.grad = gradient[a:b, c:d].clone()
+        type(optimizer).step(fresh)
+    updates = [p.detach() - was for p, was in zip(parameters, before, strict=True)]
+    return updates if updates[0].abs().max() > 0 else None
+
+
+def _drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a matrix, and gradients, whose halves are of other sizes: where one is large the other is small."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (
+        torch.where(torch.arange(size) < size // 2, 0.1, 3.0).view(shape)
+        for size, shape in zip(_SHAPE, ((-1, 1), (1, -1)), strict=True)
+    )
+    weight = torch.randn(_SHAPE, generator=generator) * rows * columns
+    return weight, [torch.randn(_SHAPE, generator=generator) / (rows * columns) for _ in range(_STEPS)]
+
+
+def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """Return a copy that has not stepped, with these parameters in one group; lists of its own hold the first."""
+    settings = {name: value for name, value in group.items() if name != "params"}
+    if isinstance(settings.get("lr"), int | float) and not settings["lr"]:
+        settings["lr"] = settings.get("initial_lr") or _LR
+    made: Optimizer
+    if optimizer.state and type(optimizer)(parameters[:1], **optimizer.defaults).state:
+        made = type(optimizer)(parameters, **optimizer.defaults)  # its state is made with it
+        made.param_groups[0].update(settings)
+        return made
+    made = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(p): parameters[0] for each in optimizer.param_groups for p in each["params"]}
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):  # one inside, which it wraps
+            memo[id(value.state)] = defaultdict(dict)
+    attributes = {
+        name: OrderedDict() if name.startswith("_optimizer_") else copy.deepcopy(value, memo)
+        for name, value in vars(optimizer).items()
+        if name not in ("step", "state", "param_groups")  # a scheduler's wrapper of the real one's step
+    }
+    copied = {**copy.deepcopy(settings, memo), "params": parameters}
+    vars(made).update(attributes, state=defaultdict(dict), param_groups=[copied])
+    return made

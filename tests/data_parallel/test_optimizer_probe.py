@@ -1,0 +1,192 @@
+"""How an optimizer works is asked of it: steps of shards that would be others than those of one process are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.optim import Optimizer
+
+import autopar
+from autopar.data_parallel.optimizer_probe import probe
+from autopar.errors import ConfigError
+from tests.parity import language_batches
+from tests.pool import pooled
+from tests.small import gpt2
+from tests.worlds import raises_everywhere
+
+
+class Own(Optimizer):
+    """As users write them: one function of parameter and gradient, and what the instance counts."""
+
+    def __init__(self, params: Iterable[nn.Parameter], update: Callable[[Any, nn.Parameter], torch.Tensor]) -> None:
+        self.update, self.total = update, 0.0
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.total += sum(float(p.grad.square().sum()) for p in found)
+        for parameter in found:
+            parameter.sub_(self.param_groups[0]["lr"] * self.update(self, parameter))
+
+
+def _clipped(_: Any, p: nn.Parameter) -> torch.Tensor:
+    update = p.grad.sign() * p.grad.abs().sqrt()
+    return update / max(1.0, update.square().mean().sqrt().item())
+
+
+def _orthogonal(_: Any, p: nn.Parameter) -> torch.Tensor:
+    left, _, right = torch.linalg.svd(p.grad, full_matrices=False)
+    return left @ right
+
+
+def _blocks(_: Any, p: nn.Parameter) -> torch.Tensor:
+    """A scale for each 256 numbers in a row, as 8-bit states have."""
+    flat = nn.functional.pad(p.grad.reshape(-1), (0, -p.numel() % 256)).view(-1, 256)
+    scale = flat.abs().amax(1, keepdim=True) / 7
+    return ((flat / scale).round() * scale).view(-1)[: p.numel()].view_as(p)
+
+
+UPDATES: dict[str, tuple[Callable[[Any, nn.Parameter], torch.Tensor], str]] = {
+    "sign": (lambda o, p: p.grad.sign(), ""),
+    "weight decay": (lambda o, p: p.grad + 0.1 * p, ""),
+    "clipped by value": (lambda o, p: p.grad.clamp(-1, 1), ""),
+    "trust ratio": (lambda o, p: p.grad * p.norm() / p.grad.norm(), "matrices"),
+    "clipped by its RMS": (_clipped, "matrices"),
+    "cautious": (lambda o, p: p.grad * (p.grad * p > 0) / (p.grad * p > 0).float().mean(), "matrices"),
+    "rows": (lambda o, p: p.grad / p.grad.norm(dim=-1, keepdim=True), "matrices"),
+    "centred": (lambda o, p: p.grad - p.grad.mean(0, keepdim=True), "matrices"),
+    "orthogonal": (_orthogonal, "matrices"),
+    "blocks": (_blocks, "matrices"),
+    "by the norm of all": (lambda o, p: p.grad / o.total**0.5, "both"),
+}
+
+
+def _parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7))]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_users_own_optimizer(name: str) -> None:
+    update, expected = UPDATES[name]
+    optimizer = Own(_parameters(), update)
+    before, state = copy.deepcopy(optimizer.param_groups), torch.get_rng_state()
+    found = probe(optimizer, optimizer.param_groups[0])
+    assert found is not None
+    assert (found.in_parts > 0, found.beside > 0) == (expected != "", expected == "both"), found
+    assert optimizer.total == 0 and not optimizer.state and torch.equal(torch.get_rng_state(), state)
+    for now, was in zip(optimizer.param_groups[0]["params"], before[0]["params"], strict=True):
+        assert torch.equal(now, was) and now.grad is None
+
+
+ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_what_torch_steps_by_element(name: str) -> None:
+    optimizer = getattr(torch.optim, name)(_parameters(), lr=1e-3)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # begins with 0
+    found = probe(optimizer, optimizer.param_groups[0])
+    assert found is not None and found.in_parts == found.beside == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, transformers.Adafactor])
+def test_what_torch_and_transformers_step_by_matrix(kind: Any) -> None:
+    optimizer = kind(_parameters()[:1])
+    found = probe(optimizer, optimizer.param_groups[0])
+    assert found is not None and found.in_parts > 0.01 and found.beside == 0
+
+
+def test_what_cannot_be_told_is_not_refused() -> None:
+    for optimizer in (
+        torch.optim.LBFGS(_parameters()),  # wants a closure
+        torch.optim.SparseAdam(_parameters()),  # wants sparse gradients
+        Own(_parameters(), lambda o, p: p.grad + torch.randn_like(p)),  # draws: noise is another for each shape
+    ):
+        assert probe(optimizer, optimizer.param_groups[0]) is None
+
+
+def test_an_optimizer_around_another_one_and_its_state_is_left_alone() -> None:
+    class Around(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 0.1})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    parameters = _parameters()
+    inner = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    inner.step()
+    kept = copy.deepcopy(inner.state_dict())
+    outer = Around(inner)
+    found = probe(outer, outer.param_groups[0])
+    assert found is not None and found.in_parts == 0
+    torch.testing.assert_close(inner.state_dict(), kept, rtol=0, atol=0)
+
+
+def _step(model: nn.Module, optimizer: Optimizer) -> None:
+    model(**language_batches(131)[0]).loss.backward()
+    optimizer.step()
+
+
+WHOLE = r"Own looks at whole matrices: the update of a matrix in two parts differs by .* % from that of the whole one"
+ALL = r"Own takes statistics over all parameters: the update of one differs by .* % beside another one"
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() -> None:
+    whole, every = UPDATES["trust ratio"][0], UPDATES["by the norm of all"][0]
+    tp, pp = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+    for sizes, more, update, text in (
+        (tp, {}, whole, "With tensor_parallel_size=2 a rank has parts"),
+        (tp, {}, every, "With tensor_parallel_size=2 a rank has parts"),
+        (pp, {}, every, "With pipeline_parallel_size=2 a rank steps some of them"),
+        ({}, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),
+    ):
+        model = gpt2()
+        with raises_everywhere(ConfigError, text):
+            config = {"model_parallelism": sizes, **more}
+            autopar.initialize(model, config, optimizer=Own(model.parameters(), update))
+        assert not hasattr(model, "mpu"), "nothing has changed"
+    for update in (whole, every):
+        model = autopar.initialize(gpt2(), {"model_parallelism": tp})
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ConfigError, match=WHOLE):
+            _step(model, Own(model.parameters(), update))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    piped = autopar.initialize(gpt2(), {"model_parallelism": pp})
+    piped.execute_pipeline(language_batches(131)[0])
+    with pytest.raises(ConfigError, match=ALL):
+        Own(piped.parameters(), every).step()
+
+
+@pooled(world_size=2)
+def test_where_whole_parameters_are_stepped_it_is_right() -> None:
+    """Stages and replicas have whole matrices; groups of another model are not looked at."""
+    whole = UPDATES["trust ratio"][0]
+    plain = gpt2()
+    batch = language_batches(131)[0]
+    plain(**batch).loss.backward()
+    Own(plain.parameters(), whole).step()
+    model = gpt2()
+    optimizer = Own(model.parameters(), whole)
+    model = autopar.initialize(model, {"model_parallelism": {"pipeline_parallel_size": 2}}, optimizer=optimizer)[0]
+    model.execute_pipeline(batch)
+    optimizer.step()
+    weights = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.data, weights[name].data, rtol=1e-5, atol=1e-5)
+    autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    other = nn.Linear(4, 4)
+    other(torch.ones(1, 4)).sum().backward()
+    Own(other.parameters(), whole).step()
