@@ -74,7 +74,8 @@ class TierRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        worlds.without_ranks = tier_of(item) == "check"
+        may_need = item.get_closest_marker("ranks_if_needed") is not None
+        worlds.without_ranks = tier_of(item) == "check" and not may_need
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.measured[report.nodeid] += report.duration

@@ -114,6 +114,7 @@ def _cases(policy: Policy) -> list[Case]:
     return sorted((case for kind_ in policy.model_types for case in cases(kind_)), key=order)
 
 
+@pytest.mark.ranks_if_needed
 @pytest.mark.parametrize("name", first_policies((), [name for name in POLICIES if _stands_alone(name)], later="sweep"))
 def test_a_policy_without_one_of_its_rules_fails(name: str) -> None:
     untested, _ = UNTESTED.get(name, ((), ""))
