@@ -40,6 +40,7 @@ from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
+from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
@@ -305,6 +306,7 @@ def _make_plans(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _
 def _plan(model: nn.Module, checked: _Call, mpu: MPU, optimizer: Any) -> _Plans:
     config, policy, inner = checked.config, checked.policy, checked.inner
     plan = make_plan(model, policy, mpu.tp.size, by_expert=config.expert_parallel_size > 1)
+    check_forwards(model, plan)
     if optimizer is not None:
         check_state(optimizer, model, plan, config.zero_stage)
     tried = rehearse(inner, checked.prefix, plan) or not isinstance(inner, PreTrainedModel)

@@ -20,6 +20,7 @@ __all__ = ["FILE", "Cost", "Durations", "deal", "function_of", "shown", "speed"]
 
 FILE = Path(__file__).with_name("durations.json")
 _LEAST = 0.05  # seconds: shorter tests are not written down, and say nothing about speed
+_LONG = 10.0  # seconds: nobody waits for such a test at the end of a run
 _UNKNOWN = {True: 1.0, False: 0.02}  # seconds of a test over ranks, of another one
 
 
@@ -92,8 +93,8 @@ def deal(costs: Sequence[Cost], workers: int) -> list[int]:
     """Return an order of tests whose equal parts, one for each worker, take equally long.
 
     pytest-xdist begins with parts of equal numbers of tests, so parts are given equal seconds first, longest tests
-    first, and then equal numbers, by moving the shortest. In its part a worker has the tests over most ranks first,
-    one world size after the other, and at the end, where workers take tests from each other, the short ones.
+    first, and then equal numbers, by moving the shortest. In its part a worker has what takes long first, then tests
+    over most ranks, one world size after the other, and at the end, where workers take from each other, short ones.
     """
     units = defaultdict[Any, list[int]](list)
     for place, cost in enumerate(costs):
@@ -110,8 +111,13 @@ def deal(costs: Sequence[Cost], workers: int) -> list[int]:
     for part, most in zip(parts, number, strict=True):
         places = [place for unit in part for place in unit]
         places += [spare.pop() for _ in range(most - len(places))]
-        result += sorted(places, key=lambda place: (-costs[place].ranks, costs[place].file, place))
+        result += sorted(places, key=lambda place: (*_turn(costs[place]), place))
     return result
+
+
+def _turn(cost: Cost) -> tuple[bool, int, str]:
+    """Return what comes first: long ones, most ranks, files one after the other."""
+    return not (cost.together or cost.seconds >= _LONG), -cost.ranks, cost.file
 
 
 def _shortest(part: list[list[int]], most: int) -> list[list[int]]:

@@ -141,7 +141,6 @@ def check(
     """
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3))
     plain = build().train()
-    others = [made for make in too if (made := make(lambda: copy.deepcopy(plain))) is not None]
     parallel = copy.deepcopy(plain)
     made_before = make_optimizer(parallel.parameters())
     identities = [id(parameter) for parameter in parallel.parameters()]
@@ -152,7 +151,8 @@ def check(
     for name, parameter in plain.named_parameters():
         assert torch.equal(weights[name], parameter.data), f"{name}: cut and put together again it is another"
     if first is not None:
-        first(plain, parallel)
+        first(plain, parallel)  # a short prompt switches BigBird to full attention, for good
+    others = [made for make in too if (made := make(lambda: copy.deepcopy(plain))) is not None]
     reference_optimizer = make_optimizer(plain.parameters())
     agreed = _Agreed(parallel.mpu)
     models = [parallel, *others]

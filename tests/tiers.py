@@ -31,9 +31,9 @@ class Tier:
 
 
 TIERS = {
-    "check": Tier("make check", 110),
-    "test": Tier("make test", 330),
-    "all": Tier("make test-all", 2700),
+    "check": Tier("make check", 130),
+    "test": Tier("make test", 360),
+    "all": Tier("make test-all", 3300),
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)

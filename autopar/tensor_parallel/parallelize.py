@@ -17,6 +17,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
+from autopar.plan.own_forwards import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.tensor_parallel.config_view import set_value, view_of_config
 from autopar.tensor_parallel.embeddings import WARNED
@@ -41,6 +42,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
     done: set[int] = set()
     for path, module_plan in plan.modules.items():
         module = modules[path]
+        drop_plain_forward(module)
         _swap(module, module_plan, axis, region)
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = module._parameters.get(name)

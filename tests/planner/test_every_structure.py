@@ -15,7 +15,7 @@ from autopar.planner.model_states import RankBytes
 from autopar.planner.planned_model import PlannedModel
 from tests.pool import pooled
 from tests.random_models import Case, build, cases, kind
-from tests.representatives import REPRESENTATIVES
+from tests.representatives import REPRESENTATIVES, first_types
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "tp 2, bf16": {"model_parallelism": {"tensor_parallel_size": 2}, "precision": {"dtype": "bf16"}},
@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tp 2, whole experts": {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}},
     "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
 }
-IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2")
+IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2", "bloom", "deepseek_v3", "bart", "whisper", "llava", "mamba2")
 
 
 def _main_case(model_type: str) -> Case:
@@ -96,7 +96,7 @@ def _compare(case: Case, name: str) -> None:
 
 @pytest.mark.parametrize(
     "model_type",
-    [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.tier("all")) for name in REPRESENTATIVES],
+    first_types(IN_EVERY_RUN, list(REPRESENTATIVES), later="sweep"),
 )
 @pooled(world_size=2, timeout=300)
 def test_states_of(model_type: str) -> None:

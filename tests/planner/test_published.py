@@ -65,7 +65,7 @@ def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
     assert plain - fused == pytest.approx(5 * heads * sequence / hidden / tp, rel=0.01)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_llama_405b_in_less_than_a_minute() -> None:
     """Llama Team, 2024, table 4: tp 8, pp 16 at 8,192 tokens on 80 GB."""
     planned = PlannedModel(llama_405b(), sequence=8192, dry_run=False)

@@ -20,6 +20,7 @@ from tests.compare import same_gradients, same_weights
 from tests.parity import check, close, language_batches, reseed
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
+from tests.tiers import mainly
 
 BUILD: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2}
 BLOCKS = {"backend": "aot_eager", "fullgraph": True}
@@ -55,7 +56,7 @@ def test_compiled_blocks(kind: str) -> None:
 
 @pytest.mark.tier("all")
 @pooled(world_size=4)
-@pytest.mark.parametrize("kind", BUILD)
+@pytest.mark.parametrize("kind", mainly(*BUILD, later="sweep"))
 @pytest.mark.parametrize(
     "extra",
     [
@@ -73,7 +74,7 @@ def test_compiled_blocks_with_other_options(kind: str, extra: dict[str, Any]) ->
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.tier("all"))])
+@pytest.mark.parametrize("kind", mainly("llama", "gpt2", later="sweep"))
 def test_a_compiled_model_has_the_graphs_of_the_plain_one(kind: str) -> None:
     one = {"llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}[kind]
     plain = BUILD[kind](**one).train()
@@ -96,9 +97,7 @@ def test_a_compiled_model_has_the_graphs_of_the_plain_one(kind: str) -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize(
-    "where", ["function", *(pytest.param(x, marks=pytest.mark.tier("all")) for x in ("module", "method"))]
-)
+@pytest.mark.parametrize("where", mainly("function", "module", "method", later="sweep"))
 def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
     (batch,) = language_batches(131, count=1)
     plain = llama()
@@ -119,7 +118,7 @@ def test_a_whole_graph_however_it_is_compiled(where: str) -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", ["module", pytest.param("function", marks=pytest.mark.tier("all"))])
+@pytest.mark.parametrize("where", mainly("module", "function", later="sweep"))
 def test_checks_run_with_every_graph(where: str) -> None:
     (batch,) = language_batches(131, count=1)
     model = parallel(llama(), 2)
@@ -163,7 +162,7 @@ def test_checks_over_context_run_with_every_graph() -> None:
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
+@pytest.mark.parametrize("method", mainly("ulysses", "gather", later="sweep"))
 @pooled(world_size=2, timeout=400)
 def test_a_compiled_model_over_context(method: str) -> None:
     """Graphs break at the doors, and at logits and embeddings of own rows; the numbers are those of the plain model."""
@@ -207,7 +206,7 @@ def test_an_id_outside_of_the_vocabulary() -> None:
 
 
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", [pytest.param("blocks", marks=pytest.mark.tier("all")), "model"])
+@pytest.mark.parametrize("where", mainly("model", "blocks", later="sweep"))
 def test_dropout_draws_as_without_compiling(where: str) -> None:
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_implementation": "eager"}
     (batch,) = language_batches(131, count=1)
@@ -318,7 +317,7 @@ def test_compiled_blocks_with_zero_3() -> None:
 @needs_a_compiler
 @pytest.mark.tier("all")
 @pooled(world_size=2, timeout=400)
-@pytest.mark.parametrize("where", ["blocks", "model"])
+@pytest.mark.parametrize("where", mainly("blocks", "model", later="sweep"))
 def test_inductor(where: str) -> None:
     plain = llama(num_hidden_layers=1)
     model = parallel(copy.deepcopy(plain), 2, **({"compile": {"enable": True}} if where == "blocks" else {}))

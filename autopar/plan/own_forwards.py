@@ -1,0 +1,55 @@
+"""Layers whose ``forward`` is set on the object: it would be called in the place of the sharded one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.plan.plan import Plan
+
+__all__ = ["check_forwards", "drop_plain_forward"]
+
+_LAYERS = ("column", "row", "embedding")
+
+
+def check_forwards(model: nn.Module, plan: Plan) -> None:
+    """Raise where a layer that the plan shards has a ``forward`` of its own object.
+
+    Python finds an attribute of the object before the method of its class, so the sum over ranks would be left out.
+
+    Raises:
+        ConfigError: naming the first such layer, and what sets such attributes.
+    """
+    if plan.tp == 1:
+        return
+    found = [
+        path
+        for path, module in plan.modules.items()
+        if module.rule in _LAYERS and _has_another(model.get_submodule(path))
+    ]
+    if not found:
+        return
+    first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""
+    if hasattr(first, "_hf_hook"):
+        cause = (
+            "  accelerate's hooks do that (device_map=..., cpu_offload). Take them off before initialize:\n"
+            "  accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        )
+    else:
+        cause = "  Use register_forward_hook or register_forward_pre_hook, or a subclass in the layer's place."
+    raise ConfigError(
+        f"{found[0]}{more} ({plan.modules[found[0]].rule}, tensor_parallel_size={plan.tp}) has a forward that was set "
+        f"on the object: it would be called\n  in the place of the sharded one, and results would be wrong.\n{cause}"
+    )
+
+
+def _has_another(module: nn.Module) -> bool:
+    """Return whether a module's own ``forward`` is another one than its class's, which removed hooks leave there."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def drop_plain_forward(module: nn.Module) -> None:
+    """Take away a ``forward`` of the object that is its class's: the class is about to be another."""
+    if not _has_another(module):
+        vars(module).pop("forward", None)
