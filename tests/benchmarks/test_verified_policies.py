@@ -11,7 +11,7 @@ import pytest
 from autopar.verification.report import Report, Row
 from benchmarks.verified_policies import known, row_of, sizes, summary, verdict
 
-pytestmark = pytest.mark.tier("all")
+pytestmark = pytest.mark.tier("sweep")
 
 
 def _report(*rows: Row) -> Report:

@@ -23,9 +23,10 @@ from tests.parity import close
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
 from tests.small import gpt2
+from tests.tiers import mainly
 from tests.worlds import raises_everywhere
 
-NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.tier("all")) for name in ("llama", "bert", "t5"))]
+NAMES = mainly("gpt2", "llama", "bert", "t5", later="sweep")
 
 
 def check_chain(folder: Path, name: str, meshes: list[Mesh]) -> None:

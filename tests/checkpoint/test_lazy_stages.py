@@ -18,8 +18,9 @@ from tests.parity import close
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
 from tests.small import llama
+from tests.tiers import mainly
 
-NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.tier("all")) for name in ("llama", "bert", "t5"))]
+NAMES = mainly("gpt2", "llama", "bert", "t5", later="sweep")
 
 
 def lazily(model: Any) -> Any:

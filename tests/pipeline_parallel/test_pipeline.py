@@ -83,9 +83,9 @@ def test_families(model_type: str, head: str) -> None:
     check_pipeline(lambda: model, batches(case, model.config)).mpu.destroy()
 
 
-@pytest.mark.tier("test", only=("2-2-gpt2", "1-4-gpt2", "1-2-gpt2"))
+@pytest.mark.tier("test", only=("2-2-gpt2", "1-4-gpt2", "2-2-bert"))
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 4), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 4), pytest.param(1, 2, marks=pytest.mark.tier("sweep"))])
 @pooled(world_size=4)
 def test_meshes(name: str, tp: int, pp: int) -> None:
     """The remaining ranks are data-parallel replicas."""

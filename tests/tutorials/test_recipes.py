@@ -45,7 +45,7 @@ def test_the_head_must_be_named() -> None:
     assert "set HEAD to the name of the node where the others meet" in done.stderr
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_two_nodes_under_slurm_of_which_one_is_lost(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.tiers import mainly
 from tests.tutorials.run_scripts import run_script
 from tests.worlds import distributed
 from tutorials import offline
@@ -82,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return cache(lambda processes: run(processes, tmp_path_factory.mktemp(f"tutorials-{processes}")))
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["torchrun", "python"])
+@pytest.fixture(scope="module", params=mainly(2, 1, later="sweep"), ids=["torchrun", "python"])
 def printed(request: pytest.FixtureRequest, runs: Runs) -> dict[str, str]:
     return runs(request.param)
 
