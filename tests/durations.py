@@ -1,7 +1,7 @@
 """How long tests take: what a tier may have, and how workers share it.
 
-``tests/durations.json`` holds seconds of one case of each test function, as they were on two quiet cores
-(``make durations`` writes it). A run with ``--tier`` deals its tests to the workers by these seconds, so that all end
+``tests/durations.json`` holds seconds of one case of each test function, as ``make durations`` measured them last, on
+two cores. A run with ``--tier`` deals its tests to the workers by these seconds, so that all end
 at the same time, and fails if its tier has outgrown its seconds in :mod:`tests.tiers` by a fifth. For that its own
 measurements are divided by the speed of the machine: the median ratio of what a test took to what is written down.
 """
