@@ -1,9 +1,9 @@
 """How long tests take: what a tier may have, and how workers share it.
 
 ``tests/durations.json`` holds seconds of one case of each test function, as ``make durations`` measured them last, on
-two cores. A run with ``--tier`` deals its tests to the workers by these seconds, so that all end
-at the same time, and fails if its tier has outgrown its seconds in :mod:`tests.tiers` by a fifth. For that its own
-measurements are divided by the speed of the machine: the median ratio of what a test took to what is written down.
+two cores. A run with ``--tier`` deals its tests to the workers by these seconds, so that all end at the same time, and
+fails if a tier has outgrown its seconds in :mod:`tests.tiers` by a fifth. For that its own measurements are divided by
+the speed of the machine: what its tests took against what is written down.
 """
 
 from __future__ import annotations
@@ -62,14 +62,23 @@ def function_of(nodeid: str) -> str:
 
 
 def speed(measured: dict[str, float], known: Durations) -> float:
-    """Return how many times as long as written down tests took on this machine; 1 if too few are known."""
+    """Return how many times as long as written down tests took; 1 if too few are known.
+
+    Some that take four times as long as the others have grown: they are not the machine's speed.
+    """
     by_function = defaultdict[str, list[float]](list)
     for nodeid, seconds in measured.items():
         by_function[function_of(nodeid)].append(seconds)
-    ratios = [
-        statistics.fmean(listed) / known.seconds[name] for name, listed in by_function.items() if name in known.seconds
+    pairs = [
+        (sum(listed), known.seconds[name] * len(listed))
+        for name, listed in by_function.items()
+        if name in known.seconds
     ]
-    return statistics.median(ratios) if len(ratios) >= 20 else 1.0
+    if len(pairs) < 20:
+        return 1.0
+    middle = statistics.median(took / was for took, was in pairs)
+    alike = [(took, was) for took, was in pairs if took <= 4 * middle * was]
+    return sum(took for took, _ in alike) / sum(was for _, was in alike)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,14 +131,15 @@ def _files_of_shard(shard: str, items: list[pytest.Item], known: Durations) -> s
 
 def _grown(measured: dict[str, float], tiers: dict[str, str], known: Durations) -> list[str]:
     """Return a line for each tier whose tests take a fifth longer than it may, at the speed of this machine."""
-    factor = speed(measured, known)
-    sums = Counter[str]()
-    for nodeid, seconds in measured.items():
-        sums[tiers[nodeid]] += seconds / factor
+    sums, factors = Counter[str](), dict[str, float]()
+    for tier in set(tiers.values()):
+        of_tier = {nodeid: seconds for nodeid, seconds in measured.items() if tiers[nodeid] == tier}
+        factors[tier] = speed(of_tier, known)
+        sums[tier] = sum(of_tier.values()) / factors[tier]
     return [
         f"error: the tests of {TIERS[tier].command} take {shown(seconds)}, and may take {shown(TIERS[tier].seconds)} "
-        f"(measured at {factor:.1f} x the seconds in tests/durations.json). Make them quicker, move some to a later "
-        "tier, or raise it in tests/tiers.py."
+        f"(measured at {factors[tier]:.1f} x the seconds in tests/durations.json). Make them quicker, move some to a "
+        "later tier, or raise it in tests/tiers.py."
         for tier, seconds in sums.items()
         if seconds > _GROWN * TIERS[tier].seconds
     ]
