@@ -120,15 +120,7 @@ def _run(
 
 
 def _with_rows(case: Case, tp: int, build: Callable[[], nn.Module]) -> nn.Module | None:
-    sizes = {"tensor_parallel_size": tp, "sequence_parallel": True}
-    refused = None
-    try:
-        model = autopar.initialize(build(), {"model_parallelism": sizes})
-    except ConfigError as error:
-        refused = str(error)
-    expected = case.model_type in NOT_BY_ROWS
-    assert (refused is not None) == expected, f"NOT_BY_ROWS is wrong about {case.model_type}: {refused}"
-    return None if expected else model
+    return _unless_listed(case, {"tensor_parallel_size": tp, "sequence_parallel": True}, NOT_BY_ROWS, build)
 
 
 def _with_context(case: Case, cp: int, build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -136,14 +128,18 @@ def _with_context(case: Case, cp: int, build: Callable[[], nn.Module]) -> nn.Mod
         return None
     method = "gather" if len(case.model_type) % 2 else "ulysses"  # the others have their own tests
     sizes = {"context_parallel_size": cp, "context_parallel_method": method}
-    refused = None
+    return _unless_listed(case, sizes, NOT_IN_CONTEXT, build)
+
+
+def _unless_listed(case: Case, sizes: Any, listed: Any, build: Callable[[], nn.Module]) -> nn.Module | None:
+    """Parallelize, or see that it is refused if the list of refused types says so."""
     try:
-        model = autopar.initialize(build(), {"model_parallelism": sizes})
+        model, refused = autopar.initialize(build(), {"model_parallelism": sizes}), None
     except ConfigError as error:
-        refused = str(error)
-    expected = case.model_type in NOT_IN_CONTEXT
-    assert (refused is not None) == expected, f"NOT_IN_CONTEXT is wrong about {case.model_type}: {refused}"
-    return None if expected else model
+        model, refused = None, str(error)
+    expected = case.model_type in listed
+    assert (refused is not None) == expected, f"tests/refused_types.py is wrong about {case.model_type}: {refused}"
+    return model
 
 
 def _same_folder(plain: nn.Module, parallel: nn.Module) -> None:

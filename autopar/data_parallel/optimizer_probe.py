@@ -25,8 +25,6 @@ _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small ten
 _STEPS = 4
 _SAME = 1e-3  # of the largest update: what the order of sums may change
 _LR = 1e-2  # where a warm-up begins with 0
-
-
 _Part = tuple[int, int, int, int]  # first row, last one, first column, last one
 
 
@@ -106,14 +104,11 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
-    state = torch.get_rng_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return _compared(lambda parts, seed=0: _trajectory(optimizer, group, parts, seed))
     except Exception:  # it wants a closure, or attributes that a copy has not: whatever a step stumbles over
         return None
-    finally:
-        torch.set_rng_state(state)
 
 
 def _compared(run: Callable[..., list[torch.Tensor] | None]) -> Behaviour | None:
@@ -144,7 +139,7 @@ def _trajectory(
     optimizer: Optimizer, group: dict[str, Any], parts: Sequence[_Part], seed: int
 ) -> list[torch.Tensor] | None:
     """Return the updates of parts of the matrix that one copy steps; None if the first does not move."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # that of the CPU, which is put back; a GPU's stays as it is
     weight, gradients = _drawn()
     parameters = [nn.Parameter(weight[a:b, c:d].clone()) for a, b, c, d in parts]
     fresh = _fresh(optimizer, group, parameters)
