@@ -12,6 +12,7 @@ import pytest
 
 from tests.changed import changed_files, reached
 from tests.durations import Cost, Durations, deal, shown, speed
+from tests.passed import Passed
 from tests.tier_run import TierRun, _files_of_shard, _grown
 from tests.tiers import TIERS, mainly, never_met, tier_of, up_to
 
@@ -151,9 +152,25 @@ def test_a_tier_leaves_the_later_ones_out_and_says_what_they_would_take() -> Non
     for item in items:
         item.user_properties, item.get_closest_marker = [], lambda name: None
     run = TierRun(config)
-    run.pytest_collection_modifyitems(config, items)
+    list(run.pytest_collection_modifyitems(config, items))
     assert [each.user_properties for each in items] == [[("tier", "test")], [("tier", "check")]], "most ranks first"
     assert len(left) == 1 and set(run.later) == {"all"}
+
+
+def test_a_marked_case_that_has_passed_is_not_taken_for_one_that_does_not_exist(tmp_path: Path) -> None:
+    manager = pytest.PytestPluginManager()
+    options = {"--tier": "all", "--shard": "1/1", "--reuse": True}
+    config: Any = SimpleNamespace(getoption=options.get, option=SimpleNamespace(keyword=""), args=[], hook=manager.hook)
+    items = [_item(TIER("test", only=("x",)), ranks=2, case=case) for case in ("x", "y")]
+    for item in items:
+        item.user_properties, item.get_closest_marker = [], lambda name: None
+    passed, tiers = Passed(config), TierRun(config)
+    passed.file = tmp_path / "passed"
+    passed.file.write_text("tests/test_a.py::test_a[x]\n")
+    manager.register(passed)
+    manager.register(tiers)
+    manager.hook.pytest_collection_modifyitems(session=None, config=config, items=items)
+    assert [each.nodeid for each in items] == ["tests/test_a.py::test_a[y]"]
 
 
 def test_a_change_reaches_what_extends_it() -> None:

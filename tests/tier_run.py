@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,11 +41,16 @@ class TierRun:
         self.grown: list[str] = []
         self.start = time.monotonic()
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if self.tier is not None and not config.option.keyword and not any("::" in each for each in config.args):
-            for case in never_met(items):
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+        if self.tier is not None and not any("::" in each for each in config.args):
+            for case in never_met(items):  # before others leave out what has passed, or was not asked for
                 raise pytest.UsageError(f"{case} is marked with a tier, and there is no such case")
+        yield
+        self._pick(config, items)
+
+    def _pick(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave in the tests of the tier and the shard, in the order in which workers take them."""
         part = _files_of_shard(config.getoption("--shard"), items, self.known)
         wanted = up_to(self.tier) if self.tier is not None else list(TIERS)
         taken, left = [], []
