@@ -122,8 +122,10 @@ def test_no_memory_is_an_error(file, monkeypatch):
     assert view[5] == 5
 
 
-def test_ctrl_c_loses_nothing(file, monkeypatch):
+def test_ctrl_c_loses_nothing(file, monkeypatch, request):
     view, taken = taken_over(file)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     monkeypatch.setattr(takeover, "replace_pages", lambda address, length: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         taken.wait()
