@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import run
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.distributed.profiling import named_collective
 from autopar.layout import Layout
@@ -30,11 +30,12 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @named_collective("all-to-all: rows and heads")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads: bool) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.heads, ctx.rows, ctx.to_heads = axis, heads, rows, to_heads
         return _exchange(x, axis, heads, rows, to_heads)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _exchange(grad, ctx.axis, ctx.heads, ctx.rows, not ctx.to_heads), None, None, None, None
 

@@ -13,10 +13,10 @@ import torch
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather_sum
-from autopar.errors import ConfigError
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.layout import Layout
 
-__all__ = ["check_single_backward", "join"]
+__all__ = ["join"]
 
 
 def join(x: torch.Tensor, axis: Axis, dim: int, rows: Layout) -> torch.Tensor:
@@ -35,19 +35,10 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        keep_none(ctx)
         return x.view_as(x)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        check_single_backward()
         return grad
-
-
-def check_single_backward() -> None:
-    """Raise ConfigError in a backward with ``create_graph=True``; on every rank, which all run it."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise ConfigError(
-            "create_graph=True: with context_parallel_size the gradients on each rank are those of its rows, and what "
-            "is computed of them\n  (a penalty on gradients) would be another number than of the whole ones. Use "
-            "tensor_parallel_size, or leave the penalty out."
-        )

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.context_parallel.handed_states import HandedStates, Key, States
-from autopar.context_parallel.joined_rows import check_single_backward
 from autopar.distributed.axis import Axis
+from autopar.distributed.derivatives import single_backward
 from autopar.distributed.neighbours import Neighbours
 from autopar.distributed.profiling import named_collective
 
@@ -133,8 +133,8 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     @named_collective("send: gradient of the state of the rank before")
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-        check_single_backward()
         ctx.neighbours.send(grad, -1)
         return (None,) * (3 + ctx.anchors)
 
@@ -150,8 +150,8 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     @named_collective("receive: gradients of states of the rank behind")
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        check_single_backward()
         received = [ctx.neighbours.receive(*state, 1) for state in reversed(ctx.states)]
         return (None, None, grad, *reversed(received), *(None,) * ctx.rest)
 

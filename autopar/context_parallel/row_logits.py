@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.context_parallel.joined_rows import check_single_backward, join
+from autopar.context_parallel.joined_rows import join
 from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather, reduce_scatter
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.whole_on_read import PATIENCE, WholeOnRead
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.loss import check_targets
@@ -107,13 +108,14 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, axis: Axis, rows: Layout, title: str, flat: bool) -> RowLogits:
+        keep_none(ctx)
         ctx.axis, ctx.rows, ctx.flat = axis, rows, flat
         return RowLogits(own, axis, rows, title, flat)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         """Sum the gradients of all ranks, of which each has one of the whole."""
-        check_single_backward()
         deep = grad.reshape(-1, ctx.rows.size, grad.shape[-1]) if ctx.flat else grad
         return reduce_scatter(deep, ctx.axis, 1, ctx.rows), None, None, None, None
 
@@ -123,11 +125,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: RowLogits) -> torch.Tensor:
+        keep_none(ctx)
         ctx.flat = logits.flat
         own = logits.own.whole() if isinstance(logits.own, WholeOnRead) else logits.own
         return all_gather(own.detach(), logits.axis, logits.rows, 1)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad.flatten(0, 1) if ctx.flat else grad
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from autopar.context_parallel.joined_rows import join
 from autopar.context_parallel.state import RowState
 from autopar.distributed.barrier import meet
+from autopar.distributed.derivatives import check_no_tangent, keep_none, single_backward
 from autopar.distributed.whole_on_read import PATIENCE, WholeOnRead, name_of
 from autopar.layout import Layout
 
@@ -130,6 +131,7 @@ def ahead(
     own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str], made_of: MadeOf | None
 ) -> RowsAhead:
     """Return the whole tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
+    check_no_tangent(own)
     made: RowsAhead = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
     made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
     made._state, made._made_of, made._plain = state, made_of, None
@@ -142,9 +144,11 @@ class _Closed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:
+        keep_none(ctx)
         return torch.Tensor._make_wrapper_subclass(RowsAhead, shape, dtype=own.dtype, device=own.device)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
         raise RuntimeError(
             "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank "

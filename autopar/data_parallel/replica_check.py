@@ -27,6 +27,7 @@ from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.data_parallel.wrapper_check import group_call
+from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -127,7 +128,7 @@ class StepCheck:
             self._input_hook.remove()
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and self.made < _WHOLE:
+        if module.training and self.made < _WHOLE and not is_transformed():
             self._input = of_values([args, kwargs])
 
     # -- at a step -------------------------------------------------------------------------------------------------

@@ -27,11 +27,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
+from autopar.distributed.derivatives import NoGraph, check_no_tangent, is_watched, keep_none, single_backward
 from autopar.distributed.digest import extremes
 from autopar.distributed.profiling import named_collective
 from autopar.layout import Block, Layout, even_shards
@@ -188,12 +187,13 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
     @named_collective("all-reduce: gradient at the entry of a sharded region")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_reduce(grad, ctx.axis), None
 
@@ -202,10 +202,11 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        keep_none(ctx)
         return _all_reduce(x, axis)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
@@ -214,6 +215,7 @@ class _ReduceInPlace(_Reduce):
     @staticmethod
     @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        keep_none(ctx)
         ctx.mark_dirty(x)
         _sum(x, axis)
         return x
@@ -223,11 +225,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @named_collective("all-gather: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
         return all_gather(x, axis, layout, dim)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         layout: Layout = ctx.layout
         part = layout.shard(grad, ctx.axis.rank, ctx.dim)
@@ -242,12 +245,13 @@ class _Gather(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
         return layout.shard(x, axis.rank, dim)
 
     @staticmethod
     @named_collective("all-gather: gradient at the entry of a sharded region")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         layout: Layout = ctx.layout
         if not layout.replicated:
@@ -261,12 +265,13 @@ class _GatherSum(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None, gathered: torch.Tensor | None
     ) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size)
         return all_gather(x, axis, ctx.layout, dim) if gathered is None else gathered.detach()
 
     @staticmethod
     @named_collective("reduce-scatter: gradient at the entry of a sharded region")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return _reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
 
@@ -275,12 +280,13 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     @named_collective("reduce-scatter: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim], axis.size)
         return _reduce_scatter(x, axis, dim, ctx.layout)
 
     @staticmethod
     @named_collective("all-gather: gradient at the exit of a sharded region")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
 
@@ -291,6 +297,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, axis: Axis, output_splits: list[int] | None, input_splits: list[int] | None
     ) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.splits = axis, (input_splits, output_splits)
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty(rows, *x.shape[1:])
@@ -299,7 +306,7 @@ class _AllToAll(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _AllToAll.apply(grad, ctx.axis, *ctx.splits), None, None, None
 
@@ -307,31 +314,26 @@ class _AllToAll(torch.autograd.Function):
 class _SumReplicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.layout = axis, layout
         return weight.view_as(weight)
 
     @staticmethod
     @named_collective("all-reduce: gradient of a weight with replicated units")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout: Layout = ctx.layout
         return layout.shard(_sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
 
 
-class _NoGraph:
-    """Takes the place of autograd's context where no gradient will come back."""
-
-    def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        pass
-
-
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
     if axis.size == 1:
         return x
-    if (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+    check_no_tangent(x)
+    if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = function.apply(x, axis, *args)
     else:  # as autograd would, without its cost
-        result = function.forward(_NoGraph(), x, axis, *args)
+        result = function.forward(NoGraph(), x, axis, *args)
     return result
 
 
@@ -348,8 +350,8 @@ def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Reduce in place, like :func:`reduce`, a contiguous matmul output that no backward formula has saved."""
-    return _apply(_ReduceInPlace, x, axis)
+    """Reduce in place, like :func:`reduce`, a contiguous matmul output that nothing has saved."""
+    return _apply(_Reduce if is_watched(x) else _ReduceInPlace, x, axis)
 
 
 def gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.tensor_parallel.logits_shards import Shards
 from autopar.tensor_parallel.loss import (
     Targets,
@@ -65,6 +65,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, shards: Shards, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
     ) -> torch.Tensor:
+        keep_none(ctx)
         assert shards.head is not None
         shards.head.check()
         rows = inputs[0]  # [tokens, hidden]
@@ -79,7 +80,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return loss.masked_fill(targets.ignored, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         log_total, column, mine, ignored, *inputs = ctx.saved_tensors
         shards, targets = ctx.shards, Targets(column, mine, ignored)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
 from autopar import activation_checkpoint
+from autopar.distributed.derivatives import check_no_transform
 from autopar.distributed.failures import FailureLog, first_line
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
@@ -142,6 +143,8 @@ class BeforeForward(Hook, CompiledCheck):
     def _check(
         self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
     ) -> None:
+        if self.tree is not None or self.check is not None:
+            check_no_transform()  # inside of one nothing can be reported
         self._or_report(self.takeover.wait)
         if self._or_report(lambda: self.tree is not None and self.tree.check(model)):
             self.region.find_dropout(model)  # also in new modules

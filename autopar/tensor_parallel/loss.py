@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.errors import ConfigError
 from autopar.layout import even_shards
 
@@ -237,6 +237,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: Targets, label_smoothing: float, widths: list[int], axis: Axis
     ) -> torch.Tensor:
+        keep_none(ctx)
         stats = stats_of(wide(logits), targets, label_smoothing)
         loss, log_total = losses_of(stats, logits.shape[1], label_smoothing, widths, axis)
         ctx.save_for_backward(logits, log_total, targets.column, targets.mine, targets.ignored)
@@ -244,7 +245,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return loss.masked_fill(targets.ignored, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_total, *targets = ctx.saved_tensors
         found = gradient(logits, log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import start_all_reduce
+from autopar.distributed.derivatives import is_watched, keep_none, single_backward
 from autopar.distributed.profiling import named_collective, record
 
 __all__ = ["CONV1D", "LINEAR", "WeightGradient", "attach", "can_overlap", "enter"]
@@ -69,6 +69,7 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
         and forward_ad._current_level < 0
+        and not is_watched(x)  # what the layer returns was kept: it must not be written to
     )
 
 
@@ -100,11 +101,12 @@ class _Pending:
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, pending: _Pending) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.pending = axis, pending
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         wait, ctx.pending.wait = ctx.pending.wait, None
         if wait is not None:
@@ -116,12 +118,13 @@ class _Wait(torch.autograd.Function):
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, pending: _Pending) -> torch.Tensor:
+        keep_none(ctx)
         ctx.axis, ctx.pending = axis, pending
         return x.view_as(x)
 
     @staticmethod
     @named_collective("all-reduce: gradient at the entry of a sharded region")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand it to two branches
         ctx.pending.wait = start_all_reduce(grad, ctx.axis)
@@ -131,12 +134,13 @@ class _Launch(torch.autograd.Function):
 class _LateWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
+        keep_none(ctx)
         ctx.gradient = gradient
         ctx.save_for_backward(x)
         return weight.new_empty(()).expand(len(x), weight.shape[gradient.out_dim])
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return ctx.gradient.of(x, grad), None, None
@@ -147,10 +151,11 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+        keep_none(ctx)
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return grad, grad

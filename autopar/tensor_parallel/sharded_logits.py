@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.whole_on_read import PATIENCE
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
 from autopar.tensor_parallel.logits_shards import Change, Shards, after
@@ -148,12 +149,13 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shards: Shards, *inputs: torch.Tensor) -> ShardedLogits:
+        keep_none(ctx)
         ctx.shards = shards
         ctx.save_for_backward(*inputs)
         return ShardedLogits(shards)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         shards: Shards = ctx.shards
         inputs = ctx.saved_tensors
@@ -173,11 +175,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: ShardedLogits) -> torch.Tensor:
+        keep_none(ctx)
         shards = logits.shards
         if shards.head is not None:
             shards.head.check()
         return all_gather(shards.local(), shards.axis, shards.layout, -1).to(shards.dtype)
 
     @staticmethod
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad

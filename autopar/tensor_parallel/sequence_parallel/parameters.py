@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import reduce_
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.profiling import named_collective
 from autopar.tensor_parallel.regions import Region
 
@@ -28,13 +28,13 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keep_none(ctx)
         ctx.axis = axis
-        ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @named_collective("all-reduce: gradients of parameters that work on rows of the sequence")
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         return None, *sum_flat(gradients, ctx.axis)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
+from autopar.distributed.derivatives import is_watched, keep_none, single_backward
 from autopar.distributed.profiling import named_collective
 from autopar.layout import Layout
 from autopar.tensor_parallel.overlap import WeightGradient
@@ -32,6 +32,7 @@ def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and forward_ad._current_level < 0
+        and not is_watched(x)
     )
 
 
@@ -93,12 +94,13 @@ class _WeightOfRows(torch.autograd.Function):
     def forward(
         ctx: Any, weight: torch.Tensor, rows: torch.Tensor, tokens: int, gradient: WeightGradient, again: _Again
     ) -> torch.Tensor:
+        keep_none(ctx)
         ctx.gradient, ctx.again = gradient, again
         ctx.save_for_backward(rows)
         return weight.new_empty(()).expand(tokens, weight.shape[gradient.out_dim])
 
     @staticmethod
-    @once_differentiable
+    @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (rows,) = ctx.saved_tensors
         return ctx.gradient.of(ctx.again.tokens(rows), grad), None, None, None, None

@@ -1,0 +1,110 @@
+"""Which derivatives go through sharded layers: the first one, backward. Others are refused, never left out.
+
+torch's own ``once_differentiable`` says that a second derivative is missing only to a ``backward()`` that walks into
+it; ``torch.autograd.grad`` goes around it and leaves the term out. Here the first backward with ``create_graph=True``
+is the error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.autograd import forward_ad
+
+from autopar.errors import ConfigError
+
+__all__ = [
+    "NoGraph",
+    "check_no_tangent",
+    "check_no_transform",
+    "is_transformed",
+    "is_watched",
+    "keep_none",
+    "single_backward",
+]
+
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+_UNSHARDED = (
+    "Leave it out, or use tensor_parallel_size: 1 and context_parallel_size: 1: replicas of the whole model can."
+)
+
+
+def keep_none(ctx: Any) -> None:
+    """Let :func:`single_backward` see in this forward's backward that no gradient came: torch makes zeros otherwise."""
+    if not torch.compiler.is_compiling():  # a graph has no such gradients
+        ctx.set_materialize_grads(False)
+
+
+class NoGraph:
+    """Takes the place of autograd's context where no gradient will come back."""
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def single_backward(backward: _Backward) -> _Backward:
+    """Decorate the backward of an autograd function whose gradients cannot be differentiated again.
+
+    Where no gradient came, none goes on and ``backward`` does not run: the graph is the same on all ranks, and so is
+    the collective that they leave out.
+
+    Raises:
+        ConfigError: in a backward with ``create_graph=True``; on every rank, which all run it.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "create_graph=True: sharded layers exchange gradients in the backward, and that is not differentiated "
+                "again: a\n  penalty on gradients, a Hessian or a meta-gradient would be another number than the "
+                f"plain model's.\n  {_UNSHARDED}"
+            )
+        if all(gradient is None for gradient in gradients):
+            return (None,) * len(ctx.needs_input_grad)
+        return backward(ctx, *gradients)
+
+    return cast("_Backward", run)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) runs: its tensors have no values to look at."""
+    return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
+
+
+def check_no_transform() -> None:
+    """Check, when a sharded model is called, that no transform of torch.func runs.
+
+    Raises:
+        ConfigError: one does; on every rank that calls the model in it.
+    """
+    if is_transformed():
+        raise ConfigError(
+            "torch.func: grad, vmap, jvp and the like do not go through the collectives of a sharded model. "
+            "functional_call\n  does, and so does loss.backward() or torch.autograd.grad, for one sample after the "
+            f"other if each has to have its gradient.\n  {_UNSHARDED}"
+        )
+
+
+def check_no_tangent(x: torch.Tensor) -> None:
+    """Check that a sharded layer is given no dual tensor, inside of ``forward_ad.dual_level()``.
+
+    Raises:
+        ConfigError: ``x`` has a tangent.
+    """
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise ConfigError(
+            "forward-mode derivatives (dual tensors, jvp) do not go through the collectives of a sharded model; "
+            f"loss.backward() and\n  torch.autograd.grad do. {_UNSHARDED}"
+        )
+
+
+def is_watched(x: torch.Tensor) -> bool:
+    """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does."""
+    return not x.is_meta and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
