@@ -339,9 +339,9 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     whole, notice = count(model), imported_notice(model, plan) if mpu.is_master else None
     telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
     planned = planned_bytes(model, inner, plan, stages, config, mpu, optimizer) if telling else None
-    failures = FailureLog(mpu, config.pipeline.timeout)
+    mpu.failures = failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
-        axis.explain = failures.failure_of_layer
+        axis.explain, axis.read_timeout = failures.failure_of_layer, config.loss_read_timeout
     publish_uncaught(failures)
 
     sync_parameters(model, mpu)  # rank 0's values

@@ -9,7 +9,7 @@ from types import FrameType
 
 from autopar.errors import ShardWarning
 
-__all__ = ["calls", "frames_of", "is_library", "is_ours", "warn_user"]
+__all__ = ["calls", "frames_of", "is_library", "is_ours", "line_of_user", "warn_user"]
 
 _OURS = __file__.rpartition("/")[0] + "/"
 
@@ -52,8 +52,19 @@ def frames_of(module: str) -> Iterator[tuple[FrameType, str]]:
 
 def warn_user(message: str) -> None:
     """Warn at the line of the user's own code that led here."""
-    level, frame = 2, sys._getframe(1)
+    warnings.warn(message, ShardWarning, stacklevel=_users()[1])
+
+
+def line_of_user(frame: FrameType | None = None) -> str:
+    """Return the line of the user's own code that led here, or to ``frame``, as ``train.py:12``."""
+    users = _users(frame)[0]
+    return f"{users.f_code.co_filename}:{users.f_lineno}"
+
+
+def _users(frame: FrameType | None = None) -> tuple[FrameType, int]:
+    """Return the innermost frame of the user's own code, and the ``stacklevel`` of a warning at it by the caller."""
+    level, frame = 2, frame or sys._getframe(2)
     while is_library(frame) and frame.f_back is not None:
         frame = frame.f_back
         level += 1
-    warnings.warn(message, ShardWarning, stacklevel=level)
+    return frame, level

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+from transformers import (
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
 
 import autopar
+from autopar.tensor_parallel.stopping_criteria import AgreedCriteria
 from tests.pool import pooled
 from tests.small import llama
 
@@ -89,3 +98,66 @@ def test_ways_to_generate() -> None:
             assert generated(model, way, drafter()) == plain[name], (name, sizes)
             assert generated(model, way, parallel) == plain[name], (name, sizes)
     assert generated(whole, WAYS["assisted"], parallel) == plain["assisted"]
+
+
+class Rows(StoppingCriteria):
+    """What a program of the user's says: which rows have got enough, and when."""
+
+    def __init__(self, lengths: dict[int, int]) -> None:
+        self.lengths = lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        now = input_ids.shape[1]
+        return torch.tensor([now >= self.lengths.get(row, 100) for row in range(len(input_ids))])
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_ranks_stop_at_the_same_token() -> None:
+    ids, rank = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]]), dist.get_rank()
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 130}
+    plain = grouped()
+    ends = {0: 7, 1: 9}
+    expected = plain.generate(ids, stopping_criteria=[Rows(ends)], **settings)
+    assert expected.shape == (2, 9) and expected[0, 7:].tolist() == [0, 0]
+    beams = plain.generate(ids, stopping_criteria=[Rows(dict.fromkeys(range(4), 9))], num_beams=2, **settings)
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+        own = Rows({rank: ends[rank]})  # each rank knows of one row
+        assert torch.equal(model.generate(ids, stopping_criteria=[own], **settings), expected)
+        own = Rows(dict.fromkeys(range(4), 9 + 2 * rank))
+        assert torch.equal(model.generate(ids, stopping_criteria=[own], num_beams=2, **settings), beams)
+        over = MaxTimeCriteria(60.0, time.time() - 100 * rank)  # by the clock of rank 1
+        assert torch.equal(model.generate(ids, stopping_criteria=[over], **settings), expected[:, :5])
+        lengths: list[Any] = [None, None]
+        time.sleep(0.02 * rank)
+        mine = model.generate(ids, max_time=0.05, **{**settings, "max_new_tokens": 50}).shape
+        dist.all_gather_object(lengths, mine)
+        assert lengths[0] == lengths[1]
+        usual = model._get_stopping_criteria(_prepared(model, settings), [])
+        assert len(usual) == 2 and not any(isinstance(one, AgreedCriteria) for one in usual), "nothing to agree on"
+    plain = autopar.deparallelize(model)
+    assert torch.equal(plain.generate(ids, stopping_criteria=[Rows(ends)], **settings), expected)
+
+
+def _prepared(model: Any, settings: dict[str, Any]) -> Any:
+    config, _ = model._prepare_generation_config(None, **settings)
+    config.max_length = 16
+    model._prepare_special_tokens(config)
+    return config
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_continuous_batching_is_refused() -> None:
+    model = autopar.initialize(grouped(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    words = r"(?s)each of the 2 ranks of a model replica would.*Use model\.generate\(\*\*tokenizer.*on all of them"
+    for begin in (
+        lambda: model.generate_batch([[5, 6, 7]], max_new_tokens=3),
+        model.init_continuous_batching,
+        lambda: model.continuous_batching_context_manager().__enter__(),
+    ):
+        with pytest.raises(autopar.ConfigError, match=words):
+            begin()
+    replicas = autopar.initialize(grouped(), {})
+    assert "init_continuous_batching" not in vars(replicas), "they are whole"

@@ -48,7 +48,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "hysteresis": int,
     },
     "consistency_check": {"enable": bool, "inputs": str, "parameters": str},
-    "loss": {"chunk": int, "gather_logits": str},
+    "loss": {"chunk": int, "gather_logits": str, "read_timeout": float},
     "pipeline": {
         "schedule": str,
         "microbatch_size": int,
@@ -99,6 +99,7 @@ FIELDS = {
     ("consistency_check", "enable"): "consistency_check",
     ("loss", "chunk"): "loss_chunk",
     ("loss", "gather_logits"): "loss_gather_logits",
+    ("loss", "read_timeout"): "loss_read_timeout",
 }
 
 

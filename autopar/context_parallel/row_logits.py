@@ -19,7 +19,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather, reduce_scatter
 from autopar.distributed.derivatives import keep_none, single_backward
-from autopar.distributed.whole_on_read import PATIENCE, WholeOnRead
+from autopar.distributed.whole_on_read import WholeOnRead
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.loss import check_targets
 from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
@@ -65,7 +65,11 @@ class RowLogits(WholeLogits):
 
     def gathered(self) -> torch.Tensor:
         """Return a plain tensor of the same values. A collective of the axis."""
-        meet(self.axis, f"logits {list(self.shape)} of {self.title}", PATIENCE, _ADVICE)
+        meet(self.axis, f"logits {list(self.shape)} of {self.title}", self.axis.read_timeout, _ADVICE)
+        return self.gathered_at_once()
+
+    def gathered_at_once(self) -> torch.Tensor:
+        """Return :meth:`gathered` where all ranks are known to do so."""
         gathered: torch.Tensor = _Gather.apply(self)
         return gathered.flatten(0, 1) if self.flat else gathered
 
@@ -88,7 +92,9 @@ class RowLogits(WholeLogits):
 
 _ADVICE = (
     "Whole logits are gathered when they are read, which takes every context-parallel rank: read them on all of\n"
-    "  them (if rank == 0: around the print, not around the reading)"
+    "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu()), or have them\n"
+    "  gathered in the forward: in model.eval(), under torch.no_grad(), or always by loss: {gather_logits: always}.\n"
+    "  loss: {read_timeout: ...} waits longer."
 )
 
 

@@ -16,7 +16,7 @@ from autopar.context_parallel.joined_rows import join
 from autopar.context_parallel.state import RowState
 from autopar.distributed.barrier import meet
 from autopar.distributed.derivatives import check_no_tangent, keep_none, single_backward
-from autopar.distributed.whole_on_read import PATIENCE, WholeOnRead, name_of
+from autopar.distributed.whole_on_read import WholeOnRead, name_of
 from autopar.layout import Layout
 
 __all__ = ["MadeOf", "RowsAhead", "ahead", "version_of", "whole_tensors"]
@@ -82,7 +82,8 @@ class RowsAhead(WholeOnRead):
     def _made(self) -> torch.Tensor:
         if self._made_of is not None and self._made_of.unchanged() and version_of(self.own) == self._version_of_own:
             return self._made_of.again()
-        meet(self._state.axis, f"a tensor of {list(self.shape)} in front of the blocks", PATIENCE, _ADVICE)
+        axis = self._state.axis
+        meet(axis, f"a tensor of {list(self.shape)} in front of the blocks", axis.read_timeout, _ADVICE)
         return join(self.own, self._state.axis, self.rows_dim, self.rows)
 
     def unchanged(self) -> bool:

@@ -17,6 +17,7 @@ from autopar.data_parallel.accelerate_mesh import alive, meaning, mesh, mesh_of,
 from autopar.data_parallel.accelerate_prepare import Place, is_dealing, prepare, prepare_data_loader, prepare_model
 from autopar.data_parallel.exchange import exchange_body, exchange_member, exchange_name, when_imported
 from autopar.distributed.axis import Axis
+from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 
@@ -102,7 +103,8 @@ def _gather(plain: Any, tensor: Any) -> Any:
     mpu = mesh()
     if mpu is None:
         return plain(tensor)
-    return recursively_apply(lambda part: _joined(part, mpu.dp), tensor, error_on_other_type=True)
+    with waiting(mpu, "accelerate's gather", mpu.dp.ranks):
+        return recursively_apply(lambda part: _joined(part, mpu.dp), tensor, error_on_other_type=True)
 
 
 def _joined(tensor: torch.Tensor, dp: Axis) -> torch.Tensor:
@@ -122,7 +124,8 @@ def _gather_object(plain: Any, given: Any) -> Any:
         return plain(given)
     lists: list[Any] = [given] * mpu.dp.size
     if mpu.dp.size > 1:
-        dist.all_gather_object(lists, given, group=mpu.dp.group)
+        with waiting(mpu, "accelerate's gather_object", mpu.dp.ranks):
+            dist.all_gather_object(lists, given, group=mpu.dp.group)
     return [each for one in lists for each in one]
 
 
@@ -133,7 +136,8 @@ def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0
     mpu = mesh()
     if mpu is None:
         return plain(tensor, reduction, scale)
-    return recursively_apply(lambda part: _reduced(part, reduction, mpu.dp), tensor, error_on_other_type=True)
+    with waiting(mpu, "accelerate's reduce", mpu.dp.ranks):
+        return recursively_apply(lambda part: _reduced(part, reduction, mpu.dp), tensor, error_on_other_type=True)
 
 
 def _reduced(tensor: torch.Tensor, reduction: str, dp: Axis) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from autopar.data_parallel.loader_state import ResumableSampler
+from autopar.distributed.failures import waiting
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 
@@ -232,7 +233,8 @@ def gather_for_metrics(
     dp, mine, forms = mpu.dp, _joined(batches, mpu.device), [_NOTHING] * mpu.dp.size
     forms[dp.rank] = (len(mine), tuple(mine.shape[1:]), mine.dtype) if mine is not None else _NOTHING
     if dp.size > 1:
-        dist.all_gather_object(forms, forms[dp.rank], group=dp.group)
+        with waiting(mpu, "gather_for_metrics", dp.ranks):
+            dist.all_gather_object(forms, forms[dp.rank], group=dp.group)
     counts = [form[0] for form in forms]
     total = sum(counts)
     kinds = {form[1:] for form in forms if form[0]}
@@ -250,7 +252,8 @@ def gather_for_metrics(
     if mine is not None:
         own[: len(mine)] = mine
     if dp.size > 1:
-        dist.all_gather(parts, own.clone(), group=dp.group)
+        with waiting(mpu, "gather_for_metrics", dp.ranks):
+            dist.all_gather(parts, own.clone(), group=dp.group)
     return torch.stack(parts, dim=1).flatten(0, 1)[:total][:samples]  # sample by sample
 
 

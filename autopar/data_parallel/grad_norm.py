@@ -65,11 +65,14 @@ def tensor_norm(
     counted: frozenset[str],
     p: float,
     held: Iterable[torch.Tensor],
+    *,
+    of_stage: bool = False,
 ) -> torch.Tensor:
     """Return :func:`gradient_norm` of these gradients, by the names of their parameters, or of weights.
 
     Args:
         held: all parameters of this rank, which say of what dtype the norm is, and whether FSDP2 has sharded them.
+        of_stage: of this stage's alone; a collective of its ranks.
     """
     parts = []
     for name, tensor in tensors.items():
@@ -78,7 +81,8 @@ def tensor_norm(
             parts += _parts(tensor, plan.tensors[canonical].layout, mpu)
     held = list(held)
     sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
-    return _combine(parts, p, (mpu.tp_pp, mpu.dp_cp) if sharded else (mpu.tp_pp,), mpu.device, held)
+    replica = mpu.tp if of_stage else mpu.tp_pp
+    return _combine(parts, p, (replica, mpu.dp_cp) if sharded else (replica,), mpu.device, held)
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
+from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 
@@ -98,5 +99,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(*args, **kwargs)  # device -> 1.0 if its gradients are not finite
-        agree_on_found(found, self._mpu.model, self._mpu.device)
+        with waiting(self._mpu, "autopar.GradScaler", self._mpu.model.ranks):
+            agree_on_found(found, self._mpu.model, self._mpu.device)
         return found

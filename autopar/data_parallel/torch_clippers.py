@@ -72,8 +72,11 @@ class ReplicaNorm:
         """Leave the model's parameters to torch from now on."""
         forget(self)
 
-    def of(self, tensors: Mapping[str, torch.Tensor], norm_type: float) -> torch.Tensor:
+    def of(self, tensors: Mapping[str, torch.Tensor], norm_type: float, *, single: bool = False) -> torch.Tensor:
         """Return the norm of gradients (or weights), by the names of their parameters; a collective of the replica.
+
+        Args:
+            single: they are one parameter, of which other stages have nothing to say; a collective of the stage.
 
         Raises:
             ConfigError: they are scaled, flattened by ``FullyShardedDataParallel``, or of a parameter that was added
@@ -89,10 +92,14 @@ class ReplicaNorm:
             raise ConfigError(f"norm_type must be above 0, not {norm_type}")
         if any(getattr(parameter, "_fsdp_flattened", False) for _, parameter in self._named()):
             refuse_flat()
-        if self._counted is None:
-            self._counted = counted_here(dict(self._named()), self.plan, self.mpu)
-        with self.failures.blame("the norm of the gradients", self.mpu.tp_pp.ranks):
-            return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, dict(self._named()).values())
+        with self.failures.wait("the norm of the gradients", self.mpu.tp_pp.ranks):
+            held = dict(self._named())
+            if single:
+                counted = frozenset(map(self.plan.canonical, tensors))
+                return tensor_norm(tensors, self.plan, self.mpu, counted, norm_type, held.values(), of_stage=True)
+            if self._counted is None:
+                self._counted = counted_here(held, self.plan, self.mpu)
+            return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, held.values())
 
     def check_factor(self, factor: torch.Tensor) -> None:
         """Check that all ranks of the replica are about to scale alike; a collective of it.
@@ -101,7 +108,7 @@ class ReplicaNorm:
             ConsistencyError: on all of them, if not.
         """
         value = factor.item()
-        with self.failures.blame("torch.nn.utils.clip_grads_with_norm_", self.mpu.model.ranks):
+        with self.failures.wait("torch.nn.utils.clip_grads_with_norm_", self.mpu.model.ranks):
             largest, smallest = extremes([of_text(repr(value))], self.mpu.model.group)
         if largest != smallest:
             raise ConsistencyError(
@@ -114,10 +121,7 @@ class ReplicaNorm:
     def agree(self, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Make an overflow that one rank of the replica found that of all; a collective of it."""
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
-        with (
-            self.failures.deadline(),
-            self.failures.blame("torch.amp.GradScaler", self.mpu.model.ranks),
-        ):
+        with self.failures.wait("torch.amp.GradScaler", self.mpu.model.ranks):
             for axis in (self.mpu.model, self.mpu.dp_cp) if sharded else (self.mpu.model,):
                 agree_on_found(found, axis, self.mpu.device)
 
@@ -207,7 +211,8 @@ def _clip_grad_norm(
         again = (each for each in listed) if isinstance(parameters, types.GeneratorType) else listed
         return plain(again, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients = [(one, {name: p.grad for name, p in mine.items() if p.grad is not None}) for one, mine in given]
-    norm = _norm(gradients, [p.grad for p in rest if p.grad is not None], float(norm_type), error_if_nonfinite)
+    others, single = [p.grad for p in rest if p.grad is not None], isinstance(parameters, torch.Tensor)
+    norm = _norm(gradients, others, float(norm_type), error_if_nonfinite, single=single)
     scale_gradients(listed, clip_factor(float(max_norm), norm))
     return norm
 
@@ -251,9 +256,11 @@ def _clip_grads_with_norm(
     scale_gradients(listed, factor)
 
 
-def _norm(given: _Given, rest: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+def _norm(
+    given: _Given, rest: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool, *, single: bool = False
+) -> torch.Tensor:
     """Return the norm over tensors of parallelized models, and over others, which each rank holds whole."""
-    norms = [one.of(mine, norm_type) for one, mine in given]
+    norms = [one.of(mine, norm_type, single=single) for one, mine in given]
     if rest:
         norms.append(_PLAIN["_get_total_norm"](rest, norm_type).to(norms[0]))
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)

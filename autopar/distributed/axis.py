@@ -30,7 +30,7 @@ class Axis:
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
     """
 
-    __slots__ = ("explain", "group", "name", "rank", "ranks", "reduce_dtype", "size", "transport")
+    __slots__ = ("explain", "group", "name", "rank", "ranks", "read_timeout", "reduce_dtype", "size", "transport")
 
     explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
     """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
@@ -41,6 +41,9 @@ class Axis:
     reduce_dtype: torch.dtype | None
     """In which tensors of half precision are summed over the axis; None: in their own dtype."""
 
+    read_timeout: float
+    """Seconds that a rank which reads a tensor that is whole on reading waits for the others to read it, too."""
+
     def __init__(self, name: str, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int) -> None:
         self.name = name
         self.group = group
@@ -50,6 +53,7 @@ class Axis:
         self.explain = None
         self.transport = None
         self.reduce_dtype = None
+        self.read_timeout = 20.0
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` in the dtype in which it is summed over the axis: itself, or a copy of what is half."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from autopar.call_site import line_of_user, warn_user
 from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConsistencyError
@@ -20,6 +22,7 @@ from autopar.errors import CheckpointError, ConsistencyError
 __all__ = ["barrier", "meet", "name_ranks"]
 
 _PREFIX = "autopar/barrier"
+_WARN_AFTER = 5.0  # seconds in which nobody wonders
 
 
 def barrier(mpu: MPU, caller: str, timeout: float) -> None:
@@ -46,7 +49,9 @@ def barrier(mpu: MPU, caller: str, timeout: float) -> None:
 
 
 def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
-    """Wait until all ranks of an axis are about to do the same, before a collective that some might not come to.
+    """Wait until all ranks of an axis are about to read the same, before a collective that some might not come to.
+
+    A rank that waits longer than some seconds warns.
 
     Args:
         what: the same text on every rank, or they do not mean the same.
@@ -58,27 +63,41 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
     mine = axis.ranks[axis.rank]
     store = PrefixStore(f"{_PREFIX}/{axis.name} {axis.ranks}", dist.distributed_c10d._get_default_store())
     said: dict[int, str] = {}
-    arrived = _arrive(store, axis.rank, axis.size, timeout, what, said)
+
+    def alone(arrived: list[int], end: str) -> str:
+        missing = [rank for place, rank in enumerate(axis.ranks) if place not in arrived]
+        where = line_of_user()
+        return f"rank {mine} reads {what} in {where}, and {name_ranks(missing)} did not within {end}.\n  {advice}"
+
+    def warn(arrived: list[int]) -> None:
+        warn_user(alone(arrived, f"{_WARN_AFTER:g} s: after {timeout:g} s it raises"))
+
+    arrived = _arrive(store, axis.rank, axis.size, timeout, what, said, warn)
     if arrived is not None:
-        came = [axis.ranks[place] for place in arrived]
-        missing = [rank for rank in axis.ranks if rank not in came]
-        raise ConsistencyError(
-            f"rank {mine} reads {what}, and {name_ranks(missing)} did not within {timeout:g} s.\n  {advice}"
-        )
+        raise ConsistencyError(alone(arrived, f"{timeout:g} s"))
     if len(set(said.values())) > 1:
         each = "; ".join(f"rank {axis.ranks[place]} reads {text}" for place, text in sorted(said.items()))
         raise ConsistencyError(f"the ranks do not read the same: {each}.\n  {advice}")
 
 
 def _arrive(
-    store: Any, rank: int, size: int, timeout: float, what: str = "here", said: dict[int, str] | None = None
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: float,
+    what: str = "here",
+    said: dict[int, str] | None = None,
+    warn: Callable[[list[int]], None] | None = None,
 ) -> list[int] | None:
     """None once everybody is here, else the ranks that were. ``said`` takes up what each brought.
+
+    Args:
+        warn: called once, with the ranks that are here, when that has taken long.
 
     Meetings are numbered. Each ends with one atomic decision, ``go`` by the last rank to arrive or the list of those
     present by the first one to lose patience; all follow it, so nobody leaves while somebody else goes ahead.
     """
-    deadline = time.monotonic() + timeout
+    start = time.monotonic()
     while True:
         number = store.add("number", 0)
         decision = f"{number}/decision"
@@ -87,10 +106,13 @@ def _arrive(
             store.compare_set(decision, "", "go")
         pause = 0.001
         while not store.check([decision]):
-            if time.monotonic() > deadline:
-                present = [other for other in range(size) if store.check([f"{number}/{other}"])]
-                store.compare_set(decision, "", json.dumps(present))
+            waited = time.monotonic() - start
+            if waited > timeout:
+                store.compare_set(decision, "", json.dumps(_present(store, number, size)))
                 break
+            if warn is not None and waited > _WARN_AFTER:
+                warn(_present(store, number, size))
+                warn = None
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         verdict = store.get(decision).decode()
@@ -105,6 +127,10 @@ def _arrive(
         if rank in arrived:
             return arrived
         # came after the others had given up: they may be calling again
+
+
+def _present(store: Any, number: int, size: int) -> list[int]:
+    return [other for other in range(size) if store.check([f"{number}/{other}"])]
 
 
 def _forget(store: Any, number: int, size: int) -> None:

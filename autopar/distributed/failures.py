@@ -22,9 +22,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
+from autopar.distributed.waits import Waits
 from autopar.errors import PipelineError
 
-__all__ = ["GRACE", "FailureLog", "Report", "first_line"]
+__all__ = ["GRACE", "FailureLog", "Report", "first_line", "waiting"]
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
@@ -71,7 +72,11 @@ class FailureLog:
         self._store = PrefixStore(f"autopar failures {self.name}", _get_default_store())
         self._published = False
         self._in_deadline = False
+        self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
         self._store_lost = False  # it no longer answers
+        self._waits = Waits(lambda text: self._store.set(f"waits of {mpu.rank}", text))
+        if mpu.world_size > 1:
+            self._waits.watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FailureLog:
         return self
@@ -103,6 +108,13 @@ class FailureLog:
             return Report("", False, 0)
         when, _, text = found[1:].partition(" ")
         return Report(text, found[0] == "?", max(0, round(time.time() - float(when))))
+
+    def waits_of(self, rank: int) -> str:
+        """Return in what a rank has been for long: its name, where, and the seconds; empty if it is not known."""
+        key = f"waits of {rank}"
+        found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
+        when, _, what = (found or "").partition(" ")
+        return f"has been for {max(0, round(time.time() - float(when)))} s in {what}" if what else ""
 
     def has_ended(self, rank: int) -> bool:
         """Check whether the process of a rank has certainly ended."""
@@ -148,6 +160,9 @@ class FailureLog:
             if text and not (unfinished and (ended or silent)):  # they know no more than this one
                 ago = f" {age} s ago" if age > 1 else ""
                 lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
+        waits = {rank: found for rank in silent if (found := self.waits_of(rank))}
+        lines += [f"rank {rank} {found}." for rank, found in waits.items()]
+        silent = [rank for rank in silent if rank not in waits]
         if silent and not ended:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")
@@ -177,9 +192,13 @@ class FailureLog:
 
     @contextlib.contextmanager
     def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Raise a PipelineError that names the collective, and the rank that failed, where one of ``ranks`` fails."""
+        """Raise a PipelineError that names the collective, and the rank that failed, where one of ``ranks`` fails.
+
+        A rank that is inside for long tells the others.
+        """
         try:
-            yield
+            with self._waits.named(collective):
+                yield
         except PipelineError:
             raise
         except RuntimeError as error:
@@ -187,6 +206,12 @@ class FailureLog:
             if failure is None:
                 raise
             raise failure from error
+
+    @contextlib.contextmanager
+    def wait(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
+        """Limit a collective to ``timeout`` seconds, and name it: :meth:`deadline` and :meth:`blame`."""
+        with self.deadline(), self.blame(collective, ranks):
+            yield
 
     @contextlib.contextmanager
     def deadline(self) -> Iterator[None]:
@@ -216,6 +241,12 @@ class FailureLog:
 
     def _backends(self) -> list[Any]:
         """Backends of the mesh's groups, of those made for stages that share weights, and of the world's."""
+        made = len(self.mpu._owned)
+        if self._found[0] != made:
+            self._found = (made, self._find_backends())
+        return self._found[1]
+
+    def _find_backends(self) -> list[Any]:
         found: dict[int, Any] = {}
         for group in (dist.distributed_c10d._get_default_group(), *self.mpu._owned):
             for device in group._device_types:
@@ -224,6 +255,16 @@ class FailureLog:
                 if hasattr(backend, "_set_default_timeout") and hasattr(backend, "options"):
                     found[id(backend)] = backend
         return list(found.values())
+
+
+@contextlib.contextmanager
+def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Limit and name a collective by the failure log of the model that ``mpu`` is of (:meth:`FailureLog.wait`).
+
+    A mesh that was made by hand has none.
+    """
+    with contextlib.nullcontext() if mpu.failures is None else mpu.failures.wait(collective, ranks):
+        yield
 
 
 def first_line(error: Exception) -> str:

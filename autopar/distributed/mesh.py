@@ -102,6 +102,7 @@ class MPU(MeshAccessors):
         tp_pp: of ranks that together hold each shard once; ``model`` itself where cp is 1.
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
         device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
+        failures: the failure log of the model that the mesh is of; None of one that was made by hand.
         random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
             with this MPU.
 
@@ -128,6 +129,7 @@ class MPU(MeshAccessors):
         self.world_size = world
         self.device = device_of_group()
         self.random_tracker: RandomStateTracker | None = None
+        self.failures: Any = None
         self._owned: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         self._joint_mesh: DeviceMesh | None = None

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FACTS", "PATIENCE", "WholeOnRead", "name_of", "parts_of", "without_overrides"]
+__all__ = ["FACTS", "WholeOnRead", "is_evaluated", "name_of", "parts_of", "without_overrides"]
 
-PATIENCE = 300.0
-"""Seconds that a rank which reads waits for the others of its axis to read, too."""
+_AT_ONCE = 1 << 26  # bytes of logits that are gathered in a forward which does not train
 
 # What the tensor itself answers, without its elements.
 FACTS = frozenset(
@@ -102,6 +101,18 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not isinstance(tensor, WholeOnRead):
         return [tensor]
     return [x for part in ([tensor.whole()] if tensor.is_whole else tensor.parts()) for x in parts_of(part)]
+
+
+def is_evaluated(training: bool, nbytes: int) -> bool:
+    """Whether logits of so many bytes, the whole ones, are gathered in the forward, before anybody reads them.
+
+    Somebody is likely to read those of a forward that does not train, and maybe on one rank only. Of what is larger a
+    loss may be all that is read, and it takes memory. The same on all ranks.
+
+    Args:
+        training: mode of the model.
+    """
+    return nbytes <= _AT_ONCE and not (training and torch.is_grad_enabled())
 
 
 def name_of(func: Any) -> str:

@@ -212,7 +212,7 @@ class ForwardCheck:
         """
         axis, missing = self.mpu.tp_cp, 7 - len(numbers)
         numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
-        with self.failures.blame("comparing what the forward begins with", axis.ranks):
+        with self.failures.wait("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
         same = [high == low for high, low in zip(largest, smallest, strict=True)]
         return _Verdict(all(same[:4]), same[4], same[5] or same[6])
@@ -256,7 +256,7 @@ class ForwardCheck:
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(local(parameter)) for name, parameter in self._samples.named}
         everyone = [mine] * axis.size
-        with self.failures.blame("comparing what the forward begins with", axis.ranks):
+        with self.failures.wait("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
         self._count_anew()
         raise ConsistencyError(explanation(everyone, list(axis.ranks), _kind_of_group(self.mpu)))

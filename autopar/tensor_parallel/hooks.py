@@ -33,6 +33,7 @@ from autopar.tensor_parallel.hook import Hook
 from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
+from autopar.tensor_parallel.stopping_criteria import agreed, refuse_continuous_batching
 
 __all__ = ["Hook", "attach", "detach"]
 
@@ -74,7 +75,9 @@ def attach(
                 module.register_forward_hook(MarkCaches())
             bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
             if mpu.model.size > 1 and callable(getattr(module, "generate", None)):
-                bind(module, _OWNER, generate=_generate)
+                bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
+            if mpu.model.size > 1 and callable(getattr(module, "init_continuous_batching", None)):
+                bind(module, _OWNER, init_continuous_batching=refuse_continuous_batching)
         module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
 
@@ -207,6 +210,11 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         first = contextlib.nullcontext() if check is None else check.first_only()
         with first, activation_checkpoint.paused(self):
             return type(self).generate(self, *args, **kwargs)
+
+
+def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``generate`` asks after each token whether to stop; transformers' own method of this private name."""
+    return agreed(type(self)._get_stopping_criteria(self, *args, **kwargs), self._autopar_failures)
 
 
 def _prints(streamer: Any) -> bool:

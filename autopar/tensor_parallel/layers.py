@@ -62,7 +62,7 @@ class _Column(ParallelLayer):
         if not torch.is_grad_enabled() and not plan.gather_output and (plain := self._plain()) is not None:
             return self._multiply(x, *plain)  # nothing else is left of what follows
         bias = None if self.bias is None else self._parameter("bias")
-        if self.chunk is not None and self.region.keeps_logits_sharded():
+        if self.chunk is not None and self.region.keeps_logits_sharded(self.training, self._whole_bytes(x)):
             return self._logits(x)
         y = self._product(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
@@ -84,6 +84,9 @@ class _Column(ParallelLayer):
             return self._multiply(x, weight, bias)
         y = attach(self._multiply(x.flatten(0, -2), weight.detach(), bias), late)  # [tokens, out/tp]
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _whole_bytes(self, x: torch.Tensor) -> int:
+        return x.shape[:-1].numel() * self.autopar_layouts["weight"].size * x.itemsize
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """The whole logits, which are gathered when somebody reads them."""

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
+from autopar.distributed.whole_on_read import is_evaluated
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion
@@ -125,9 +126,13 @@ class Region(RowsOfRegion):
         self.forwards += 1
         self._has_labels, self._logits_made = has_labels, 0
 
-    def keeps_logits_sharded(self) -> bool:
-        """Whether the head may leave its logits sharded: probably a loss is all that reads them."""
-        wanted = self._has_labels or torch.is_grad_enabled()
+    def keeps_logits_sharded(self, training: bool, nbytes: int) -> bool:
+        """Whether the head may leave its logits sharded: probably a loss is all that reads them.
+
+        Args:
+            training: mode of the head; ``nbytes``: of the whole logits.
+        """
+        wanted = (self._has_labels or torch.is_grad_enabled()) and not is_evaluated(training, nbytes)
         return wanted and self.tracking is None and not torch.compiler.is_compiling()
 
     def name_logits(self) -> str:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.derivatives import keep_none, single_backward
-from autopar.distributed.whole_on_read import PATIENCE
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
 from autopar.tensor_parallel.logits_shards import Change, Shards, after
 from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
@@ -33,8 +32,7 @@ class ShardedLogits(WholeLogits):
     """The whole logits ``[..., vocab]``, of which this rank has a shard; made by :func:`sharded_logits`.
 
     Raises:
-        ConsistencyError: on reading, if other ranks of the axis do not read the same within
-            :data:`~autopar.distributed.whole_on_read.PATIENCE`.
+        ConsistencyError: on reading, if other ranks of the axis do not read the same within its ``read_timeout``.
     """
 
     shards: Shards
@@ -134,14 +132,15 @@ def _cross_entropy(
 def _meet(shards: Shards) -> None:
     """Raise unless all ranks of the axis are about to read the same."""
     what = f"logits {list(shards.shape)} of {shards.name}"
-    meet(
-        shards.axis,
-        what,
-        PATIENCE,
-        "Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on all of\n"
-        "  them (if rank == 0: around the print, not around the reading), or have them gathered in every forward:\n"
-        "  loss: {gather_logits: always}",
-    )
+    meet(shards.axis, what, shards.axis.read_timeout, _ADVICE)
+
+
+_ADVICE = (
+    "Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on all of\n"
+    "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu(), whatever needs\n"
+    "  the vocabulary; logits + 0 does not), or have them gathered in the forward: in model.eval(), under\n"
+    "  torch.no_grad(), or always by loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
+)
 
 
 class _Wrap(torch.autograd.Function):

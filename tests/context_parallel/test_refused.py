@@ -12,10 +12,10 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import autopar
 from autopar.config import ParallelConfig
-from autopar.context_parallel import row_logits
 from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.policy.match import find_policy
+from tests.compare import same_gradients
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
@@ -64,16 +64,34 @@ def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> N
 
 @pooled(world_size=2)
 def test_logits_that_one_rank_reads_alone_raise() -> None:
-    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
-    with torch.no_grad():
-        logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
+    config = {"model_parallelism": {"context_parallel_size": 2}, "loss": {"read_timeout": 0.5}}
+    model = autopar.initialize(llama(), config)
+    logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
     assert "has rows" in repr(logits), "printing them gathers nothing"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_logits, "PATIENCE", 1.0)
-        if dist.get_rank() == 0:
-            with pytest.raises(ConsistencyError, match="which takes every context-parallel rank: read them on all of"):
-                logits.argmax()
+    if dist.get_rank() == 0:
+        with pytest.raises(ConsistencyError, match="which takes every context-parallel rank: read them on all of"):
+            logits.argmax()
     dist.barrier()
+
+
+@pooled(world_size=2)
+def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
+    ids = torch.arange(8).view(1, 8)
+    expected = llama().eval()(ids).logits
+    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+    training = [model(ids, labels=ids, use_cache=False)]
+    with torch.inference_mode():
+        alone = [model(ids, use_cache=False), model(ids, labels=ids, use_cache=False)]
+    alone.append(model.eval()(ids, use_cache=False))
+    if dist.get_rank() == 1:
+        for output in alone:
+            assert (output.logits.softmax(-1) - expected.softmax(-1)).abs().max() <= 1e-5
+    assert type(training[0].logits) is not torch.Tensor
+    alone[-1].logits.square().mean().backward()
+    plain = llama()
+    plain(ids).logits.square().mean().backward()
+    autopar.average_gradients(model)
+    same_gradients(model, plain, 2e-5)
 
 
 @pytest.mark.parametrize(

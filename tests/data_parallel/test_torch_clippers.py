@@ -121,6 +121,14 @@ def test_over_stages() -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), expected, "norm")
     same_gradients(model, plain)
+    for plain, sizes in ((gpt2(), {"pipeline_parallel_size": 2}), (grouped(), {"tensor_parallel_size": 2})):
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes}).train()
+        plain.train()(**batch).loss.backward()
+        model.execute_pipeline(batch)
+        for one in (plain, model):  # each stage has other parameters, and as many as it has
+            for parameter in one.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, 0.001)
+        same_gradients(model, plain)
 
 
 @pooled(world_size=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autopar
+from autopar.distributed import barrier, whole_on_read
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel import sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
@@ -265,22 +267,29 @@ def test_nothing_is_kept_alive() -> None:
 def test_a_rank_that_reads_alone_gets_an_error() -> None:
     rank = dist.get_rank()
     ids = torch.arange(6)[None]
-    model = parallel(gpt2(), 2)
+    model = parallel(gpt2(), 2, loss={"read_timeout": 0.8})
     output = model(ids, labels=ids)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_logits, "PATIENCE", 1.0)
-        name = f"forward 1 of model {model.lm_head.region.model}"
+        patch.setattr(barrier, "_WARN_AFTER", 0.3)
         if rank == 0:
-            with pytest.raises(ConsistencyError) as error:
+            start = time.monotonic()
+            line = sys._getframe().f_lineno + 2
+            with pytest.warns(autopar.ShardWarning) as warned, pytest.raises(ConsistencyError) as error:
                 output.logits.argmax(-1)
-            assert str(error.value) == (
-                "rank 0 reads logits [1, 6, 131] of " + name + ", and rank 1 did not within 1 s.\n"
-                "  Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on "
-                "all of\n  them (if rank == 0: around the print, not around the reading), or have them gathered in "
-                "every forward:\n  loss: {gather_logits: always}"
+            assert 0.8 <= time.monotonic() - start < 2.0
+            begin = f"rank 0 reads logits [1, 6, 131] of forward 1 of model {model.lm_head.region.model}"
+            begin += f" in {__file__}:{line}, and rank 1 did not within "
+            end = (
+                "\n  Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them "
+                "on all of\n  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), "
+                "logits.cpu(), whatever needs\n  the vocabulary; logits + 0 does not), or have them gathered in the "
+                "forward: in model.eval(), under\n  torch.no_grad(), or always by loss: {gather_logits: always}. "
+                "loss: {read_timeout: ...} waits longer."
             )
+            assert str(error.value) == f"{begin}0.8 s.{end}"
+            assert [str(each.message) for each in warned] == [f"{begin}0.3 s: after 0.8 s it raises.{end}"]
+            assert (warned[0].filename, warned[0].lineno) == (__file__, line)
             print(output.logits)  # says what it is; no collective
-        time.sleep(1.5 if rank else 0.0)
     dist.barrier()
     later = model(ids, labels=ids)
     with pytest.raises(ConsistencyError, match=r"0 reads .* of forward 1 of model \d+; rank 1 reads .* of forward 2"):
@@ -288,6 +297,41 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
     close(output.logits.sum() + later.logits.sum(), 2 * gpt2()(ids).logits.sum(), "read by all")
     with pytest.raises(RuntimeError, match=r"get no gradient.\n.*loss: \{gather_logits: always\}"):
         model(ids, labels=ids).logits.retain_grad()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
+    """Whatever does not train: no gradients, or evaluation mode, with labels and without."""
+    (batch,) = language_batches(VOCAB, count=1)
+    ids = batch["input_ids"]
+    for build in (gpt2, llama):
+        plain = build()
+        for chunk in (0, 3):
+            model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
+            expected = plain(**batch)
+            outputs = []
+            for without in (torch.no_grad, torch.inference_mode):
+                with without():
+                    outputs += [model(ids, attention_mask=batch["attention_mask"]), model(**batch)]
+            assert isinstance(model(**batch).logits, ShardedLogits), "it trains"
+            model.eval()
+            outputs += [model(ids, attention_mask=batch["attention_mask"]), model(**batch)]
+            if dist.get_rank() == 1:
+                for output in outputs:
+                    same = output.logits.argmax(-1) == expected.logits.argmax(-1)
+                    assert bool(same.all()) and type(output.logits) is torch.Tensor
+            close(outputs[-1].loss, expected.loss, "loss")
+            plain.zero_grad()
+            plain(**batch).loss.backward()
+            outputs[-1].loss.backward()
+            same_gradients(model, plain, 2e-5, "trained in evaluation mode")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_on_read, "_AT_ONCE", 7 * VOCAB * 4)
+        with torch.no_grad():
+            assert type(model(**batch).logits) is ShardedLogits, "too large for a guess"
+            assert type(model(ids).logits) is torch.Tensor, "there is no loss to read"
+            assert type(model(ids[:1], labels=ids[:1]).logits) is torch.Tensor
 
 
 class Largest(TorchDispatchMode):
@@ -327,6 +371,7 @@ def test_options_that_do_not_fit() -> None:
     for option, message in {
         ("chunk", -1): "loss.chunk must be at least 0, not -1",
         ("gather_logits", "never"): "loss.gather_logits must be on_read or always, not never",
+        ("read_timeout", 0): "loss.read_timeout must be above 0, not 0",
     }.items():
         with pytest.raises(ConfigError, match=message):
             parse({"loss": dict([option])})

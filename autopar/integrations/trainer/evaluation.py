@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import has_length
 
+from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.integrations.trainer.base import ParallelBase
@@ -80,7 +81,8 @@ class EvaluationMixin(ParallelBase):
         dp = self.model.mpu.dp
         share = loss.double() * weight if weight else torch.zeros_like(loss, dtype=torch.float64)
         both = torch.stack([share, torch.full_like(share, weight)])
-        all_reduce(both, group=dp.group)
+        with waiting(self.model.mpu, "the loss of an evaluation", dp.ranks):
+            all_reduce(both, group=dp.group)
         return (both[0] / both[1]).to(loss.dtype)
 
 
