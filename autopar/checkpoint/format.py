@@ -222,6 +222,8 @@ class Manifest:
         """
         path = folder / file
         try:
+            if path.is_fifo():  # reading would wait for a writer
+                raise CheckpointError(f"{path} is a named pipe; a manifest is a file")
             text = path.read_bytes()
         except FileNotFoundError:
             raise CheckpointError(_why_missing(folder)) from None

@@ -88,6 +88,7 @@ def load(
         state.resumed_from.clear()
         state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
         _warn_of_casts(loader)
+        _warn_of_dropped_weights(loader)
     finally:
         for loader in prepared:
             loader.shards.close()
@@ -230,5 +231,19 @@ def _warn_of_casts(loader: _Loader) -> None:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
             f"to {dtype_name(loader.tensors[cast[0]].dtype)} ({MANIFEST} says what was saved)",
+            stacklevel=4,
+        )
+
+
+def _warn_of_dropped_weights(loader: _Loader) -> None:
+    """Warn of fp32 weights in the checkpoint that neither the model nor the optimizer has a place for."""
+    weights, kinds = loader.weights, {name: tensor.dtype for name, tensor in loader.tensors.items()}
+    dropped = [name for name, dtype in kinds.items() if weights is not None and weights.drops(name, dtype)]
+    if dropped:
+        warnings.warn(
+            f"{len(dropped)} weights go on from {dtype_name(kinds[dropped[0]])}, {dropped[0]} first: the run that "
+            "saved them kept them in float32 beside, and nothing here does.\n"
+            "  Give that run's precision in the config, and the optimizer to autopar.initialize; or load a model in "
+            "float32\n  (from_pretrained(dtype=torch.float32)).",
             stacklevel=4,
         )

@@ -186,11 +186,13 @@ def members(parent: Path, stem: str) -> list[Member]:
     """List the checkpoints of a series, lowest number first."""
     found = []
     for path in (path for path, kind, _ in _folders(parent, stem) if not kind):
+        if not is_checkpoint(path):
+            continue
         try:
             with open(path / MANIFEST, "rb") as file:
                 head = _HEAD.search(file.read(512))
         except OSError:
-            continue  # no checkpoint, or somebody else deletes it
+            continue  # somebody else deletes it
         order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
         found.append(Member(path, series(path)[1], order, follows if follows < order else 0))
     return found

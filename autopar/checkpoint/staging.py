@@ -34,8 +34,8 @@ _RENAME_EXCHANGE = 2
 
 
 def fsync_files(folder: Path) -> None:
-    """Force the files of a folder to the disk."""
-    for path in folder.iterdir():
+    """Force the files of a folder and of those in it to the disk."""
+    for path in folder.rglob("*"):
         if path.is_file():
             fsync(path)
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import get_linear_schedule_with_warmup
+from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 
+import autopar
 from autopar.checkpoint import Manifest
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, ConfigError
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 from tests.worlds import raises_everywhere
@@ -253,3 +254,42 @@ def test_statistics_of_shards_go_on_where_they_were_and_are_refused_elsewhere_by
         resumed.load(tmp_path / "it")
     assert all(torch.equal(*pair) for pair in zip(before, resumed.state(), strict=True))
     resumed.model.from_parallelized(tmp_path / "it")
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_an_optimizer_that_makes_its_state_when_it_is_built_from_a_model_without_values(tmp_path):
+    config = {"model_parallelism": {"tensor_parallel_size": 2}, "zero": {"stage": 1}}
+
+    def adagrad(model: Any) -> torch.optim.Adagrad:
+        return torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5)
+
+    def step(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        ids = torch.arange(16).view(2, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = gpt2()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+    dist.barrier()
+    model, optimizer = autopar.initialize(plain, config, optimizer=adagrad(plain))
+    lazy, its = autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "plain", config, optimizer=adagrad)
+    assert all(map(torch.equal, step(model, optimizer), step(lazy, its)))
+    model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    with autopar.lazy_init():
+        resumed = GPT2LMHeadModel(model.config)
+    resumed, its = autopar.initialize(resumed, config, optimizer=adagrad(resumed))
+    resumed.from_parallelized(tmp_path / "ckpt", optimizer=its)
+    assert all(map(torch.equal, step(model, optimizer), step(resumed, its)))
+
+    class Eager(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["first"] = parameter.detach().clone()
+
+    with raises_everywhere(ConfigError, "Eager made 'first' of transformer.wte.weight when it was built, from a model"):
+        autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "plain", config, optimizer=lambda m: Eager(m.parameters()))
