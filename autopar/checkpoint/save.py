@@ -168,6 +168,8 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
         if not tensors and (mpu.dp_cp.rank != 0 or part == "extra"):
             continue
         dp = mpu.dp_cp.rank if part == "optimizer" and local.by_replica else None
+        if not folder.is_dir() and mpu.rank == 0:
+            raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
