@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
+from autopar.checkpoint.extra import SavedShards
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
@@ -106,6 +107,7 @@ class _Loader:
         try:
             self.tensors = local_tensors(model, fsdp=True)
             _check_model(self.shards, self.state, self.tensors)
+            self.own = SavedShards(self.shards.manifest, model, self.state, self.tensors)
             self._check_training(model)
         except BaseException:
             self.shards.close()
@@ -171,8 +173,12 @@ class _Loader:
         saved, training = self.shards.manifest.training, self.training
         extra = self.shards.manifest.parts.get("extra")
         chosen = [name for name in ("lr_scheduler", "extra") if getattr(training, name) is not None]
-        tensors = {name: self.shards.lazy(name, "extra").read() for name in extra.tensors} if extra and chosen else {}
-        return {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        loose = [name for name in extra.tensors if name not in self.own.saved] if extra and chosen else []
+        tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
+        plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        if "extra" in plain:
+            self.own.fill(plain["extra"], self.shards)
+        return plain
 
     def _restore(self, plain: Mapping[str, Any]) -> None:
         training, mpu = self.training, self.state.mpu

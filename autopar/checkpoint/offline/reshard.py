@@ -28,6 +28,7 @@ from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
 __all__ = ["check_sizes", "reshard_checkpoint", "stages_by_size", "write_manifest", "write_part"]
 
+_OWN = re.compile(r"::.*@tp(\d+)$")
 MOST = 4096  # files that are open at once are bounded by this
 
 
@@ -87,7 +88,7 @@ def reshard_checkpoint(
             with progress_bar("resharding", total, progress) as bar:
                 for name, part in parts.items():
                     plans = {key: _reshard(tensor, tp) for key, tensor in part.tensors.items()}
-                    where = {key: stages[key.partition("::")[0]] if name != "extra" else 0 for key in plans}
+                    where = {key: stages.get(key.partition("::")[0], 0) for key in plans}
 
                     def read(key: str, part: str = name) -> torch.Tensor:
                         bar.update(bytes_of[part][key])
@@ -171,7 +172,9 @@ def write_part(
     """
     tp, pp = mesh
     _allow_open_files(tp * pp)
-    places = [(t, p) for p in range(pp) for t in range(tp)] if part != "extra" else [(0, 0)]
+    places = [(t, p) for p in range(pp) for t in range(tp)]
+    if part == "extra":  # most have one file
+        places = [(t, p) for t, p in places if any(stages[k] == p and _holds(k, plan, t) for k, plan in plans.items())]
     with ExitStack() as stack:
         writers = {}
         for t, p in places:
@@ -214,8 +217,8 @@ def _holds(key: str, plan: TensorPlan, t: int) -> bool:
     """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
     if plan.layout is not None:
         return True
-    _, own, rank = key.rpartition("@tp")
-    return t == (int(rank) if own and "::" in key else 0)
+    own = _OWN.search(key)
+    return t == (int(own[1]) if own else 0)
 
 
 def write_manifest(
