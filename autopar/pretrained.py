@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.optimizer_weights import has_master_weights
 from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init, on_cpu
@@ -73,8 +74,9 @@ def from_pretrained(
             ``lambda model: torch.optim.AdamW(model.parameters(), lr=3e-5)``. The config's ``zero``, ``precision`` and
             ``gradient_clipping`` happen inside of its ``step``, as with ``initialize(model, config, optimizer=...)``.
         model_config: what transformers calls ``config``; by default the checkpoint's own.
-        dtype: of the model; "auto" takes what the checkpoint's config says, and of shards each tensor's own. What
-            transformers keeps in float32 stays that.
+        dtype: of the model; "auto" takes what the checkpoint's config says, and of shards each tensor's own: float32
+            for a model with an optimizer, if the run that saved them kept float32 weights beside half ones
+            (``precision``) and this config does not. What transformers keeps in float32 stays that.
         strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
@@ -97,7 +99,7 @@ def from_pretrained(
 
     def load() -> tuple[Any, dict[str, Any], torch.optim.Optimizer | None]:
         given = _checked(model_class, path, config, model_config, dtype, optimizer, kwargs)
-        model, info = _load(model_class, path, config, given, strict, verify)
+        model, info = _load(model_class, path, config, given, strict, verify, optimizer is not None)
         made = None if optimizer is None else optimizer(model)
         if optimizer is not None and not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
@@ -112,14 +114,14 @@ def from_pretrained(
 
 
 def _load(
-    model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool
+    model_class: Any, path: Any, config: Any, given: dict[str, Any], strict: bool, verify: bool, trained: bool
 ) -> tuple[Any, dict[str, Any]]:
     """Build a lazy model whose values are in a checkpoint, and say what that lacks. ``given`` is for transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
     try:
         with on_cpu():
             if (folder / MANIFEST).is_file():
-                return _from_shards(model_class, folder, config, verify, given), {}
+                return _from_shards(model_class, folder, config, verify, given, trained), {}
             with lazy_init():
                 model, info = model_class.from_pretrained(path, **given, output_loading_info=True)
     except (AutoparError, Warning):
@@ -183,8 +185,10 @@ def _checked_dtype(dtype: Any) -> str | torch.dtype:
     return chosen
 
 
-def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any]) -> PreTrainedModel:
-    """Build a lazy model whose values are in the shards of a checkpoint of ours."""
+def _from_shards(
+    model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any], trained: bool
+) -> PreTrainedModel:
+    """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
     shards = Shards(folder, access=Access.of(given.get("disable_mmap")))
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
@@ -200,6 +204,9 @@ def _from_shards(model_class: Any, folder: Path, config: Any, verify: bool, give
         if name not in _OF_FILES and name not in _REFUSED and (value or name not in _OFF)
     }
     dtype, generation = options.pop("dtype"), options.pop("generation_config", None)
+    beside_half = parsed.precision != "fp32" and parsed.zero_stage != 3
+    if trained and dtype == "auto" and not beside_half and has_master_weights(shards.manifest):
+        dtype = torch.float32  # the fp32 weights that from_parallelized(optimizer=) finds have no other place
     with lazy_init():
         model = _built(model_class, folder, dtype, options)
     point_to(model, shards, dtype)

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from autopar.checkpoint.format import Manifest, versions
+from autopar.checkpoint.offline.mesh_sizes import check_blocks, check_sizes
 from autopar.checkpoint.offline.output import output_folder, parse_dtype, progress_bar
-from autopar.checkpoint.offline.reshard import check_sizes, stages_by_size, write_manifest, write_part
+from autopar.checkpoint.offline.reshard import stages_by_size, write_manifest, write_part
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained
@@ -68,7 +69,9 @@ def split_checkpoint(
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
-    plan = make_plan(model, find_policy(model, given_policy(model, policy)), tp)
+    used = find_policy(model, given_policy(model, policy))
+    plan = make_plan(model, used, tp)
+    check_blocks(used, plan.tensors, plan.model_type, pp)
     sources = _sources(model, plan)
     bytes_of = {name: nbytes(dtype_of(tensor.dtype), tensor.shape) for name, tensor in plan.tensors.items()}
     with output_folder("split", folder, destination, force) as staging:

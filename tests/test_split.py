@@ -26,7 +26,7 @@ from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.cli import app
-from autopar.errors import CheckpointError
+from autopar.errors import AutoparError, CheckpointError
 from autopar.split import split_checkpoint
 
 LLAMA = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 50,
@@ -59,6 +59,29 @@ def test_split_resharded_and_merged_is_the_original(tmp_path, kind):
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == "{}"
+
+
+def test_sizes_that_the_model_cannot_run_with_are_refused(tmp_path):
+    for kind, fits in (("uneven llama", 9), ("gpt2", 4), ("t5", 4)):  # 3 KV heads, which several ranks may hold
+        hf, split = tmp_path / f"{kind} hf", tmp_path / kind
+        MODELS[kind]().save_pretrained(hf)
+        split_checkpoint(hf, split, tp=2)
+        reshard_checkpoint(split, tmp_path / "largest", tp=fits, pp=2, force=True)
+        blocks = 4 if kind == "t5" else 2
+        for sizes, message in (
+            (
+                {"tp": fits + 1},
+                f"{fits} heads cannot be sharded over {fits + 1} ranks.\n(.|\n)*fits this model: {fits}",
+            ),
+            (
+                {"tp": 2, "pp": blocks + 1},
+                f"{blocks} blocks cannot be split into {blocks + 1} stages.\n.*model: {blocks}",
+            ),
+        ):
+            for command, source in ((reshard_checkpoint, split), (split_checkpoint, hf)):
+                with pytest.raises(AutoparError, match=message):
+                    command(source, tmp_path / "other", **sizes)
+    assert not (tmp_path / "other").exists()
 
 
 def test_stages_are_about_equally_large(tmp_path):

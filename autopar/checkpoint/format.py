@@ -5,7 +5,7 @@
     optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
                                             weights of half-precision parameters (``wte.weight::master``)
     optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, the state that replica d keeps
-    extra-tp0-pp0.safetensors               tensors among the user's own data, if there are any
+    extra-tp{t}-pp{p}.safetensors           tensors among the user's own data, if there are any: rank 0's, and shards
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
 A replicated tensor lies in the file of tensor-parallel rank 0 only; tied tensors lie there once. The manifest
@@ -33,10 +33,12 @@ from autopar.errors import CheckpointError, nearest
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.checksum import NAME, checksum
 
-__all__ = ["MANIFEST", "PARTS", "Manifest", "parse_size", "sizes_text", "versions"]
+__all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "Manifest", "parse_size", "sizes_text", "versions"]
 
 FORMAT_VERSION = 2
 WITH_JOINED = 3  # of manifests with tensors that are merged into one, which a reader of version 2 would misread
+WITH_SHARDS = 4  # of manifests with shards among the user's own data, of which an earlier reader would give whole ones
+SHARDED_EXTRA = "sharded_extra"  # in ``training``: dictionaries of shards in ``extra``
 PARTS = ("model", "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -140,8 +142,9 @@ class Manifest:
         """Return plain data."""
         tp, pp, dp, _ = self.sizes
         mesh = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+        version = WITH_JOINED if any(self._joined()) else FORMAT_VERSION
         return {
-            "format_version": WITH_JOINED if any(self._joined()) else FORMAT_VERSION,
+            "format_version": WITH_SHARDS if SHARDED_EXTRA in self.training else version,
             "save_id": self.save_id,
             "order": self.order,
             "follows": self.follows,
@@ -222,6 +225,8 @@ class Manifest:
         """
         path = folder / file
         try:
+            if path.is_fifo():  # reading would wait for a writer
+                raise CheckpointError(f"{path} is a named pipe; a manifest is a file")
             text = path.read_bytes()
         except FileNotFoundError:
             raise CheckpointError(_why_missing(folder)) from None
@@ -232,10 +237,10 @@ class Manifest:
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no manifest of a checkpoint: {_reason(error)}") from error
-        if version not in (FORMAT_VERSION, WITH_JOINED):
+        if version not in range(FORMAT_VERSION, WITH_SHARDS + 1):
             raise CheckpointError(
-                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} and "
-                f"{WITH_JOINED}"
+                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} to "
+                f"{WITH_SHARDS}"
             )
         end = list(_END.finditer(text))
         if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():

@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
+from autopar.checkpoint.extra import SavedShards
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
@@ -88,6 +89,7 @@ def load(
         state.resumed_from.clear()
         state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
         _warn_of_casts(loader)
+        _warn_of_dropped_weights(loader)
     finally:
         for loader in prepared:
             loader.shards.close()
@@ -105,6 +107,7 @@ class _Loader:
         try:
             self.tensors = local_tensors(model, fsdp=True)
             _check_model(self.shards, self.state, self.tensors)
+            self.own = SavedShards(self.shards.manifest, model, self.state, self.tensors)
             self._check_training(model)
         except BaseException:
             self.shards.close()
@@ -170,8 +173,12 @@ class _Loader:
         saved, training = self.shards.manifest.training, self.training
         extra = self.shards.manifest.parts.get("extra")
         chosen = [name for name in ("lr_scheduler", "extra") if getattr(training, name) is not None]
-        tensors = {name: self.shards.lazy(name, "extra").read() for name in extra.tensors} if extra and chosen else {}
-        return {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        loose = [name for name in extra.tensors if name not in self.own.saved] if extra and chosen else []
+        tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
+        plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        if "extra" in plain:
+            self.own.fill(plain["extra"], self.shards)
+        return plain
 
     def _restore(self, plain: Mapping[str, Any]) -> None:
         training, mpu = self.training, self.state.mpu
@@ -230,5 +237,19 @@ def _warn_of_casts(loader: _Loader) -> None:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
             f"to {dtype_name(loader.tensors[cast[0]].dtype)} ({MANIFEST} says what was saved)",
+            stacklevel=4,
+        )
+
+
+def _warn_of_dropped_weights(loader: _Loader) -> None:
+    """Warn of fp32 weights in the checkpoint that neither the model nor the optimizer has a place for."""
+    weights, kinds = loader.weights, {name: tensor.dtype for name, tensor in loader.tensors.items()}
+    dropped = [name for name, dtype in kinds.items() if weights is not None and weights.drops(name, dtype)]
+    if dropped:
+        warnings.warn(
+            f"{len(dropped)} weights go on from {dtype_name(kinds[dropped[0]])}, {dropped[0]} first: the run that "
+            "saved them kept them in float32 beside, and nothing here does.\n"
+            "  Give that run's precision in the config, and the optimizer to autopar.initialize; or load a model in "
+            "float32\n  (from_pretrained(dtype=torch.float32)).",
             stacklevel=4,
         )

@@ -76,7 +76,9 @@ def save_parallelized(
         optimizer: save its state too, in the layout of the parameters, with the fp32 weights and the loss scale of
             half precision, and the random state of every rank.
         lr_scheduler: save its ``state_dict()`` too.
-        extra: data of your own: numbers, text, lists, dicts, tensors. Rank 0's is saved.
+        extra: data of your own: numbers, text, lists, dicts, tensors; the same on all ranks. A dict in it whose keys
+            are names of the model's tensors, and whose tensors have the shapes of this rank's shards (an EMA), is
+            saved like the optimizer's state, and each rank gets its own shards back, on any mesh.
         keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
             remain, the ones that were saved last whatever their numbers: first those that the run left behind when it
             went back to an earlier one with ``from_parallelized``, then the oldest. Files in their folders that no

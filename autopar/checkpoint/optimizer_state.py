@@ -28,7 +28,7 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["OptimizerState", "Restoration", "Target", "named_groups", "new_option", "prepare", "take"]
+__all__ = ["OptimizerState", "Restoration", "Target", "alike", "named_groups", "new_option", "prepare", "take"]
 
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
@@ -108,7 +108,7 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
             entry: dict[str, Any] = {}
             if type(value) in _VALUES and isinstance(key, str):
                 entry = {"kind": "value", "value": value}
-            elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not _alike(value, parameter):
+            elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not alike(value, parameter):
                 raise CheckpointError(
                     f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors and "
                     "numbers only\n  Save without this optimizer, or use one whose state has the parameters' shapes."
@@ -215,7 +215,7 @@ def _named(model: nn.Module, plan: Plan) -> dict[int, str]:
     return {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
 
 
-def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Tell whether a state that is not a single number is sharded over the replicas as its parameter is."""
     if isinstance(value, DTensor) or (isinstance(parameter, DTensor) and value.ndim):
         return (

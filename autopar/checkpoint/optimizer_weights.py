@@ -26,6 +26,7 @@ __all__ = [
     "Step",
     "TrainingWeights",
     "differs_by_replica",
+    "has_master_weights",
     "loss_scale_state",
     "owns",
     "parameters_by_name",
@@ -53,9 +54,8 @@ class Step(Protocol):
     def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its fp32 weight, if it has one."""
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss."""
+    def publish(self) -> None:
+        """Set ``loss_scale`` and ``skipped_steps`` on the optimizer."""
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
@@ -112,6 +112,14 @@ def saved_master_weights(
         due, saved = plan.tensors[name], f"{name}::{MASTER}"
         result[saved] = weight, TensorPlan(saved, due.shape, dtype_name(weight.dtype), due.layout)
     return result
+
+
+def has_master_weights(manifest: Manifest) -> bool:
+    """Tell whether a checkpoint holds fp32 weights of half-precision parameters."""
+    if "optimizer" not in manifest.parts:
+        return False
+    tensors = manifest.parts["optimizer"].tensors
+    return len(states_only(tensors, OptimizerMetadata.parse(manifest.training["optimizer"]))) < len(tensors)
 
 
 def states_only(tensors: Mapping[str, TensorPlan], metadata: OptimizerMetadata) -> dict[str, TensorPlan]:
@@ -190,6 +198,10 @@ class TrainingWeights:
         """Tell whether training goes on with every bit, though the model's tensor has another dtype."""
         return self._now(name, dtype) == self._then(name)
 
+    def drops(self, name: str, dtype: torch.dtype) -> bool:
+        """Tell whether training goes on without the fp32 weight that the checkpoint has."""
+        return name in self._saved and self._now(name, dtype) != torch.float32
+
     def _now(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of what the optimizer steps for a parameter of ``dtype``."""
         half = dtype in (torch.bfloat16, torch.float16)
@@ -210,4 +222,4 @@ class TrainingWeights:
         """Restore the loss scale, if both runs have one."""
         if self._scale is not None and self._step is not None:
             self._step.scale.load_state_dict(self._scale)
-            self._optimizer.loss_scale = self._step.loss_scale  # type: ignore[attr-defined]
+            self._step.publish()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.staging import MANIFEST, REMOVED, fsync
+from autopar.checkpoint.staging import ABANDONED, HIDDEN, MANIFEST, REMOVED, fsync
 from autopar.checkpoint.state import listed
 from autopar.errors import CheckpointError
 
@@ -35,9 +35,7 @@ __all__ = [
 ]
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_HIDDEN = re.compile(r"\.(.+)\.(tmp|old|removed)-[0-9a-f]{16}", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
-_ABANDONED = 24 * 3600  # seconds after which a temporary folder of the series is nobody's any more
 
 
 def series(path: str | os.PathLike[str]) -> tuple[str, int]:
@@ -141,7 +139,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
             _finish_removal(path, name)
         elif is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
             continue
-        elif kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > _ABANDONED):
+        elif kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
         elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
@@ -174,7 +172,7 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str, str]]:
     """
     found = []
     for entry in os.scandir(parent) if parent.is_dir() else ():
-        hidden = _HIDDEN.fullmatch(entry.name)
+        hidden = HIDDEN.fullmatch(entry.name)
         name, kind = (hidden[1], hidden[2]) if hidden is not None else (entry.name, "")
         numbered = _NUMBERED.fullmatch(name)
         if numbered is not None and numbered[1] == stem and entry.is_dir(follow_symlinks=False):
@@ -186,11 +184,13 @@ def members(parent: Path, stem: str) -> list[Member]:
     """List the checkpoints of a series, lowest number first."""
     found = []
     for path in (path for path, kind, _ in _folders(parent, stem) if not kind):
+        if not is_checkpoint(path):
+            continue
         try:
             with open(path / MANIFEST, "rb") as file:
                 head = _HEAD.search(file.read(512))
         except OSError:
-            continue  # no checkpoint, or somebody else deletes it
+            continue  # somebody else deletes it
         order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
         found.append(Member(path, series(path)[1], order, follows if follows < order else 0))
     return found

@@ -14,7 +14,8 @@ from torch import nn
 
 from autopar.adapters.wrappers import check_merged
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
-from autopar.checkpoint.format import Manifest, versions
+from autopar.checkpoint.extra import check_extra, merged_names
+from autopar.checkpoint.format import SHARDED_EXTRA, Manifest, versions
 from autopar.checkpoint.offline.merge import write_merged
 from autopar.checkpoint.optimizer_metadata import OptimizerMetadata, merge_metadata
 from autopar.checkpoint.optimizer_weights import states_only
@@ -65,14 +66,18 @@ def save(
             check_merged(model)
         local = snapshot(model, optimizer, lr_scheduler, extra)
         prepared.append((local, _Writer(state, request, config_writer(model))))
-        digests = digest_parameters(model, state.plan) if is_checked(model) else {}
+        checked = is_checked(model)
+        digests = digest_parameters(model, state.plan) if checked else {}
+        own = None if local.extra is None else local.extra.digests(state.plan, checked)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
-        return {"call": call, "digests": digests}
+        return {"call": call, "digests": digests, "extra": own}
 
     def compare(ranks: list[dict[str, Any]]) -> None:
         check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
         check_replicas([rank["digests"] for rank in ranks], state.plan, mpu.sizes.as_saved(), prepared[0][0].fsdp)
+        if extra is not None:
+            check_extra([rank["extra"] for rank in ranks], state, prepared[0][0].fsdp)
 
     all_ranks(mpu, check, check=compare)
     ((local, writer),) = prepared
@@ -168,6 +173,8 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
         if not tensors and (mpu.dp_cp.rank != 0 or part == "extra"):
             continue
         dp = mpu.dp_cp.rank if part == "optimizer" and local.by_replica else None
+        if not folder.is_dir() and mpu.rank == 0:
+            raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
@@ -183,7 +190,8 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
         "plans": {name: plan.to_json() for name, plan in local.plans.items()},
         "optimizer": local.optimizer,
         "training": local.training if mpu.rank == 0 else {},
-        "extra": {n: [list(t.shape), str(t.dtype)] for n, t in local.tensors.get("extra", {}).items()},
+        "extra": {name: plan.to_json() for name, plan in local.extra_plans.items()},
+        "sharded extra": local.extra.names(state.plan) if local.extra is not None else [],
         "random": local.random_state and {
             "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, **context, "state": local.random_state
         },
@@ -226,11 +234,10 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
     if reports[0]["optimizer"] is not None:
         parts["optimizer"], training["optimizer"] = _optimizer_part(reports, files.get("optimizer", {}))
     if "extra" in files:
-        loose = {
-            name: TensorPlan(name, tuple(shape), dtype.removeprefix("torch."))
-            for name, (shape, dtype) in reports[0]["extra"].items()
-        }
-        parts["extra"] = Part("extra", loose, files["extra"])
+        plans = {n: TensorPlan.from_json(n, plan) for report in reports for n, plan in report["extra"].items()}
+        parts["extra"] = Part("extra", plans, files["extra"])
+    if sharded := merged_names([report["sharded extra"] for report in reports]):
+        training[SHARDED_EXTRA] = sharded
     if reports[0]["random"]:
         training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint import random_states
+from autopar.checkpoint.extra import Extra, unlike
 from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.optimizer_state import take
 from autopar.checkpoint.optimizer_weights import (
@@ -30,6 +31,7 @@ from autopar.distributed.mesh import MPU, MeshSizes
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode
+from autopar.storage.safetensors_io import dtype_name
 
 __all__ = ["Snapshot", "check_replicas", "digest_parameters", "snapshot"]
 
@@ -45,6 +47,8 @@ class Snapshot:
         plans: of the optimizer's tensors on this rank.
         optimizer: its metadata, or None.
         training: the scheduler and the user's data as JSON.
+        extra: the user's data on this rank, to be compared.
+        extra_plans: of its tensors that this rank writes.
         random_state: of this process, or None.
         by_replica: the replicas hold different parts of the optimizer's state (ZeRO-1).
         fsdp: the model's tensors are sharded over the replicas; the same on every rank.
@@ -56,6 +60,8 @@ class Snapshot:
     plans: Mapping[str, TensorPlan]
     optimizer: Any
     training: Mapping[str, Any]
+    extra: Extra | None
+    extra_plans: Mapping[str, TensorPlan]
     random_state: Any
     by_replica: bool
     fsdp: bool
@@ -106,9 +112,11 @@ def snapshot(
             raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
         by_replica = differs_by_replica(optimizer)
         tensors["optimizer"], plans, metadata = _optimizer_tensors(optimizer, model, state, by_replica)
-    training, loose = _training_values(optimizer, lr_scheduler, extra)
-    if loose and mpu.rank == 0:
-        tensors["extra"] = loose
+    training, loose = _training_values(optimizer, lr_scheduler)
+    own = None if extra is None else Extra.of(extra, plan, local)
+    if own is not None:
+        training["extra"], loose = own.value, {**loose, **own.loose}
+    tensors["extra"], extra_plans = _extra_tensors(own, loose, state)
     resumable = optimizer is not None or lr_scheduler is not None
     return Snapshot(
         tensors=tensors,
@@ -117,6 +125,8 @@ def snapshot(
         plans=plans,
         optimizer=metadata,
         training=training,
+        extra=own,
+        extra_plans=extra_plans,
         random_state=random_states.take(mpu.random_tracker) if resumable else None,
         by_replica=by_replica,
         fsdp=any(isinstance(tensor, DTensor) for tensor in local.values()),
@@ -147,9 +157,9 @@ def _optimizer_tensors(
 
 
 def _training_values(
-    optimizer: torch.optim.Optimizer | None, lr_scheduler: Any, extra: Mapping[str, Any] | None
+    optimizer: torch.optim.Optimizer | None, lr_scheduler: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return loss scale, scheduler and the user's data as JSON, and the tensors in them."""
+    """Return loss scale and scheduler as JSON, and the tensors in them."""
     training: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     if optimizer is not None and (scale := loss_scale_state(optimizer)) is not None:
@@ -158,14 +168,22 @@ def _training_values(
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
         value = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
-        training["lr_scheduler"], found = encode(value, "lr_scheduler")
-        tensors |= found
-    if extra is not None:
-        if not isinstance(extra, Mapping):
-            raise CheckpointError(f"extra={extra!r} must be a dict")
-        training["extra"], found = encode(dict(extra), "extra")
-        tensors |= found
+        training["lr_scheduler"], tensors = encode(value, "lr_scheduler")
     return training, tensors
+
+
+def _extra_tensors(
+    extra: Extra | None, loose: Mapping[str, torch.Tensor], state: State
+) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan]]:
+    """Return the tensors beside model and optimizer that this rank writes: rank 0 what all have, each its shards."""
+    mpu = state.mpu
+    tensors = dict(loose) if mpu.rank == 0 else {}
+    plans = {name: TensorPlan(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+    for name, tensor, due in extra.tensors(state.plan) if extra is not None else ():
+        here = (due.layout is not None or mpu.tp.rank == 0) and state.writes(name)
+        if here and (mpu.dp_cp.rank == 0 or isinstance(tensor, DTensor)):
+            tensors[due.name], plans[due.name] = tensor, due
+    return tensors, plans
 
 
 # -- weights that several ranks hold ----------------------------------------------------------------------------------
@@ -194,16 +212,7 @@ def check_replicas(digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan,
     Raises:
         CheckpointError: names the tensors, and two ranks that disagree.
     """
-    first: dict[Any, tuple[int, int]] = {}
-    different: dict[str, tuple[int, int]] = {}
-    for rank, theirs in enumerate(digests):
-        tp, dp = rank % sizes.tp, rank // sizes.tp % sizes.dp
-        for name, (dtype, digest) in theirs.items():
-            layout = plan.tensors[name].layout
-            shard = (name, dtype, None if layout is None else layout.ranges(tp), dp if fsdp else None)
-            other, expected = first.setdefault(shard, (rank, digest))
-            if digest != expected:
-                different.setdefault(name, (other, rank))
+    different = unlike(digests, plan, sizes, fsdp)
     if different:
         name, (one, other) = next(iter(different.items()))
         raise CheckpointError(

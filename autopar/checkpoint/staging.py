@@ -1,22 +1,26 @@
 """Folders that appear whole or not at all.
 
-A checkpoint is written into a hidden sibling ``.name.tmp-<id>`` of its target and takes the target's place in one
-step, so that a process that is killed at any moment leaves either the previous checkpoint or the new one.
+A checkpoint is written into a hidden sibling ``.name.tmp-<id>-<pid>-<host>`` of its target and takes the target's place
+in one step, so that a process that is killed at any moment leaves either the previous checkpoint or the new one. The
+name says who writes there: what a killed save left is swept by the next one, what another job is writing is not.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from autopar.errors import CheckpointError
+from autopar.storage.checksum import checksum
 from autopar.storage.safetensors_io import SafetensorsReader
 
-__all__ = ["MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "leftovers"]
+__all__ = ["ABANDONED", "HIDDEN", "MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "leftovers"]
 
 MANIFEST = "autopar.json"
 REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
@@ -28,14 +32,16 @@ _OURS = re.compile(
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
     r"|wrapper\.safetensors"
 )
+HIDDEN = re.compile(r"\.(.+)\.(tmp|old|removed)-[0-9a-f]{16}(?:-(\d+)-([0-9a-f]{8}))?", re.DOTALL)
+ABANDONED = 24 * 3600  # seconds after which a temporary folder is nobody's any more
 MERGED = "autopar_merged"  # in the header of a file that was merged from a plain module's shards: whose it was
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 def fsync_files(folder: Path) -> None:
-    """Force the files of a folder to the disk."""
-    for path in folder.iterdir():
+    """Force the files of a folder and of those in it to the disk."""
+    for path in folder.rglob("*"):
         if path.is_file():
             fsync(path)
 
@@ -50,12 +56,34 @@ def fsync(path: Path) -> None:
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Return siblings of ``target`` that a killed save left behind."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
+    """Return siblings of ``target`` that a killed save left behind, or that another one is writing."""
     try:
-        return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
+        found = [(path, HIDDEN.fullmatch(path.name)) for path in target.parent.iterdir()]
     except OSError:
         return []
+    return sorted(path for path, hidden in found if hidden and hidden[1] == target.name and hidden[2] != "removed")
+
+
+@functools.cache
+def _host() -> str:
+    """Return a token of what gives processes their ids: the host, and on Linux the container."""
+    space = "/proc/self/ns/pid"
+    return checksum(f"{os.uname().nodename} {os.readlink(space) if os.path.islink(space) else ''}".encode())[:8]
+
+
+def _in_use(path: Path) -> bool:
+    """Tell whether a process may be writing into a temporary folder. One on another host is trusted for a day."""
+    hidden = HIDDEN.fullmatch(path.name)
+    try:
+        if hidden is None or hidden[3] is None or time.time() - path.stat().st_mtime > ABANDONED:
+            return False
+        if hidden[4] == _host():
+            os.kill(int(hidden[3]), 0)
+    except PermissionError:
+        return True  # a process of another user
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 class Staging:
@@ -77,7 +105,8 @@ class Staging:
     def __init__(self, target: Path, replace: bool = True) -> None:
         self.target = Path(os.path.realpath(target))
         self.id = secrets.token_hex(8)
-        self.temp = self.target.parent / f".{self.target.name}.tmp-{self.id}"
+        self._owned = f"{self.id}-{os.getpid()}-{_host()}"
+        self.temp = self.target.parent / f".{self.target.name}.tmp-{self._owned}"
         self.committed = False
         if self.target.exists():
             _check_replaceable(self.target, replace)
@@ -99,13 +128,14 @@ class Staging:
         if not self.target.exists():
             os.rename(self.temp, self.target)
         elif not _exchange(self.temp, self.target):
-            old = self.target.parent / f".{self.target.name}.old-{self.id}"
+            old = self.target.parent / f".{self.target.name}.old-{self._owned}"
             os.rename(self.target, old)
             os.rename(self.temp, self.target)
         self.committed = True
         fsync(self.target.parent)
         for path in leftovers(self.target):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.name.endswith(self._owned) or not _in_use(path):
+                shutil.rmtree(path, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the temporary folder unless it was committed."""

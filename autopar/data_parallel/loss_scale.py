@@ -28,11 +28,12 @@ class LossScale:
         self._config = config
         self.scale, self.min_scale, self.max_scale = config.initial_scale, config.min_scale, config.max_scale
         self.steps, self.chances = 0, config.hysteresis  # steps in a row without an overflow
+        self.skipped = 0  # steps in all
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step, or after one that was skipped because of an ``overflow``."""
         if overflow:
-            self.steps = 0
+            self.steps, self.skipped = 0, self.skipped + 1
             self.chances = max(self.chances - 1, 0)
             if self.chances == 0:
                 self.scale = max(self.scale * self._config.backoff_factor, self.min_scale)
@@ -50,11 +51,12 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"scale": self.scale, "steps": self.steps, "chances": self.chances}
+        return {"scale": self.scale, "steps": self.steps, "chances": self.chances, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
         self.scale, self.steps, self.chances = float(state["scale"]), int(state["steps"]), int(state["chances"])
+        self.skipped = int(state.get("skipped", 0))  # earlier checkpoints did not count them
 
 
 def agree_on_overflow(flags: torch.Tensor, size: int, group: Any = None) -> None:

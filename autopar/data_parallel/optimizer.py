@@ -65,7 +65,7 @@ class ParallelStep(OwnedParameters):
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
         self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
-        self.skipped_steps, self.step_was_skipped = 0, False
+        self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
         self._running: OptimizerProxy | None = None
@@ -82,7 +82,7 @@ class ParallelStep(OwnedParameters):
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
         optimizer._autopar, optimizer.scale_loss = self, self.scale_loss
-        self._publish()
+        self.publish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelStep:
         return self  # a copied model is not what the optimizer steps
@@ -165,14 +165,12 @@ class ParallelStep(OwnedParameters):
         if running is None:
             return
         running.write_back()
-        if self.step_was_skipped:
-            self.skipped_steps += 1
-        elif self.sharded:
+        if self.sharded and not self.step_was_skipped:
             with self._together(self.axis.ranks):
                 self.broadcast()
         if self.scale is not None:
             self._update_scale(self.scale)
-        self._publish()
+        self.publish()
 
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -257,7 +255,13 @@ class ParallelStep(OwnedParameters):
         """The factor of :meth:`scale_loss`."""
         return 1.0 if self.scale is None else self.scale.scale
 
-    def _publish(self) -> None:
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped, of the run that a checkpoint was loaded from as well."""
+        return 0 if self.scale is None else self.scale.skipped
+
+    def publish(self) -> None:
+        """Set on the optimizer what users read there."""
         for name in _PUBLIC:
             setattr(self.optimizer, name, getattr(self, name))
 
@@ -301,7 +305,7 @@ class ParallelStep(OwnedParameters):
                     optimizer.state[parameter][key] = value.to(now.device, torch.float32, copy=True)
         if self.scale is not None and ours.get("loss_scale"):
             self.scale.load_state_dict(ours["loss_scale"])
-        self._publish()
+        self.publish()
 
 
 def _overflow(tensors: list[torch.Tensor]) -> torch.Tensor | bool:

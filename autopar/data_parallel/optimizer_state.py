@@ -86,7 +86,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
 
     Raises:
         ConfigError: a state tensor of a sharded parameter is neither of the parameter's shape nor a single number;
-            or there is state at all and ``stage`` is 3.
+            or there is state at all and ``stage`` is 3, or state of a model that has no values yet (except Adagrad's).
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, entries in optimizer.state.items():
@@ -95,6 +95,13 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
             raise ConfigError(
                 f"{type(optimizer).__name__} has state of {name} already: with zero.stage 3 the optimizer must not "
                 "have stepped, and one that makes its state when it is built (Adagrad) does not work"
+            )
+        lost = next((key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.is_meta), None)
+        if lost is not None and not isinstance(optimizer, torch.optim.Adagrad):
+            raise ConfigError(
+                f"{type(optimizer).__name__} made '{lost}' of {name} when it was built, from a model without values "
+                "(lazy_init, from_pretrained(optimizer=)): it has none either, and they are not known.\n"
+                "  Build the model in memory, or the optimizer from the model that initialize has returned."
             )
         layout = plan.tensors[plan.canonical(name)].layout if name is not None else None
         if layout is None:
@@ -111,16 +118,22 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int) -> None:
     """Shard the state of each parameter as the parameter was sharded.
 
+    What Adagrad made from parameters without values gets the values that it begins with.
+
     Args:
         names: ``id(parameter)`` -> name.
         rank: in the tp axis.
     """
+    options = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter, entries in optimizer.state.items():
         tensor = plan.tensors[plan.canonical(names[id(parameter)])]
         for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.ndim:
+            if isinstance(value, torch.Tensor) and (value.ndim or value.is_meta):
                 sharded = tensor.layout is not None and value.shape == tensor.shape
                 shard = tensor.layout.shard(value, rank) if sharded and tensor.layout else value
+                if value.is_meta:
+                    first = options[id(parameter)]["initial_accumulator_value"] if key == "sum" else 0
+                    shard = torch.full_like(shard, first, device=parameter.device)
                 entries[key] = shard.to(parameter.device)
 
 

@@ -20,7 +20,7 @@ from autopar.policy.match import find_policy
 from autopar.policy.schema import Input, Part, Policy, Ratio, Rule, Tower
 from autopar.policy.yaml_reader import Where
 
-__all__ = ["RuleMatch", "Scope", "all_scopes", "check_overlap", "join", "matches_of", "walk"]
+__all__ = ["RuleMatch", "Scope", "all_scopes", "check_overlap", "join", "matches_of", "rows_of", "walk"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
         check_kernels(policy, model)
     name, base = base_of(model)
     base_path = join(prefix, name)
-    rows = _rows(policy)
+    rows = rows_of(policy)
     for tower in policy.towers:
         config = config_of(model)
         for step in tower.config.split(".") if tower.config else ():
@@ -106,7 +106,7 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
             yield from all_scopes(find_policy(inside), join(base_path, path), inside, tp)
 
 
-def _rows(policy: Policy) -> frozenset[str]:
+def rows_of(policy: Policy) -> frozenset[str]:
     """Units that are rows of an embedding: of these a rank may hold none."""
     sections = [policy.head]
     for tower in policy.towers:

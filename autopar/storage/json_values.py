@@ -25,7 +25,7 @@ from torch import nn
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["Json", "decode", "encode", "encode_inline"]
+__all__ = ["Json", "decode", "encode", "encode_inline", "inside"]
 
 Json = Any
 """None, bool, int, finite float, str, and lists and dicts with str keys of these."""
@@ -79,7 +79,7 @@ def _writable(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _inside(where: str, key: object) -> str:
+def inside(where: str, key: object) -> str:
     """Return the place of an element: ``.key`` where that can be written, else ``['a key']`` or ``[0]``."""
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
@@ -131,7 +131,7 @@ class _Encoder:
                 raise CheckpointError(
                     f"{where} has the key {key!r} of type {type(key).__name__}; keys are scalars here"
                 )
-        values = {key: self.encode(item, _inside(where, key), depth + 1) for key, item in value.items()}
+        values = {key: self.encode(item, inside(where, key), depth + 1) for key, item in value.items()}
         if type(value) is dict and _TAG not in values and all(isinstance(key, str) for key in values):
             return values
         items = [[self.encode(key, where, depth + 1), item] for key, item in values.items()]
@@ -181,7 +181,7 @@ class _Decoder:
         if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
             _damaged(where, f"a {type(data).__name__} is not expected there")
         if _TAG not in data:
-            return {key: self.decode(item, _inside(where, key), depth + 1) for key, item in data.items()}
+            return {key: self.decode(item, inside(where, key), depth + 1) for key, item in data.items()}
         return self._tagged(data, where, depth)
 
     def _tagged(self, data: dict[str, Json], where: str, depth: int) -> Any:
@@ -205,7 +205,7 @@ class _Decoder:
             keys = [self.decode(key, where, depth + 1) for key, _ in pairs]
             if not all(type(key) in _SCALARS for key in keys):
                 _damaged(where, "a key is no scalar")
-            values = [self.decode(v, _inside(where, k), depth + 1) for k, (_, v) in zip(keys, pairs, strict=True)]
+            values = [self.decode(v, inside(where, k), depth + 1) for k, (_, v) in zip(keys, pairs, strict=True)]
             return _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
         if isinstance(tag, str) and tag in _SEQUENCES:
             if not isinstance(data.get("items"), list):

@@ -6,7 +6,9 @@ import shutil
 import pytest
 
 from autopar.checkpoint import Manifest, merge_checkpoint
+from autopar.checkpoint.latest import latest
 from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.rotation import next_order
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import rewrite_manifest, save_alone
 
@@ -202,6 +204,16 @@ def test_a_manifest_that_was_changed(tmp_path, change):
     (tmp_path / "autopar.json").write_bytes(text[: text.rindex(b",\n")] + b"\n}\n")  # no checksum at all
     with pytest.raises(CheckpointError, match="was changed after it was written"):
         Manifest.read(tmp_path)
+
+
+def test_a_manifest_that_is_a_named_pipe_keeps_nobody_waiting(tmp_path):
+    save_alone(tmp_path / "step-1", 2)
+    os.remove(tmp_path / "step-1" / "autopar.json")
+    os.mkfifo(tmp_path / "step-1" / "autopar.json")
+    assert latest(tmp_path) is None and next_order(tmp_path / "step-2") == 1
+    for read in (Manifest.read, check_checkpoint, lambda folder: merge_checkpoint(folder, tmp_path / "merged")):
+        with pytest.raises(CheckpointError, match=r"autopar\.json is a named pipe; a manifest is a file"):
+            read(tmp_path / "step-1")
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 
 import pytest
 
@@ -78,6 +80,29 @@ def test_leftovers_of_killed_saves_go_with_the_next_one_and_nothing_else_does(tm
     assert len(leftovers(tmp_path / "ckpt")) == 2
     make(tmp_path / "ckpt")
     assert sorted(os.listdir(tmp_path)) == sorted([*keep, "ckpt"])
+
+
+def test_two_jobs_that_save_into_one_folder_leave_each_others_files_alone(tmp_path, swap):
+    target, other = tmp_path / "ckpt", Staging(tmp_path / "ckpt")
+    fill(other, "other")
+    (_, pid, host) = other.temp.name.rsplit("-", 2)
+    assert int(pid) == os.getpid()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+
+    def left(token: str, pid: int, host: str, days: int = 0) -> str:
+        path = tmp_path / f".ckpt.tmp-{token * 16}-{pid}-{host}"
+        path.mkdir()
+        os.utime(path, (time.time() - days * 86400 - 60,) * 2)
+        return path.name
+
+    kept = [left("1", os.getppid(), host), left("2", ended.pid, "0" * 8), other.temp.name]
+    left("3", ended.pid, host), left("4", os.getppid(), host, days=1), left("5", 1, "0" * 8, days=1)
+    make(target, "mine")
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "ckpt"])
+    other.commit()
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept[:2], "ckpt"])
+    assert (target / "autopar.json").read_text() == "other"
 
 
 def test_a_symbolic_link_goes_on_pointing_to_the_checkpoint(tmp_path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
+import autopar
 from tests.checkpoint.hybrid import OF_TWO, Mesh, Run, assert_same, same
 from tests.pool import pooled
+from tests.small import gpt2
 
 
 def check_resume(folder: Path, name: str, mesh: Mesh, precision: str) -> None:
@@ -56,7 +61,8 @@ def test_a_model_that_is_stepped_in_half_precision_and_fp32_weights_into_each_ot
         due = run.whole()
         run.close()
         other = Run("gpt2", Mesh(2, 1), target[0], dtype=target[1], other=True)
-        other.load(tmp_path / source[0])
+        with pytest.raises(UserWarning, match="weights go on from bf") if target[0] == "fp32" else nullcontext():
+            other.load(tmp_path / source[0])
         whole = other.whole()
         dtype = torch.bfloat16 if target[0] == "fp32" else torch.float32
         moments = [name for name in whole if "::exp_avg" in name]
@@ -112,3 +118,48 @@ def test_any_precision_into_any_other_keeps_the_weights_that_are_stepped(tmp_pat
                 assert run.optimizer.loss_scale == (scale if precision == "fp16" else 256.0)
             run.steps(2, 3)
             run.close()
+
+
+IDS = torch.arange(32).view(4, 8)
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps(model: Any, optimizer: Any, overflow: bool = False) -> list[torch.Tensor]:
+    for number in range(3):
+        optimizer.scale_loss(model(IDS, labels=IDS).loss).backward()
+        if overflow and number == 1:
+            model.transformer.h[0].mlp.c_fc.weight.grad.fill_(torch.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_resumed_without_its_precision_a_run_goes_on_from_the_fp32_weights(tmp_path):
+    config: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 2}}
+    plain = gpt2()
+    model, optimizer = autopar.initialize(plain, {**config, "precision": {"dtype": "fp16"}}, optimizer=adamw(plain))
+    steps(model, optimizer, overflow=True)
+    assert optimizer.skipped_steps == 1
+    model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    expected = gpt2(seed=3)
+    expected, expected_optimizer = autopar.initialize(expected, config, optimizer=adamw(expected))
+    expected.from_parallelized(tmp_path / "ckpt", optimizer=expected_optimizer)
+    model, optimizer = autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "ckpt", config, optimizer=adamw)
+    model.train().from_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    assert model.dtype == torch.float32
+    assert all(map(torch.equal, steps(model, optimizer), steps(expected.train(), expected_optimizer)))
+    assert autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "ckpt", config).dtype == torch.float16
+    model, optimizer = autopar.from_pretrained(
+        GPT2LMHeadModel, tmp_path / "ckpt", config, optimizer=adamw, dtype=torch.float16
+    )
+    with pytest.warns(UserWarning, match="28 weights go on from float16, transformer.wte.weight first: the run that"):
+        model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    config["precision"] = {"dtype": "fp16"}  # as documented
+    model, optimizer = autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "ckpt", config, optimizer=adamw)
+    model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    assert model.dtype == torch.float16 and optimizer.skipped_steps == 1

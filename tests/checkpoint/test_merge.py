@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
 from autopar.storage.lazy_tensor import LazyTensor
@@ -110,10 +111,20 @@ def test_companions_come_along_and_force_replaces(tmp_path):
     ):
         (tmp_path / "ckpt" / name).write_text(name)
     (tmp_path / "ckpt" / "other.safetensors").write_text("weights of something else")
+    for name in ("additional_chat_templates/tool.jinja", "decoder_tokenizer/tokenizer.json", ".git/config",
+                 "checkpoint-7/config.json", "checkpoint-7/deep/model.safetensors"):  # fmt: skip
+        (tmp_path / "ckpt" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ckpt" / name).write_text(name)
+    os.symlink("additional_chat_templates", tmp_path / "ckpt" / "linked")
     merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
+    reshard_checkpoint(tmp_path / "ckpt", tmp_path / "resharded", tp=1)
     companions = {"config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"}
-    companions |= {"spm.model", "notes.md"}
+    companions |= {"spm.model", "notes.md", "additional_chat_templates", "decoder_tokenizer"}
     assert set(os.listdir(tmp_path / "merged")) == {*companions, "model.safetensors"}
+    for folder in ("merged", "resharded"):  # and no other checkpoint
+        assert {str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*/**/*")} == {
+            "additional_chat_templates/tool.jinja", "decoder_tokenizer/tokenizer.json"
+        }  # fmt: skip
     with pytest.raises(CheckpointError, match="--force"):
         merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
     merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", force=True, format="bin")

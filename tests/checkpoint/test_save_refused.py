@@ -163,8 +163,12 @@ def _config(patch: pytest.MonkeyPatch, model: Any) -> None:
 
 
 def _not_shared(patch: pytest.MonkeyPatch, model: Any) -> None:
+    _removed(patch, model, rank=1)
+
+
+def _removed(patch: pytest.MonkeyPatch, model: Any, rank: int = 0) -> None:
     is_dir = Path.is_dir
-    if dist.get_rank() == 1:
+    if dist.get_rank() == rank:
         patch.setattr(Path, "is_dir", lambda self: ".tmp-" not in str(self) and is_dir(self))
 
 
@@ -174,6 +178,7 @@ ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool]
     ("a full disk while merging", _full_disk, {"merge_checkpoints": True}, FULL),
     ("a config that cannot be saved", _config, {}, ("TypeError",)),
     ("a folder that is not shared", _not_shared, {}, ("rank 1 does not see rank 0's files",)),
+    ("a folder that was removed", _removed, {}, ("was removed by another program while this save was writing",)),
 ]
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import get_linear_schedule_with_warmup
+from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 
+import autopar
 from autopar.checkpoint import Manifest
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, ConfigError
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 from tests.worlds import raises_everywhere
@@ -144,11 +145,11 @@ def test_a_wrong_momentum_would_be_noticed(tmp_path):
     assert max(abs(one - other) for one, other in zip(losses, expected, strict=True)) > 1e-3
 
 
-def extra_of(rank: int) -> dict[str, Any]:
+def extra_of_the_user() -> dict[str, Any]:
     return {
-        "epoch": 3 + rank,
+        "epoch": 3,
         "best": (0.5, "val", None),
-        "ema": {"w": torch.arange(6.0).view(2, 3) + rank, "half": torch.ones(3, dtype=torch.bfloat16)},
+        "ema": {"w": torch.arange(6.0).view(2, 3), "half": torch.ones(3, dtype=torch.bfloat16)},
         "nested": [[torch.tensor(7)], {"deep": ({"x": torch.zeros(0, 2)},)}],
         "odd": OrderedDict([(1, {"set", "of"}), ("two", float("inf"))]),
         "array": np.arange(4, dtype=np.int16),
@@ -172,12 +173,11 @@ def equal(one: Any, other: Any) -> bool:
 @pooled(world_size=2)
 def test_the_users_own_data(tmp_path):
     run = Run(2, gpt2, seed=1)
-    rank = run.model.mpu.rank
-    run.model.save_parallelized(tmp_path / "ckpt", extra=extra_of(rank))  # rank 0's is saved
+    run.model.save_parallelized(tmp_path / "ckpt", extra=extra_of_the_user())
     found: dict[str, Any] = {"kept": 1, "epoch": 0}
     run.model.from_parallelized(tmp_path / "ckpt", extra=found)
     assert found.pop("kept") == 1
-    assert equal(found, {"epoch": 3, **extra_of(0)})
+    assert equal(found, {"epoch": 3, **extra_of_the_user()})
     run.save(tmp_path / "empty", extra={})
     found = {}
     run.load(tmp_path / "empty", extra=found)
@@ -253,3 +253,42 @@ def test_statistics_of_shards_go_on_where_they_were_and_are_refused_elsewhere_by
         resumed.load(tmp_path / "it")
     assert all(torch.equal(*pair) for pair in zip(before, resumed.state(), strict=True))
     resumed.model.from_parallelized(tmp_path / "it")
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_an_optimizer_that_makes_its_state_when_it_is_built_from_a_model_without_values(tmp_path):
+    config = {"model_parallelism": {"tensor_parallel_size": 2}, "zero": {"stage": 1}}
+
+    def adagrad(model: Any) -> torch.optim.Adagrad:
+        return torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.5)
+
+    def step(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        ids = torch.arange(16).view(2, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = gpt2()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+    dist.barrier()
+    model, optimizer = autopar.initialize(plain, config, optimizer=adagrad(plain))
+    lazy, its = autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "plain", config, optimizer=adagrad)
+    assert all(map(torch.equal, step(model, optimizer), step(lazy, its)))
+    model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    with autopar.lazy_init():
+        resumed = GPT2LMHeadModel(model.config)
+    resumed, its = autopar.initialize(resumed, config, optimizer=adagrad(resumed))
+    resumed.from_parallelized(tmp_path / "ckpt", optimizer=its)
+    assert all(map(torch.equal, step(model, optimizer), step(resumed, its)))
+
+    class Eager(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["first"] = parameter.detach().clone()
+
+    with raises_everywhere(ConfigError, "Eager made 'first' of transformer.wte.weight when it was built, from a model"):
+        autopar.from_pretrained(GPT2LMHeadModel, tmp_path / "plain", config, optimizer=lambda m: Eager(m.parameters()))

@@ -68,12 +68,12 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Copy what every form of a checkpoint needs beside the weights: config, tokenizer, templates, code, notes.
 
+    Sub-folders come along (of chat templates, of a second tokenizer), except those with weights: other checkpoints.
+
     Args:
         dtype: if given, ``config.json`` says that the weights have it.
     """
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not _WEIGHTS.fullmatch(path.name):
-            shutil.copyfile(path, folder / path.name)
+    _copy_small(source, folder)
     path = folder / "config.json"
     if dtype is None or not path.is_file():
         return
@@ -85,3 +85,19 @@ def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = Non
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_small(source: Path, folder: Path) -> None:
+    for path in sorted(source.iterdir()):
+        if _WEIGHTS.fullmatch(path.name):
+            continue
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        elif path.is_dir() and not path.is_symlink() and not _holds_weights(path):
+            (folder / path.name).mkdir(exist_ok=True)
+            _copy_small(path, folder / path.name)
+
+
+def _holds_weights(folder: Path) -> bool:
+    names = (name for _, _, found in os.walk(folder) for name in found)
+    return any(_WEIGHTS.fullmatch(name) and not name.startswith(".") for name in names)

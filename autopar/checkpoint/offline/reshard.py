@@ -1,4 +1,4 @@
-"""Write the shards of another mesh: one process, one tensor at a time, no model code, no policy."""
+"""Write the shards of another mesh: one process, one tensor at a time, no model code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autopar.checkpoint.format import PARTS, Manifest, versions
+from autopar.checkpoint.offline.mesh_sizes import check_fits, check_sizes
 from autopar.checkpoint.offline.output import copy_small_files, output_folder, progress_bar
 from autopar.checkpoint.optimizer_metadata import COUNTERS
 from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
@@ -26,18 +27,9 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.checksum import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
-__all__ = ["check_sizes", "reshard_checkpoint", "stages_by_size", "write_manifest", "write_part"]
+__all__ = ["reshard_checkpoint", "stages_by_size", "write_manifest", "write_part"]
 
-MOST = 4096  # files that are open at once are bounded by this
-
-
-def check_sizes(tp: int, pp: int) -> None:
-    """Raise CheckpointError unless both sizes can be made."""
-    for name, size in (("--tp", tp), ("--pp", pp)):
-        if not 1 <= size <= MOST:
-            raise CheckpointError(f"{name} {size} must be between 1 and {MOST}")
-    if tp * pp > MOST:
-        raise CheckpointError(f"--tp {tp} x --pp {pp} = {tp * pp} files are more than {MOST}")
+_OWN = re.compile(r"::.*@tp(\d+)$")
 
 
 def reshard_checkpoint(
@@ -68,14 +60,15 @@ def reshard_checkpoint(
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
-        CheckpointError: the source is incomplete or damaged, the destination cannot be written, or a state of the
-            optimizer belongs to one tensor-parallel size (Adafactor's statistics).
+        CheckpointError: the source is incomplete or damaged, the model cannot run with these sizes, the destination
+            cannot be written, or a state of the optimizer belongs to one tensor-parallel size (Adafactor's statistics).
     """
     check_sizes(tp, pp)
     folder = Path(source)
     with Shards(folder, PARTS) as shards:
         shards.verify_along()
         old = shards.manifest
+        check_fits(old, tp, pp)
         parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
         training = {k: v for k, v in old.training.items() if optimizer or k != "optimizer"}
         _refuse_own_statistics(parts, old.sizes.tp, tp)
@@ -87,7 +80,7 @@ def reshard_checkpoint(
             with progress_bar("resharding", total, progress) as bar:
                 for name, part in parts.items():
                     plans = {key: _reshard(tensor, tp) for key, tensor in part.tensors.items()}
-                    where = {key: stages[key.partition("::")[0]] if name != "extra" else 0 for key in plans}
+                    where = {key: stages.get(key.partition("::")[0], 0) for key in plans}
 
                     def read(key: str, part: str = name) -> torch.Tensor:
                         bar.update(bytes_of[part][key])
@@ -171,7 +164,9 @@ def write_part(
     """
     tp, pp = mesh
     _allow_open_files(tp * pp)
-    places = [(t, p) for p in range(pp) for t in range(tp)] if part != "extra" else [(0, 0)]
+    places = [(t, p) for p in range(pp) for t in range(tp)]
+    if part == "extra":  # most have one file
+        places = [(t, p) for t, p in places if any(stages[k] == p and _holds(k, plan, t) for k, plan in plans.items())]
     with ExitStack() as stack:
         writers = {}
         for t, p in places:
@@ -214,8 +209,8 @@ def _holds(key: str, plan: TensorPlan, t: int) -> bool:
     """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
     if plan.layout is not None:
         return True
-    _, own, rank = key.rpartition("@tp")
-    return t == (int(rank) if own and "::" in key else 0)
+    own = _OWN.search(key)
+    return t == (int(own[1]) if own else 0)
 
 
 def write_manifest(
