@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
-from autopar.distributed.waits import Waits
 from autopar.errors import PipelineError
 
 __all__ = ["GRACE", "FailureLog", "Report", "first_line", "waiting"]
@@ -74,9 +73,6 @@ class FailureLog:
         self._in_deadline = False
         self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
         self._store_lost = False  # it no longer answers
-        self._waits = Waits(lambda text: self._store.set(f"waits of {mpu.rank}", text))
-        if mpu.world_size > 1:
-            self._waits.watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FailureLog:
         return self
@@ -108,13 +104,6 @@ class FailureLog:
             return Report("", False, 0)
         when, _, text = found[1:].partition(" ")
         return Report(text, found[0] == "?", max(0, round(time.time() - float(when))))
-
-    def waits_of(self, rank: int) -> str:
-        """Return in what a rank has been for long: its name, where, and the seconds; empty if it is not known."""
-        key = f"waits of {rank}"
-        found = self._ask(lambda: self._store.get(key).decode(errors="replace") if self._store.check([key]) else "")
-        when, _, what = (found or "").partition(" ")
-        return f"has been for {max(0, round(time.time() - float(when)))} s in {what}" if what else ""
 
     def has_ended(self, rank: int) -> bool:
         """Check whether the process of a rank has certainly ended."""
@@ -160,9 +149,6 @@ class FailureLog:
             if text and not (unfinished and (ended or silent)):  # they know no more than this one
                 ago = f" {age} s ago" if age > 1 else ""
                 lines.append(f"rank {rank} said{ago}: " + text.replace("\n", "\n    "))
-        waits = {rank: found for rank in silent if (found := self.waits_of(rank))}
-        lines += [f"rank {rank} {found}." for rank, found in waits.items()]
-        silent = [rank for rank in silent if rank not in waits]
         if silent and not ended:
             names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
             lines.append(f"{names} said nothing: hanging, late, or ended on another machine.")
@@ -192,13 +178,9 @@ class FailureLog:
 
     @contextlib.contextmanager
     def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Raise a PipelineError that names the collective, and the rank that failed, where one of ``ranks`` fails.
-
-        A rank that is inside for long tells the others.
-        """
+        """Raise a PipelineError that names the collective, and the rank that failed, where one of ``ranks`` fails."""
         try:
-            with self._waits.named(collective):
-                yield
+            yield
         except PipelineError:
             raise
         except RuntimeError as error:

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed import failures, waits
-from autopar.distributed.failures import FailureLog
-from autopar.distributed.mesh import MPU
+from autopar.distributed import failures
 from autopar.errors import PipelineError
-from tests.pool import pooled
 from tests.small import gpt2
 from tests.timeouts import TIMEOUT, hurry, say, wait_for
 from tests.worlds import distributed
@@ -24,37 +21,10 @@ from tests.worlds import distributed
 
 @contextlib.contextmanager
 def _quick() -> Iterator[None]:
-    """Look often, and give others less time to say why they failed."""
+    """Give others less time to say why they failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waits, "_LOOK", 0.2)
         patch.setattr(failures, "GRACE", 1.0)
         yield
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_what_another_rank_is_in_is_known_while_it_lasts() -> None:
-    log, rank = FailureLog(MPU(2), 5), dist.get_rank()
-    with _quick():
-        time.sleep(1.1)  # the thread sleeps as long as it did before
-        if rank == 1:
-            with log.blame("gathering cups", [0, 1]):
-                with log.blame("counting spoons", [0, 1]):
-                    pass
-                say("begun")
-                wait_for("described", [0])
-            time.sleep(1.0)
-            say("ended")
-        else:
-            wait_for("begun", [1])
-            said = log.describe([1])
-            say("described")
-            assert re.fullmatch(
-                r"  rank 1 has been for [12] s in gathering cups \(.*/tests/timeouts.py:\d+\)\.", said
-            ), said
-            wait_for("ended", [1])
-            assert log.describe([1]) == "  rank 1 said nothing: hanging, late, or ended on another machine."
-    dist.barrier()
 
 
 @pytest.mark.tier("test")
@@ -80,7 +50,9 @@ def test_a_replica_evaluates_while_another_averages() -> None:
     wait_for("told", [0, 1])
     first, other, *_ = str(error.value).splitlines()
     assert first == f"{own[rank]} failed: one of the ranks [0, 1] ended, failed or hangs."
-    assert re.match(rf"  rank {1 - rank} (said|has been for \d s in).*{own[1 - rank]}", other), other
+    told = [None, None]
+    dist.all_gather_object(told, other, group=dist.new_group(backend="gloo"))
+    assert any(re.match(rf"  rank \d said.*{name}", line) for name in own for line in told if line), told
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
