@@ -265,7 +265,7 @@ def test_an_optimizer_that_makes_its_state_when_it_is_built_from_a_model_without
 
     def step(model: Any, optimizer: Any) -> list[torch.Tensor]:
         ids = torch.arange(16).view(2, 8)
-        model(input_ids=ids, labels=ids).loss.backward()
+        model.train()(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
