@@ -69,8 +69,9 @@ class ParallelStep(OwnedParameters):
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
         self._running: OptimizerProxy | None = None
+        self._looked = config.precision == "fp32"  # whether a step has changed half-precision weights themselves
         self._saved: Mapping[str, Any] = {}
-        for parameter in [p for p in optimizer.state if not self.owns(p)]:
+        for parameter in [p for p in optimizer.state if p in self.names and not self.owns(p)]:
             del optimizer.state[parameter]
         if self.masters is not None:
             self._halve(inner, DTYPES[config.precision], self.masters)
@@ -154,9 +155,10 @@ class ParallelStep(OwnedParameters):
         self.step_was_skipped = overflow
         if overflow:
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
-            self._running = OptimizerProxy(optimizer, {})
+            self._running = OptimizerProxy(optimizer, None)
         else:
-            self._running = OptimizerProxy(optimizer, self._stepped(multiplier))
+            watched, self._looked = {} if self._looked else self.names, True
+            self._running = OptimizerProxy(optimizer, self._stepped(multiplier), watched)
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -184,7 +186,7 @@ class ParallelStep(OwnedParameters):
 
         to_half(self.model, inner, dtype, masters, stepped)
         for parameter, entries in self.optimizer.state.items():
-            if parameter.dtype == dtype:
+            if parameter in self.names and parameter.dtype == dtype:
                 for key, value in entries.items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point():
                         entries[key] = value.float()

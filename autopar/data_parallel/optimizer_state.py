@@ -91,6 +91,8 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, entries in optimizer.state.items():
         name = names.get(id(parameter))
+        if name is None:  # of no parameter
+            continue
         if stage == 3 and entries:
             raise ConfigError(
                 f"{type(optimizer).__name__} has state of {name} already: with zero.stage 3 the optimizer must not "
@@ -103,7 +105,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
                 "(lazy_init, from_pretrained(optimizer=)): it has none either, and they are not known.\n"
                 "  Build the model in memory, or the optimizer from the model that initialize has returned."
             )
-        layout = plan.tensors[plan.canonical(name)].layout if name is not None else None
+        layout = plan.tensors[plan.canonical(name)].layout
         if layout is None:
             continue
         for key, value in entries.items():
@@ -126,6 +128,8 @@ def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int)
     """
     options = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter, entries in optimizer.state.items():
+        if id(parameter) not in names:
+            continue
         tensor = plan.tensors[plan.canonical(names[id(parameter)])]
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and (value.ndim or value.is_meta):
@@ -143,12 +147,13 @@ def keep_stage(optimizer: Any, model: nn.Module) -> None:
     A group may become empty; it stays, since schedulers count groups.
     """
     here = {id(parameter) for parameter in model.parameters()}
+    gone = {p for group in optimizer.param_groups for p in group["params"] if id(p) not in here}
     for group in optimizer.param_groups:
         kept = [index for index, parameter in enumerate(group["params"]) if id(parameter) in here]
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [group[key][index] for index in kept]
-    for parameter in [parameter for parameter in optimizer.state if id(parameter) not in here]:
+    for parameter in gone & optimizer.state.keys():
         del optimizer.state[parameter]
 
 
