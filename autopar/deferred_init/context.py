@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.deferred_init.files import load_lazily
-from autopar.deferred_init.sources import Init, by_parameter, replace_storage, set_source, versions_of
+from autopar.deferred_init.sources import Init, by_parameter, set_source, versions_of
 from autopar.errors import ConfigError
 from autopar.storage.lazy_tensor import InMemory
+from autopar.storage.parameter_storage import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in
 
 __all__ = ["in_lazy_init", "lazy_init", "on_cpu"]

@@ -20,10 +20,11 @@ from transformers.utils import logging
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import listed
-from autopar.deferred_init.sources import replace_storage, set_source, sources_of
+from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
+from autopar.storage.parameter_storage import replace_storage
 from autopar.storage.range_file import Access
 from autopar.storage.safetensors_io import dtype_name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ __all__ = [
     "by_parameter",
     "clear_sources",
     "inits_of",
-    "replace_storage",
     "set_source",
     "sources_of",
     "version",
@@ -105,16 +103,3 @@ def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | N
 def clear_sources(module: nn.Module) -> None:
     """Remove the sources; the parameters have their values."""
     vars(module).pop(_SOURCES, None)
-
-
-def replace_storage(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter other storage, also on another kind of device, which ``parameter.data =`` refuses to do.
-
-    The object stays the same one: optimizers, ties and lists of parameters go on pointing to it.
-    """
-    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    vars(other).update(vars(parameter))
-    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they go on being right
-        torch._C._swap_tensor_impl(parameter, other)
-    else:
-        torch.utils.swap_tensors(parameter, other)

@@ -20,6 +20,7 @@ from autopar.class_swap import swap, unswap
 from autopar.distributed.mesh import MPU
 from autopar.pipeline_parallel.placeholders import Placeholder, make_placeholder, scalar_placeholder
 from autopar.plan.stages import StagePlan
+from autopar.storage.parameter_storage import replace_storage
 
 __all__ = ["ReleasedWeights", "release", "reload"]
 
@@ -122,7 +123,11 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
         done.add(id(parameter))
         dtype, of_gradient = everyone[holders[0]][name]  # precision may have changed them where they are held
         if name in shapes:
-            parameter.data = torch.empty(shapes[name], dtype=dtype, device=mpu.device)
+            empty = torch.empty(shapes[name], dtype=dtype, device=mpu.device)
+            if parameter.is_meta:  # of a model that was built without memory
+                replace_storage(parameter, empty)
+            else:
+                parameter.data = empty
         _broadcast(parameter.data, holders[0], mpu)
         if of_gradient is not None:
             if parameter.grad is None:
@@ -134,7 +139,9 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
         if (name in gone or name in buffers) and len(holders) < mpu.pp.size:
             if name in gone:
                 module, key, buffer = gone[name]
-                module._buffers[key] = buffers[name] = buffer.to(everyone[holders[0]][name][0])
+                dtype = everyone[holders[0]][name][0]
+                back = torch.empty_like(buffer, device=mpu.device) if buffer.is_meta else buffer
+                module._buffers[key] = buffers[name] = back.to(dtype)
             _broadcast(buffers[name], holders[0], mpu)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import autopar
+import autopar.integrations
 from autopar.deferred_init import materialize
 from tests.checkpoint.hybrid import batch_of, same
 from tests.parity import close
@@ -110,3 +112,61 @@ def test_a_stage_never_has_memory_for_the_others(tmp_path):
             model.mpu.destroy()
     finally:
         materialize.replace_storage = real
+
+
+@pytest.mark.tier("test", only=("gpt2-1",))
+@pytest.mark.parametrize("tp", mainly(1, 2, later="all"))
+@pytest.mark.parametrize("name", mainly("gpt2", "t5", later="all"))
+@pooled(world_size=4)
+def test_a_model_that_was_loaded_straight_into_stages_becomes_whole(tmp_path, name, tp):
+    """As deparallelize gives it back, which adapters after initialize use: parameters, buffers, gradients."""
+    plain = deep(name, 4)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+    dist.barrier()
+    for start in ("files", "drawn"):
+        if start == "files":
+            model = autopar.from_pretrained(type(plain), tmp_path / "plain", stages(2, tp))
+            expected = plain
+        else:
+            torch.manual_seed(5)
+            model = autopar.initialize(lazily(plain), stages(2, tp))
+            torch.manual_seed(5)
+            expected = autopar.initialize(lazily(plain), {})
+        identities = {name: id(parameter) for name, parameter in model.named_parameters()}
+        model = autopar.deparallelize(model)
+        found = model.state_dict()
+        assert found.keys() == expected.state_dict().keys()
+        for key, tensor in expected.state_dict().items():
+            assert same(found[key], tensor), (start, key)
+        assert {key: id(dict(model.named_parameters())[key]) for key in identities} == identities
+        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        again = autopar.initialize(model, stages(2, tp)).train()
+        out = again.execute_pipeline(batch_of(0), broadcast_loss=True)
+        close(out.loss, expected.train()(**batch_of(0)).loss.detach(), f"loss of {start}")
+        again.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_adapters_after_a_model_was_loaded_straight_into_stages(tmp_path):
+    plain = llama()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+    dist.barrier()
+    settings = LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
+    torch.manual_seed(3)
+    expected = get_peft_model(copy.deepcopy(plain), settings)
+    model = autopar.from_pretrained(type(plain), tmp_path / "plain", stages(2))
+    torch.manual_seed(3)
+    model = autopar.integrations.get_peft_model(model, settings)
+    out = model.train().execute_pipeline(batch_of(0), broadcast_loss=True)
+    close(out.loss, expected.train()(**batch_of(0)).loss.detach(), "loss with adapters")
+    torch.manual_seed(4)
+    expected.add_adapter("second", settings)
+    torch.manual_seed(4)
+    autopar.integrations.add_adapter(model, "second", settings)
+    for each in (expected, model):
+        each.set_adapter("second")
+    out = model.train().execute_pipeline(batch_of(0), broadcast_loss=True)
+    close(out.loss, expected.train()(**batch_of(0)).loss.detach(), "loss with the second adapter")
