@@ -13,7 +13,7 @@ __all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
 
 
 class TensorTracking(TorchDispatchMode):
-    """A dispatch mode that follows tensors through every operation."""
+    """A dispatch mode that looks at every operation, and keeps no tensor that one returned."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -19,7 +19,6 @@ from autopar.context_parallel.row_logits import row_logits
 from autopar.context_parallel.rows_ahead import whole_tensors
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
-from autopar.distributed.whole_on_read import is_evaluated
 from autopar.errors import ConfigError
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 
@@ -116,6 +115,7 @@ class BeforeRows:
             )
         keep = kwargs.get("logits_to_keep", 0)
         every = isinstance(keep, int) and keep == 0 and self.outermost
+        state.region.expect_logits(kwargs.get("labels") is not None)
         state.start(cutting=not cached, keeping=every and state.plan.through)
 
 
@@ -224,7 +224,7 @@ class AfterHead:
         if state.tracking is not None:
             return logits.new_empty(logits.shape[0], layout.size, logits.shape[-1])
         made = row_logits(logits, state.axis, layout, f"forward {state.forwards} of model {state.region.model}")
-        at_once = state.gathers_logits or is_evaluated(head.training, made.nbytes)
+        at_once = state.gathers_logits or state.region.is_evaluated(head.training, made.nbytes)
         return made.gathered_at_once() if at_once else made
 
 

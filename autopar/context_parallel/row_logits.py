@@ -93,7 +93,7 @@ class RowLogits(WholeLogits):
 _ADVICE = (
     "Whole logits are gathered when they are read, which takes every context-parallel rank: read them on all of\n"
     "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu()), or have them\n"
-    "  gathered in the forward: in model.eval(), under torch.no_grad(), or always by loss: {gather_logits: always}.\n"
+    "  gathered in the forward: under torch.no_grad(), or always by loss: {gather_logits: always}.\n"
     "  loss: {read_timeout: ...} waits longer."
 )
 

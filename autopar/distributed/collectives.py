@@ -351,7 +351,7 @@ def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Reduce in place, like :func:`reduce`, a contiguous matmul output that nothing has saved."""
-    return _apply(_Reduce if is_watched(x) else _ReduceInPlace, x, axis)
+    return _apply(_Reduce if torch.is_grad_enabled() and is_watched(x) else _ReduceInPlace, x, axis)
 
 
 def gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:

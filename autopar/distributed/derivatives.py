@@ -13,8 +13,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autopar.errors import ConfigError
+from autopar.tensor_tracking import TensorTracking
 
 __all__ = [
     "NoGraph",
@@ -34,7 +36,7 @@ _UNSHARDED = (
 
 def keep_none(ctx: Any) -> None:
     """Let :func:`single_backward` see in this forward's backward that no gradient came: torch makes zeros otherwise."""
-    if not torch.compiler.is_compiling():  # a graph has no such gradients
+    if type(ctx) is not NoGraph and not torch.compiler.is_compiling():  # a graph has no such gradients
         ctx.set_materialize_grads(False)
 
 
@@ -42,9 +44,6 @@ class NoGraph:
     """Takes the place of autograd's context where no gradient will come back."""
 
     def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
         pass
 
 
@@ -106,5 +105,10 @@ def check_no_tangent(x: torch.Tensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does."""
-    return not x.is_meta and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does.
+
+    Our own modes keep nothing.
+    """
+    if x.is_meta or torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return not all(isinstance(mode, TensorTracking) for mode in _get_current_dispatch_mode_stack())

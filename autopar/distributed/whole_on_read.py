@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["FACTS", "WholeOnRead", "is_evaluated", "name_of", "parts_of", "without_overrides"]
-
-_AT_ONCE = 1 << 26  # bytes of logits that are gathered in a forward which does not train
+__all__ = ["FACTS", "WholeOnRead", "name_of", "parts_of", "without_overrides"]
 
 # What the tensor itself answers, without its elements.
 FACTS = frozenset(
@@ -101,18 +99,6 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not isinstance(tensor, WholeOnRead):
         return [tensor]
     return [x for part in ([tensor.whole()] if tensor.is_whole else tensor.parts()) for x in parts_of(part)]
-
-
-def is_evaluated(training: bool, nbytes: int) -> bool:
-    """Whether logits of so many bytes, the whole ones, are gathered in the forward, before anybody reads them.
-
-    Somebody is likely to read those of a forward that does not train, and maybe on one rank only. Of what is larger a
-    loss may be all that is read, and it takes memory. The same on all ranks.
-
-    Args:
-        training: mode of the model.
-    """
-    return nbytes <= _AT_ONCE and not (training and torch.is_grad_enabled())
 
 
 def name_of(func: Any) -> str:

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
-from autopar.distributed.whole_on_read import is_evaluated
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion
@@ -41,6 +40,7 @@ _DRAWS = {
     *("bernoulli", "bernoulli_", "rand", "rand_like", "randn", "randn_like"),
 }
 
+_AT_ONCE = 1 << 26  # bytes of logits that are gathered in a forward which does not train
 _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
 
 
@@ -132,8 +132,20 @@ class Region(RowsOfRegion):
         Args:
             training: mode of the head; ``nbytes``: of the whole logits.
         """
-        wanted = (self._has_labels or torch.is_grad_enabled()) and not is_evaluated(training, nbytes)
+        wanted = (self._has_labels or torch.is_grad_enabled()) and not self.is_evaluated(training, nbytes)
         return wanted and self.tracking is None and not torch.compiler.is_compiling()
+
+    def is_evaluated(self, training: bool, nbytes: int) -> bool:
+        """Whether logits of so many bytes, the whole ones, are gathered in the forward, before anybody reads them.
+
+        Without gradients somebody is likely to read them, and maybe on one rank only; so too in evaluation mode without
+        labels. Of what is larger a loss may be all that is read, and it takes memory. The same on all ranks.
+
+        Args:
+            training: mode of the head.
+        """
+        trains = torch.is_grad_enabled() and (training or self._has_labels)
+        return nbytes <= _AT_ONCE and not trains
 
     def name_logits(self) -> str:
         """Return which logits the head makes now, in words that are the same on all ranks."""

@@ -138,7 +138,7 @@ def _meet(shards: Shards) -> None:
 _ADVICE = (
     "Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on all of\n"
     "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu(), whatever needs\n"
-    "  the vocabulary; logits + 0 does not), or have them gathered in the forward: in model.eval(), under\n"
+    "  the vocabulary; logits + 0 does not), or have them gathered in the forward: under\n"
     "  torch.no_grad(), or always by loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
 )
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.context_parallel.rows_ahead import RowsAhead
 from autopar.context_parallel.state import RowState
+from autopar.tensor_tracking import TensorTracking
 
 __all__ = ["DrawnMask", "DrawnStates", "MaskNotes", "Replay", "generator_state"]
 
@@ -185,7 +185,7 @@ class Replay(_Dropouts):
         return module, self._calls[module] - 1
 
 
-class DrawnStates(TorchDispatchMode):
+class DrawnStates(TensorTracking):
     """Notes every random draw of a forward and of its backward, which has some where blocks are recomputed.
 
     Attributes:

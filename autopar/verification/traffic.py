@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.gloo_collectives import exchanged_for
+from autopar.tensor_tracking import TensorTracking
 from autopar.verification.report import Traffic
 
 __all__ = ["Collective", "counted", "record", "recording_of"]
@@ -30,7 +30,7 @@ class Collective(NamedTuple):
         return self.elements * self.dtype.itemsize
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TensorTracking):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Collective] = []

@@ -231,8 +231,11 @@ def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
 
 @pooled(world_size=2)
 def test_a_forward_may_have_failed_on_one_rank_alone() -> None:
-    """Behind the blocks, so that the other one ends it, and knows shapes that this one forgets."""
-    plain, model = one("gated delta")().eval(), autopar.initialize(one("gated delta")(), sizes(2)).eval()
+    """Behind the blocks, so that the other one ends it, and knows shapes that this one forgets.
+
+    In training: an evaluation gathers its logits.
+    """
+    plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
     ids = torch.arange(24).view(2, 12)
 
     def fail(*_: Any) -> None:

@@ -33,9 +33,11 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 LABELS = "microbatch.py weights_of"
+SUMS = "optimizer_proxy.py _sums"
 WAITS = {
     LABELS: "a pipeline weighs the losses of micro-batches by their labels: one wait for the counts of a batch",
     "optimizer.py _agree": "fp16: whether a step is skipped is known to the host, as with torch's GradScaler",
+    SUMS: "before and behind the first step: whether an optimizer changes weights past their fp32 weights",
     "consistency.py _digests": "contents are compared in a forward of every ten",
     "weight_samples.py <genexpr>": "the same: whether a sample of a weight tells ranks apart",
     "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
@@ -115,14 +117,14 @@ def test_half_precision_learns_as_the_plain_model(dtype: str) -> None:
     config = {"model_parallelism": MESHES["tp"], "precision": {"dtype": dtype}, **ZERO, **UNCHECKED}
     plain, reference, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), **config)
     ids = share(model)
-    for _ in range(3):
+    for number in range(3):
         expected = plain_step(plain, reference)
         with waits() as found:
             loss = step(model, optimizer, ids)
         assert loss is not None
         close(loss.float().cpu(), expected, "loss", {"bf16": 2**-8, "fp16": 2**-11}[dtype])
         assert [wait.place for wait in found if not wait.own] == []
-        assert own(found) == ([] if dtype == "bf16" else ["optimizer.py _agree"])
+        assert own(found) == ["optimizer.py _agree"] * (dtype == "fp16") + [SUMS] * 2 * (number == 0)
     assert {parameter.dtype for parameter in model.parameters()} == {
         getattr(torch, {"bf16": "bfloat16"}.get(dtype, "float16"))
     }

@@ -30,9 +30,9 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autopar
-from autopar.distributed import barrier, whole_on_read
+from autopar.distributed import barrier
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.tensor_parallel import sharded_logits
+from autopar.tensor_parallel import regions, sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
 from tests.parity import close, language_batches, randomise
@@ -283,7 +283,7 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
                 "\n  Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them "
                 "on all of\n  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), "
                 "logits.cpu(), whatever needs\n  the vocabulary; logits + 0 does not), or have them gathered in the "
-                "forward: in model.eval(), under\n  torch.no_grad(), or always by loss: {gather_logits: always}. "
+                "forward: under\n  torch.no_grad(), or always by loss: {gather_logits: always}. "
                 "loss: {read_timeout: ...} waits longer."
             )
             assert str(error.value) == f"{begin}0.8 s.{end}"
@@ -302,7 +302,7 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
-    """Whatever does not train: no gradients, or evaluation mode, with labels and without."""
+    """Whatever does not train: no gradients, with labels and without; or evaluation mode without labels."""
     (batch,) = language_batches(VOCAB, count=1)
     ids = batch["input_ids"]
     for build in (gpt2, llama):
@@ -316,18 +316,20 @@ def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
                     outputs += [model(ids, attention_mask=batch["attention_mask"]), model(**batch)]
             assert isinstance(model(**batch).logits, ShardedLogits), "it trains"
             model.eval()
-            outputs += [model(ids, attention_mask=batch["attention_mask"]), model(**batch)]
+            outputs += [model(ids, attention_mask=batch["attention_mask"])]
+            trained = model(**batch)
+            assert isinstance(trained.logits, ShardedLogits), "it trains, in the mode that from_pretrained leaves"
             if dist.get_rank() == 1:
                 for output in outputs:
                     same = output.logits.argmax(-1) == expected.logits.argmax(-1)
                     assert bool(same.all()) and type(output.logits) is torch.Tensor
-            close(outputs[-1].loss, expected.loss, "loss")
+            close(outputs[1].loss, expected.loss, "loss")
             plain.zero_grad()
             plain(**batch).loss.backward()
-            outputs[-1].loss.backward()
+            trained.loss.backward()
             same_gradients(model, plain, 2e-5, "trained in evaluation mode")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_on_read, "_AT_ONCE", 7 * VOCAB * 4)
+        patch.setattr(regions, "_AT_ONCE", 7 * VOCAB * 4)
         with torch.no_grad():
             assert type(model(**batch).logits) is ShardedLogits, "too large for a guess"
             assert type(model(ids).logits) is torch.Tensor, "there is no loss to read"
