@@ -61,7 +61,7 @@ class Door:
         state.region.draw_per_rank(self.training)
         recompute = vars(self).get("_gradient_checkpointing_func")
         if recompute is not None and not isinstance(recompute, Recomputed):
-            self._gradient_checkpointing_func = Recomputed(recompute, state)
+            _know_rows_again(self, state)
         whole = first or state.plan.between
         values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
@@ -183,6 +183,14 @@ def _named(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tu
     names = argument_names(block)
     given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
     return [*given, *kwargs.items()]
+
+
+def _know_rows_again(block: Any, state: RowState) -> None:
+    """Let a block be recomputed with its rows, and layers in it that are recomputed by themselves."""
+    for module in block.modules():
+        plain = vars(module).get("_gradient_checkpointing_func")
+        if plain is not None and not isinstance(plain, Recomputed):
+            module._gradient_checkpointing_func = Recomputed(plain, state)
 
 
 class Recomputed:

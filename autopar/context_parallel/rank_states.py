@@ -146,12 +146,14 @@ class _Given(torch.autograd.Function):
     def forward(ctx: Any, neighbours: Neighbours, number: int, through: torch.Tensor, *states: Any) -> torch.Tensor:
         ctx.neighbours, ctx.rest = neighbours, len(states) - number
         ctx.states = [(tuple(x.shape), x.dtype, x.device) for x in states[:number]]
+        ctx.save_for_backward(through.new_empty(0))
         return through.view_as(through)
 
     @staticmethod
     @named_collective("receive: gradients of states of the rank behind")
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (_,) = ctx.saved_tensors  # read first: it recomputes a block, and a rank behind waits for its states
         received = [ctx.neighbours.receive(*state, 1) for state in reversed(ctx.states)]
         return (None, None, grad, *reversed(received), *(None,) * ctx.rest)
 

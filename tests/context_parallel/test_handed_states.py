@@ -137,6 +137,25 @@ def test_steps_of_two_replicas(stage: int) -> None:
         close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after two steps")
 
 
+_RECURRENT = {
+    "mamba2": "Mamba2ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+}
+
+
+@pytest.mark.tier("test", only=("mamba2",))
+@pytest.mark.parametrize("name", _RECURRENT)
+@pooled(world_size=2)
+def test_a_recomputed_block_hands_on_its_states_before_it_waits_for_their_gradients(name: str) -> None:
+    config = {**sizes(2), "activation_checkpointing": {"enable": True}}
+    build_one = functools.partial(made, name, _RECURRENT[name])
+    check(build_one, language_batches(131, seq=12), 1, config=config).mpu.destroy()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pooled(world_size=2)
 def test_forwards_between_forward_and_backward(reentrant: bool) -> None:
