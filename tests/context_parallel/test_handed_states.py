@@ -149,7 +149,7 @@ _RECURRENT = {
 
 @pytest.mark.tier("test", only=("mamba2",))
 @pytest.mark.parametrize("name", _RECURRENT)
-@pooled(world_size=2)
+@pooled(world_size=2, timeout=60.0)
 def test_a_recomputed_block_hands_on_its_states_before_it_waits_for_their_gradients(name: str) -> None:
     config = {**sizes(2), "activation_checkpointing": {"enable": True}}
     build_one = functools.partial(made, name, _RECURRENT[name])

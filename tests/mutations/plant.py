@@ -117,7 +117,7 @@ def verdict(code: int | None, output: str) -> str:
     """Say what pytest's exit code and output mean for a fault."""
     if code is None:
         return "NOT CAUGHT (too slow)"
-    if "forkserver.py" in output and "EOFError" in output:
+    if "forkserver.py" in output and re.search(r"^E +EOFError", output, re.MULTILINE):
         return "NOT CAUGHT (no rank could start: the fork server plans a model, which fails)"
     return {0: "NOT CAUGHT", 1: "caught"}.get(code, f"NOT CAUGHT (pytest ended with {code}: no test ran)")
 
