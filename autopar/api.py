@@ -26,7 +26,7 @@ from autopar.data_parallel.replica_check import StepCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.derivation.given_policy import given_policy
-from autopar.distributed.consensus import all_ranks, same_on_every_rank
+from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -49,7 +49,6 @@ from autopar.planner.allocated import allocated_line, planned_bytes
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
-from autopar.storage.takeover import Takeover
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
@@ -146,8 +145,7 @@ def deparallelize(model: Model) -> Model:
 
     Raises:
         ConfigError: the model is not parallelized.
-        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on. Or the file
-            that the weights were loaded from was written to meanwhile.
+        CheckpointError: a save in the background failed; the model is as it was, and a second call goes on.
     """
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
@@ -155,7 +153,6 @@ def deparallelize(model: Model) -> Model:
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
     model.wait_for_save()  # type: ignore[operator]
-    all_ranks(state.mpu, state.takeover.wait)
     state.dp.undo()
     context_parallel.undo(model)
     if state.sequence is not None:
@@ -182,7 +179,6 @@ class Parallelized:
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         policy: the one that fitted; ``own_policy``: that one if the user gave it.
         pp, dp: the parts that can be undone.
-        takeover: of the weights that were loaded.
     """
 
     def __init__(
@@ -193,12 +189,11 @@ class Parallelized:
         mpu: MPU,
         pp: Pipeline,
         dp: data_parallel.DataParallel,
-        takeover: Takeover,
     ) -> None:
         self.config, self.prefix = checked.config, checked.prefix
         self.policy = checked.policy
         self.own_policy = checked.policy if checked.own_policy else None
-        self.plan, self.stages, self.mpu, self.pp, self.dp, self.takeover = plan, stages, mpu, pp, dp, takeover
+        self.plan, self.stages, self.mpu, self.pp, self.dp = plan, stages, mpu, pp, dp
         self.sequence: SequencePlan | None = None
 
     @property
@@ -358,11 +353,11 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     if sequence is not None:
         sequence_parallel.apply(model, sequence, region)
 
-    takeover = same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get memory
+    same_on_every_rank(lambda: weights.fill(mpu), lambda _: None)  # shards of a deferred model get memory
     if mpu.device.type != "cpu" and not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mpu.device)
 
-    tensor_parallel.attach(inner, plan, mpu, config, region, failures, dp.steps, takeover)
+    tensor_parallel.attach(inner, plan, mpu, config, region, failures, dp.steps)
     if first_forward is not None:
         first_forward.attach(inner)
     pp.attach(model)
@@ -370,9 +365,9 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         always = config.loss_gather_logits == "always"
         context_parallel.apply(inner, rows, mpu.cp, config.context_parallel_method, gather_logits=always)
     holders = {name: stages.holders(name) for name in plan.tensors}
-    checkpoint.attach(model, plan, mpu, inner, checked.prefix, holders, takeover)
+    checkpoint.attach(model, plan, mpu, inner, checked.prefix, holders)
     model.mpu = mpu  # type: ignore[assignment]
-    state = Parallelized(checked, plan, stages, mpu, pp, dp, takeover)
+    state = Parallelized(checked, plan, stages, mpu, pp, dp)
     state.sequence = sequence
     model._autopar = state  # type: ignore[assignment]
     dp.attach(optimizer, blocks)

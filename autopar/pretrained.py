@@ -23,7 +23,6 @@ from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.policy.schema import Policy
-from autopar.storage.range_file import Access
 
 __all__ = ["from_pretrained"]
 
@@ -81,16 +80,14 @@ def from_pretrained(
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
         kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...; its
-            ``disable_mmap``: by default weights on a CPU lie in maps of the files until the first forward, state dict
-            or save, which copies them; True reads them at once, False leaves them in maps.
+            ``disable_mmap``: False leaves weights on a CPU in maps of the files; by default they are read.
 
     Returns:
         The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
         what was missing. In this order.
 
     Raises:
-        CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes. The first
-            forward raises it, on all ranks, if a file was written to since.
+        CheckpointError: a file is missing, truncated or damaged, or tensors do not have the model's shapes.
         ConfigError: arguments that make no sense here (quantization, ``device_map``) or that transformers does not
             know; a call inside :func:`autopar.lazy_init`.
         ConfigError, UnsupportedModelError, PolicyError, ConsistencyError: see :func:`autopar.initialize`.
@@ -189,7 +186,7 @@ def _from_shards(
     model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any], trained: bool
 ) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
-    shards = Shards(folder, access=Access.of(given.get("disable_mmap")))
+    shards = Shards(folder, mapped=given.get("disable_mmap") is False)
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
     if verify:

@@ -6,10 +6,7 @@
 Variants, each in fresh processes, which touch every parameter after loading (``s``), and run a short forward then
 (``with a forward``):
 
-* ``autopar``: ``autopar.from_pretrained``, which maps each rank's own byte ranges, and copies at the first forward;
-* ``shifted``: the same of files whose weights begin 8 bytes further on; of these two variants, that which has them at a
-  multiple of 16 bytes maps float32, and the other reads it;
-* ``read``: the same with ``disable_mmap=True``, which reads them at once;
+* ``autopar``: ``autopar.from_pretrained``, which reads each rank's own byte ranges;
 * ``mapped``: the same with ``disable_mmap=False``, which leaves them in maps, as transformers does;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;
 * ``shards``: ``autopar.from_pretrained`` of the same weights, saved as shards by the same number of ranks, verified;
@@ -24,7 +21,6 @@ brings in does not appear there. The checkpoint was written just before: it is r
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
 import time
@@ -35,7 +31,7 @@ from benchmarks.process_memory import bytes_read, high_water, status
 from benchmarks.ranks import run_ranks
 from benchmarks.variants import first_line
 
-VARIANTS = ("autopar", "shifted", "read", "mapped", "shards", "parallelized", "initialize", "transformers")
+VARIANTS = ("autopar", "mapped", "shards", "parallelized", "initialize", "transformers")
 MIB = 1 << 20
 
 
@@ -65,21 +61,6 @@ def make(folder: str, layers: int, shard_size: str) -> None:
         LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=shard_size)
 
 
-def shift(folder: str) -> None:
-    """Write the same checkpoint again, with 8 spaces more after the header of each file: half of all end there."""
-    other = Path(folder) / "shifted"
-    other.mkdir()
-    for path in Path(folder).iterdir():
-        if path.suffix != ".safetensors":
-            if path.is_file():
-                shutil.copy(path, other)
-            continue
-        with open(path, "rb") as source, open(other / path.name, "wb") as target:
-            length = int.from_bytes(source.read(8), "little")
-            target.write((length + 8).to_bytes(8, "little") + source.read(length) + b" " * 8)
-            shutil.copyfileobj(source, target, 64 * MIB)  # the page cache keeps it in large pieces
-
-
 def save_parallelized(options: dict[str, Any]) -> None:
     """On every rank: write the same weights as shards."""
     import torch
@@ -101,11 +82,8 @@ def load(variant: str, folder: str, world: int) -> Any:
     import autopar
 
     sizes = {"model_parallelism": {"tensor_parallel_size": world}}
-    if variant in ("autopar", "shifted"):
-        source = folder if variant == "autopar" else f"{folder}/shifted"
-        return autopar.from_pretrained(AutoModelForCausalLM, source, sizes, dtype=torch.float32)
-    if variant in ("read", "mapped"):
-        given = {"dtype": torch.float32, "disable_mmap": variant == "read"}
+    if variant in ("autopar", "mapped"):
+        given = {"dtype": torch.float32, "disable_mmap": variant == "autopar"}
         return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, **given)
     if variant == "shards":
         return autopar.from_pretrained(AutoModelForCausalLM, f"{folder}/parallelized", sizes, dtype=torch.float32)
@@ -154,7 +132,6 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     reading = []
     with tempfile.TemporaryDirectory(dir=options["disk"]) as folder:
         make(folder, options["layers"], options["shard_size"])
-        shift(folder)
         run_ranks("benchmarks.loading:save_parallelized", {"source": folder}, world)
         for _ in range(options["rounds"]):
             reading.append(read_files(Path(folder)))

@@ -38,7 +38,6 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
-from autopar.storage.takeover import Takeover
 
 __all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
 
@@ -178,7 +177,6 @@ def attach(
     hf_model: PreTrainedModel,
     hf_prefix: str = "",
     holders: Mapping[str, Sequence[int]] | None = None,
-    takeover: Takeover | None = None,
 ) -> None:
     """Give ``model`` its methods.
 
@@ -188,7 +186,6 @@ def attach(
         hf_model: the Hugging Face model in it, often ``model`` itself.
         hf_prefix: path of ``hf_model`` in ``model``, with or without the last dot; ``""`` if it is the root.
         holders: with a pipeline, the stages that hold each tensor; the first of them writes it.
-        takeover: of weights that were loaded, which a state dict waits for.
 
     Raises:
         ValueError: if ``hf_model`` is not there.
@@ -202,12 +199,12 @@ def attach(
         bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
-    _attach_hooks(model, plan, mpu, takeover or Takeover())
+    _attach_hooks(model, plan, mpu)
 
 
-def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU, takeover: Takeover) -> None:
+def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
-    mark, take = MarkPartial(takeover), ShardOnLoad()
+    mark, take = MarkPartial(), ShardOnLoad()
     for path, module in model.named_modules():
         if module is not model and not isinstance(module, PreTrainedModel):
             continue

@@ -15,7 +15,6 @@ from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.storage.checksum import file_checksum
 from autopar.storage.lazy_tensor import Joined, LazyTensor
-from autopar.storage.range_file import Access
 from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
 from autopar.storage.views import Narrowed
 
@@ -47,9 +46,9 @@ class Shards:
         CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
     """
 
-    def __init__(self, folder: Path, parts: Iterable[str] = ("model",), access: Access = Access.READ) -> None:
+    def __init__(self, folder: Path, parts: Iterable[str] = ("model",), mapped: bool = False) -> None:
         self.folder = folder
-        self._access = access
+        self._mapped = mapped
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         used = [self.manifest.parts[name] for name in parts if name in self.manifest.parts]
@@ -86,7 +85,7 @@ class Shards:
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
         try:
-            reader = SafetensorsReader(path, self._access)
+            reader = SafetensorsReader(path, self._mapped)
         except CheckpointError as error:
             if actual != record.bytes:
                 raise CheckpointError(truncated) from error

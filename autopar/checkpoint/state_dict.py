@@ -26,7 +26,6 @@ from autopar.checkpoint.state import listed
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConfigError
 from autopar.plan.plan import Plan, TensorPlan
-from autopar.storage.takeover import Takeover
 
 __all__ = [
     "MODEL_SHARD",
@@ -182,15 +181,13 @@ def _of_dcp() -> str:
 class MarkPartial:
     """State-dict hook of a root model and of the Hugging Face models inside it, which have one mark together."""
 
-    def __init__(self, takeover: Takeover) -> None:
+    def __init__(self) -> None:
         self._marks: dict[tuple[str, ...], Mark] = {}
-        self._takeover = takeover
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MarkPartial:
         return self
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> Any:
-        self._takeover.wait()  # what is saved does not lie in the file that may be written over
         shard = shard_of(model)
         if shard is None:
             return None

@@ -25,7 +25,6 @@ from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
 from autopar.storage.parameter_storage import replace_storage
-from autopar.storage.range_file import Access
 from autopar.storage.safetensors_io import dtype_name
 
 __all__ = ["differs", "explained", "load_lazily", "point_to"]
@@ -41,8 +40,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
         )
     if config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
-    access = Access.of(config.disable_mmap)
-    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", access)
+    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", config.disable_mmap is False)
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     info, index = original(model, sketches, None, config, *rest, **kwargs)
     if info.conversion_errors:

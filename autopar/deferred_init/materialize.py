@@ -15,17 +15,14 @@ from torch import nn
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.adapters import adapter_parameters
 from autopar.deferred_init.context import on_cpu
-from autopar.deferred_init.first_use import wait_in_layers
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of, version
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
-from autopar.storage.huge_pages import empty
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.storage.parameter_storage import replace_storage
-from autopar.storage.takeover import Takeover
 from autopar.storage.threads import in_threads, reading_threads
 from autopar.tensor_parallel.parallelize import sync_parameters
 
@@ -105,11 +102,8 @@ class Materializer:
         if unfilled:
             raise ConfigError(_uninitialised(self._model, unfilled))
 
-    def fill(self, mpu: MPU) -> Takeover:
+    def fill(self, mpu: MPU) -> None:
         """Give every parameter of the model, which is sharded already, its final storage.
-
-        Returns:
-            What makes the storage of those that lie in maps of files the process's own.
 
         Raises:
             CheckpointError: a file cannot be read, or was written to meanwhile.
@@ -125,14 +119,13 @@ class Materializer:
                 mapped = map_shard(pending.source, pending.layout, mpu.tp.rank)
                 if mapped is not None:
                     return mapped
-            shard = empty(pending.parameter.shape, pending.parameter.dtype, mpu.device)
+            shard = torch.empty(pending.parameter.shape, dtype=pending.parameter.dtype, device=mpu.device)
             with on_cpu():  # for temporary tensors
                 read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
             return shard
 
         files = {file: None for pending in left if pending.source is not None for file in pending.source.files()}
-        threads = reading_threads(mpu.world_size)
-        for pending, shard in zip(left, in_threads(shard_of, left, threads), strict=True):
+        for pending, shard in zip(left, in_threads(shard_of, left, reading_threads(mpu.world_size)), strict=True):
             vars(pending.parameter).pop("_is_hf_initialized", None)
             replace_storage(pending.parameter, shard)
             pending.shard = pending.source = None
@@ -140,10 +133,6 @@ class Materializer:
             clear_sources(module)
         for file in files:
             file.check_unchanged()
-        takeover = Takeover(files, threads)
-        if takeover.copies:
-            wait_in_layers(self._model, (pending.parameter for pending in left), takeover)
-        return takeover
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:

@@ -12,7 +12,7 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
-from autopar.storage.range_file import Access, RangeFile
+from autopar.storage.range_file import RangeFile
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
 from autopar.storage.views import Permuted
 
@@ -22,13 +22,13 @@ _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
 def open_files(
-    files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "", access: Access = Access.READ
+    files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "", mapped: bool = False
 ) -> dict[str, LazyTensor]:
     """Open files: name -> lazy tensor; of each file only the header is read. A later file takes precedence.
 
     Args:
         folder: if it is a folder on this machine, no file may lie outside of it.
-        access: whether tensors may lie in maps of the safetensors files.
+        mapped: whether tensors may lie in maps of the safetensors files.
 
     Raises:
         CheckpointError: a file is missing, truncated, no checkpoint, or outside of ``folder``.
@@ -42,7 +42,7 @@ def open_files(
             raise CheckpointError(
                 f"{path} is missing: the checkpoint has {len(files)} weight files, this is one of them"
             )
-        tensors.update(_open_safetensors(path, access) if path.suffix == ".safetensors" else _open_pickled(path))
+        tensors.update(_open_safetensors(path, mapped) if path.suffix == ".safetensors" else _open_pickled(path))
     return tensors
 
 
@@ -69,8 +69,8 @@ def _check_inside(path: Path, folder: Path) -> None:
         )
 
 
-def _open_safetensors(path: Path, access: Access) -> dict[str, LazyTensor]:
-    reader = SafetensorsReader(path, access)
+def _open_safetensors(path: Path, mapped: bool) -> dict[str, LazyTensor]:
+    reader = SafetensorsReader(path, mapped)
     return {name: reader.lazy(name) for name in reader.entries}
 
 

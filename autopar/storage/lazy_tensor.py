@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autopar.layout import Layout, Range
-from autopar.storage.range_file import Access, RangeFile
+from autopar.storage.range_file import RangeFile
 
 __all__ = [
     "Box",
@@ -43,8 +43,6 @@ Box = tuple[Range, ...]
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
 _SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
 _MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
-_ALIGNED = 16  # bytes: at other places MKL's products with one row of float32 round otherwise (measured), ...
-_ANYWHERE = 2  # ... those of float16, bfloat16 and what is smaller do not
 
 
 class LazyTensor(ABC):
@@ -120,9 +118,6 @@ class Stored(LazyTensor):
         if out.numel() == 0:
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
-        mapped = self.file.mapped and inner > 0 and self.offset % self.dtype.itemsize == 0
-        if mapped and self._copy_mapped(out, box):
-            return
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
         if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
             self._read_runs(out, box, inner)
@@ -138,24 +133,7 @@ class Stored(LazyTensor):
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
         offset = self.offset + first * self.dtype.itemsize
-        size = self.dtype.itemsize
-        anywhere = size <= _ANYWHERE or self.file.access is not Access.OWN
-        return None if offset % (size if anywhere else _ALIGNED) else self.file.view(offset, self.dtype, sizes)
-
-    def _copy_mapped(self, out: torch.Tensor, box: Box) -> bool:
-        """Copy runs that lie apart out of maps, each given up at once: 3 times quicker than a call for each run."""
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        for slab in _slabs(tuple(out.shape), self.dtype.itemsize, _BOUNCE):
-            part = [(low + start, low + stop) for (low, _), (start, stop) in zip(box, slab, strict=True)]
-            first = sum(low * stride for (low, _), stride in zip(part, strides, strict=True))
-            last = sum((high - 1) * stride for (_, high), stride in zip(part, strides, strict=True))
-            offset = self.offset + first * self.dtype.itemsize
-            span = self.file.view(offset, self.dtype, (last - first + 1,), kept=False)
-            if span is None:
-                return False
-            found = span.as_strided([high - low for low, high in part], strides)
-            out[tuple(slice(*at) for at in slab)].copy_(found)
-        return True
+        return None if offset % self.dtype.itemsize else self.file.view(offset, self.dtype, sizes)
 
     def _run_dim(self, box: Box) -> int:
         partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]

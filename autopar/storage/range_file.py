@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import enum
-import functools
 import math
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.storage.private_map import pages_can_be_replaced, private_map
 
-__all__ = ["Access", "Pages", "RangeFile"]
+__all__ = ["RangeFile"]
 
 _opening = threading.Lock()
-
-
-class Access(enum.Enum):
-    """How tensors come out of a file.
-
-    ``READ`` them. ``MAP`` them where their bytes lie together: as long as a page was not written, it shows what the
-    file holds, so one that is overwritten in place changes the tensors. ``OWN`` maps them too, until they are used
-    (:class:`~autopar.storage.takeover.Takeover`): then they are the process's own. A file system in user
-    space (FUSE) may hang when several threads wait for its pages: of such a one ``OWN`` reads.
-    """
-
-    READ = "read"
-    MAP = "map"
-    OWN = "own"
-
-    @classmethod
-    def of(cls, disable_mmap: bool | None) -> Access:
-        """Return what transformers' argument asks for: True reads, False maps, None (its default) is up to us."""
-        if disable_mmap is None:
-            return cls.OWN if pages_can_be_replaced() else cls.READ
-        return cls.READ if disable_mmap else cls.MAP
-
-
-class Pages(NamedTuple):
-    """The pages that a tensor lies in: their address, bytes, and the map, which lives as long as its tensors."""
-
-    map: weakref.ref[Any]
-    address: int
-    length: int
 
 
 class _Stamp(NamedTuple):
@@ -70,52 +36,40 @@ class RangeFile:
 
     Args:
         path: the file.
-        access: whether tensors may lie in a private map of it, instead of being read. A write into such a tensor copies
-            the page, and never reaches the file.
-
-    Attributes:
-        maps: with ``Access.OWN`` the pages of all tensors that lie in maps.
+        mapped: whether tensors may lie in a private map of it, instead of being read. As long as a page was not
+            written, it shows what the file holds, so a file that is overwritten in place changes the tensors. A write
+            into such a tensor copies the page, and never reaches the file.
     """
 
-    def __init__(self, path: Path, access: Access = Access.READ) -> None:
-        self.path = path
-        self.access = Access.READ if access is Access.OWN and _lies_in_user_space(path) else access
-        self.maps: list[Pages] = []
+    def __init__(self, path: Path, mapped: bool = False) -> None:
+        self.path, self.mapped = path, mapped
         self._handle: int | None = None
+        self._map: mmap.mmap | None = None
         self._stamp: _Stamp | None = None
 
-    @property
-    def mapped(self) -> bool:
-        """Whether tensors may lie in maps."""
-        return self.access is not Access.READ
+    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
+        """Return the mapped memory from byte ``offset`` on as a contiguous tensor, which keeps the map alive.
 
-    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int], kept: bool = True) -> torch.Tensor | None:
-        """Return the mapped memory from byte ``offset`` on as a contiguous tensor, which keeps its map alive.
-
-        None where the system has no map to give: too many of them, no memory, or a file system without.
-
-        Args:
-            kept: the tensor stays, so that its pages belong to :attr:`maps`.
+        None where the system has no map to give: no memory, or a file system without.
 
         Raises:
             CheckpointError: the file cannot be opened, or ends before.
         """
-        length = math.prod(shape) * dtype.itemsize
-        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        needed = offset + math.prod(shape) * dtype.itemsize
         try:
             handle = self._opened()
             size = os.fstat(handle).st_size
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be mapped: {error}; disable_mmap=True reads it") from error
-        if size < offset + length:
-            raise self._truncated(size, offset + length)
-        # a map for each tensor: of one for all, the kernel also brings in pages of neighbours
-        pages = private_map(handle, start, offset - start + length)
-        if pages is None:
-            return None
-        if kept and self.access is Access.OWN:
-            self.maps.append(Pages(weakref.ref(pages), ctypes.addressof(pages), offset - start + length))
-        return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=offset - start).view(tuple(shape))
+        if size < needed:
+            raise self._truncated(size, needed)
+        with _opening:
+            if self._map is None or len(self._map) < needed:
+                try:
+                    self._map = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
+                except (OSError, ValueError):
+                    return None
+            return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=offset).view(tuple(shape))
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
@@ -174,7 +128,8 @@ class RangeFile:
         return CheckpointError(f"{self.path} is truncated: it ends at byte {found}, {needed} are needed")
 
     def close(self) -> None:
-        """Close the file; a later read opens it again. Tensors keep the maps that they lie in."""
+        """Close the file; a later read opens it again. Tensors keep the map that they lie in."""
+        self._map = None
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -193,29 +148,3 @@ def _stamp(handle: int) -> _Stamp:
     found = os.fstat(handle)
     known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
     return _Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
-
-
-def _lies_in_user_space(path: Path) -> bool:
-    """Tell whether a program serves the file system (FUSE); False where Linux does not say."""
-    try:
-        device = os.stat(path).st_dev
-    except OSError:
-        return False  # said when it is opened
-    return _file_systems().get(f"{os.major(device)}:{os.minor(device)}", "").startswith("fuse")
-
-
-@functools.lru_cache(maxsize=1)
-def _mounts(text: str) -> dict[str, str]:
-    """Return device -> type of the file system, of ``/proc/self/mountinfo`` (proc(5))."""
-    found = {}
-    for line in text.splitlines():
-        mount, _, system = line.partition(" - ")
-        found[mount.split()[2]] = system.split()[0]
-    return found
-
-
-def _file_systems() -> dict[str, str]:
-    try:
-        return _mounts(Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
-    except (OSError, IndexError):
-        return {}

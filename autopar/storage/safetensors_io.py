@@ -20,7 +20,7 @@ from autopar.errors import CheckpointError
 from autopar.storage.checksum import checksum, checksum_of
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 from autopar.storage.output_file import OutputFile
-from autopar.storage.range_file import Access, RangeFile
+from autopar.storage.range_file import RangeFile
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
 
@@ -185,9 +185,9 @@ class SafetensorsReader:
         CheckpointError: with the file's name, if the header is malformed or does not describe the file.
     """
 
-    def __init__(self, path: Path, access: Access = Access.READ) -> None:
+    def __init__(self, path: Path, mapped: bool = False) -> None:
         self.path = path
-        self._file = RangeFile(path, access)
+        self._file = RangeFile(path, mapped)
         self.header = ""
         try:
             self.metadata, self.entries = self._read_header()

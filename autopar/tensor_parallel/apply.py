@@ -13,7 +13,6 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.storage.takeover import Takeover
 from autopar.tensor_parallel import adapters, hooks, layer_seeds, parallelize
 from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.megatron import parameter_marks
@@ -42,7 +41,6 @@ def attach(
     region: Region,
     failures: FailureLog,
     steps: StepCheck,
-    takeover: Takeover,
 ) -> None:
     """Register hooks and methods on the Hugging Face model (or plain module), with memory by now. Collective over tp
     and cp.
@@ -51,7 +49,6 @@ def attach(
         region: of :func:`apply`.
         failures: where ``generate`` publishes its errors.
         steps: counts the steps of the model's optimizers.
-        takeover: of weights that were loaded, which a forward waits for.
     """
     check = None
     if config.consistency_check and mpu.tp_cp.size > 1:
@@ -59,7 +56,7 @@ def attach(
         every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
         check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
         check.find_sharded(inner)
-    hooks.attach(inner, plan, mpu, region, failures, check, takeover)
+    hooks.attach(inner, plan, mpu, region, failures, check)
     if mpu.tp_cp.size > 1:
         layer_seeds.attach(inner)
     if plan.tp > 1 and config.loss_gather_logits == "on_read":

@@ -24,7 +24,6 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
-from autopar.storage.takeover import Takeover
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
@@ -49,7 +48,6 @@ def attach(
     region: Region,
     failures: FailureLog,
     check: ForwardCheck | None,
-    takeover: Takeover,
 ) -> None:
     """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
 
@@ -58,12 +56,11 @@ def attach(
     Args:
         failures: where ``generate`` publishes its errors.
         check: compares over tp and cp when a forward begins; None for no checks.
-        takeover: of the weights that were loaded.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
-        before = BeforeForward(region, check, tree, parameters_of(module), takeover)
+        before = BeforeForward(region, check, tree, parameters_of(module))
         before.outermost = module is model
         if check is not None or plan.tp > 1:
             before.model = module
@@ -112,17 +109,14 @@ class BeforeForward(Hook, CompiledCheck):
         check: ForwardCheck | None,
         tree: ModuleTree | None,
         names: tuple[str, ...],
-        takeover: Takeover,
     ) -> None:
-        self.region, self.check, self.tree, self.names, self.takeover = region, check, tree, names, takeover
+        self.region, self.check, self.tree, self.names = region, check, tree, names
         self.register()
 
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         silent = self.tree is None if self.check is None else self.check.is_silent
-        if compiling:
-            self._own_weights()
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -134,11 +128,6 @@ class BeforeForward(Hook, CompiledCheck):
         self.region.start()
         return changed
 
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-    def _own_weights(self) -> None:
-        """Move weights into the process's own memory while a graph is traced, and not each time that it runs."""
-        self.takeover.wait(traced=True)
-
     def run(self, arguments: Mapping[str, Any]) -> None:
         """Check a forward that is a graph."""
         self._check(self.model, arguments, compiled=True)
@@ -148,7 +137,6 @@ class BeforeForward(Hook, CompiledCheck):
     ) -> None:
         if self.tree is not None or self.check is not None:
             check_no_transform()  # inside of one nothing can be reported
-        self._or_report(self.takeover.wait)
         if self._or_report(lambda: self.tree is not None and self.tree.check(model)):
             self.region.find_dropout(model)  # also in new modules
             if self.check is not None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.storage import lazy_tensor
 
 
 def tp(size: int) -> dict[str, Any]:
@@ -69,38 +65,3 @@ def saved(folder: Path | str, model: Any, size: int) -> str:
     """A folder of shards that the ranks have written."""
     autopar.initialize(model, tp(size)).save_parallelized(str(folder))
     return str(folder)
-
-
-@contextlib.contextmanager
-def small_maps() -> Iterator[None]:
-    """Map also what is small, and lies anywhere."""
-    lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 256, 4
-    try:
-        yield
-    finally:
-        lazy_tensor._MAPPED, lazy_tensor._ALIGNED = 1 << 16, 16
-
-
-def overwrite(path: Path, byte: int = 7) -> None:
-    """Write other numbers into a file, in place."""
-    with open(path, "r+b") as opened:
-        opened.seek(-4096, os.SEEK_END)
-        opened.write(bytes([byte]) * 4096)
-    os.utime(path)  # at another time, however coarse the clock of the file system is
-
-
-def on_rank_0(function: Callable[..., None], *args: Any) -> None:
-    """Call a function on rank 0 while the others wait."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        function(*args)
-    dist.barrier()
-
-
-def shifted(folder: Path, offset: int) -> None:
-    """Let the weights of a folder begin ``offset`` bytes after a multiple of 16: headers end at 0 or 8."""
-    path = folder / "model.safetensors"
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + length] + b" " * ((offset - 8 - length) % 16)
-    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
