@@ -349,7 +349,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         compiled_blocks.apply(blocks, config.compile_backend, config.compile_mode, fullgraph=config.compile_fullgraph)
     dp = data_parallel.apply(model, inner, plan, mpu, config, failures)  # knows the parameters of all stages
     check = config.consistency_check
-    pp = Pipeline(model, inner, stages, mpu, config.pipeline, failures, check=check, steps=dp.steps)  # others released
+    pp = Pipeline(model, inner, stages, mpu, config.pipeline, failures, check=check)  # others released
     if sequence is not None:
         sequence_parallel.apply(model, sequence, region)
 
@@ -371,6 +371,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     state.sequence = sequence
     model._autopar = state  # type: ignore[assignment]
     dp.attach(optimizer, blocks)
+    pp.expect_steps(optimizer)
     tensor_parallel.mark_parameters(model, plan, stages, mpu)
     if notice is not None:
         _log.info("%s", notice)

@@ -19,6 +19,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.pipeline_parallel.p2p import P2P, Failure, Message, map_tensors
+from autopar.pipeline_parallel.step_count import check_steps
 
 __all__ = ["check_microbatch", "digest_of", "end_pass", "read_batch"]
 
@@ -40,8 +41,8 @@ def read_batch(
     mpu: MPU,
     unchecked: set[bool],
     backward: bool,
-    count: Callable[[Batch], int] | None,
-) -> tuple[Batch, list[int]]:
+    count: Callable[[Batch], float] | None,
+) -> tuple[Batch, list[float]]:
     """Return the next batch, on the first step of a mode the same one on all ranks of the replica.
 
     Args:
@@ -124,7 +125,7 @@ def _read(read: Callable[[], Batch], p2p: P2P) -> Batch:
         raise
 
 
-def _counts_of_replicas(count: int | None, axis: Axis, p2p: P2P) -> list[int]:
+def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float]:
     """Each replica's count (of labels, or samples), None if its data has ended; raises on all if on some it has."""
     purpose = "agreeing with the other data-parallel replicas that each has a batch"
     counts = list(_gather(count, axis, p2p.failures, purpose).values())
@@ -198,11 +199,13 @@ def digest_of(batch: Any, count: int) -> dict[str, str]:
 
 
 def check_microbatch(digests: Mapping[int, dict[str, str]], microbatch: int) -> None:
-    """Compare the digests of a micro-batch on two stages, by rank.
+    """Compare the digests of a micro-batch on two stages, by rank, and their optimizer steps.
 
     Raises:
         ConsistencyError: they differ; names the arguments.
     """
+    digests = {rank: dict(theirs) for rank, theirs in digests.items()}
+    check_steps(digests)
     lines = _differences(digests)
     if lines:
         raise ConsistencyError(

@@ -18,6 +18,7 @@ from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, run_stage
+from autopar.pipeline_parallel.step_count import StepCount
 from autopar.pipeline_parallel.streams import Streams
 from autopar.plan.stages import StagePlan
 
@@ -75,7 +76,6 @@ class Engine:
         plan: its stages.
         rank: this rank's place on the pipeline-parallel axis.
         check: compare micro-batches with what the sender of an activation has.
-        steps: its ``made`` counts the optimizer steps of this rank, which are compared with the micro-batches.
     """
 
     def __init__(
@@ -87,11 +87,10 @@ class Engine:
         p2p: P2P,
         *,
         check: bool = True,
-        steps: Any = None,
     ) -> None:
         self.model, self.context, self.plan, self.rank, self.p2p = model, context, plan, rank, p2p
         self._check = check and plan.ranks > 1
-        self._steps = steps
+        self.steps = StepCount(model) if self._check else None
         self._digests: list[dict[str, str]] = []
         self._seed: int | None = None  # of this pass
         self._recomputes = False  # activations, in this pass's backward
@@ -116,18 +115,20 @@ class Engine:
         try:
             with self.p2p.one_pass():
                 read = step.microbatches if step.read is None else step.read
-                self._digests = [self._digest(batch, len(read)) for batch in read] if self._check else [{}] * len(read)
+                steps = {} if self.steps is None else self.steps.begin_pass(len(read) * step.backward)
+                self._digests = [self._digest(batch, len(read)) | steps for batch in read]
                 with base_seed(draws) as self._seed:
                     for action in lists[self.rank]:
                         with self._blame(action), record(_described, action):
                             do[action.kind](action.stage, action.microbatch, step)
                     end_pass(self.p2p)
         finally:
+            if self.steps is not None:
+                self.steps.end_pass()
             self._open, self._here = {}, {}
 
     def _digest(self, batch: Any, count: int) -> dict[str, str]:
-        steps = {} if self._steps is None else {"optimizer steps so far": str(self._steps.made)}
-        return {**digest_of(batch, count), **steps}
+        return digest_of(batch, count) if self._check else {}
 
     def _blame(self, action: Action) -> Any:
         kind, stage, microbatch = action

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -132,19 +132,26 @@ def _of_several_kinds(name: str, value: Any) -> bool:
     return name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3
 
 
-def weights_of(microbatches: list[dict[str, Any]], main_input: str, reduction: str, shifted: bool) -> list[float]:
+def weights_of(
+    microbatches: list[dict[str, Any]],
+    main_input: str,
+    reduction: str,
+    shifted: bool,
+    count: Callable[[dict[str, Any]], Any] | None = None,
+) -> list[float]:
     """Return how much the loss of each micro-batch counts in that of the batch; weights of means add up to 1.
 
     Args:
         reduction: ``tokens``: by the labels that count (those that are not -100; without labels, by samples), which
             makes the sum the batch's own mean. ``microbatch``: alike. ``sum``: the losses are shares, which add up.
         shifted: the first label of each sequence does not count, as in causal language models.
+        count: what the loss of a micro-batch is a mean over, instead of the labels.
     """
     if reduction == "sum":
         return [1.0] * len(microbatches)
     if reduction == "microbatch":
         return [1 / len(microbatches)] * len(microbatches)
-    found = [_labels_in(microbatch, main_input, shifted) for microbatch in microbatches]
+    found = [_labels_in(m, main_input, shifted) if count is None else count(m) for m in microbatches]
     tensors = [count for count in found if isinstance(count, torch.Tensor)]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU, not one of each micro-batch
     counts = [next(numbers) if isinstance(count, torch.Tensor) else count for count in found]
@@ -220,7 +227,7 @@ def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     return not {"loss_function", "num_items_in_batch"}.isdisjoint(_names_in_forward(model))
 
 
-def weights_over_replicas(weights: list[float], counts: list[int], replica: int) -> list[float]:
+def weights_over_replicas(weights: list[float], counts: list[float], replica: int) -> list[float]:
     """Return weights that make the mean of the replicas' gradients that of the global batch.
 
     Args:

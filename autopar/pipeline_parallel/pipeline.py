@@ -20,6 +20,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.model_methods import bind, unbind
 from autopar.pipeline_parallel.batch_checks import read_batch
+from autopar.pipeline_parallel.criterion import LossOf
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.generate import call_through_stages
 from autopar.pipeline_parallel.merged_outputs import merge_outputs
@@ -28,7 +29,6 @@ from autopar.pipeline_parallel.microbatch import (
     default_reduction,
     label_count,
     next_batch,
-    own_loss,
     shifts_labels,
     split,
     weights_of,
@@ -71,7 +71,6 @@ class Pipeline:
         inner: the Hugging Face model inside it, or a plain module.
         plan: its stages.
         check: compare the batch over the stages on the first step of each mode.
-        steps: how many optimizer steps this rank has made (``made``).
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Pipeline:
         failures: FailureLog,
         *,
         check: bool = True,
-        steps: Any = None,
     ) -> None:
         self.inner, self.plan, self.mpu, self.config, self.failures = inner, plan, mpu, config, failures
         self.context = StageContext(plan.encoder)
@@ -97,11 +95,12 @@ class Pipeline:
         for placeholder in self.released.placeholders.values():
             placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
-        self.engine = Engine(model, self.context, plan, mpu.pp.rank, self.p2p, check=check, steps=steps)
+        self.engine = Engine(model, self.context, plan, mpu.pp.rank, self.p2p, check=check)
         self.shifted, self.main_input = shifts_labels(inner), getattr(inner, "main_input_name", "")
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
+        self._criteria: set[Any] = set()  # that have been watched
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -116,6 +115,11 @@ class Pipeline:
                 kind: Any = type(module)
                 module._autopar_pipeline = self
                 bind(module, _OWNER, forward=_forward_of(kind, span))
+
+    def expect_steps(self, optimizer: Any) -> None:
+        """Take it for a mistake if this rank never steps: the optimizer that ``initialize`` got has weights here."""
+        if optimizer is not None and self.engine.steps is not None:
+            self.engine.steps.expected = any(p.numel() for group in optimizer.param_groups for p in group["params"])
 
     def _span(self, path: str) -> tuple[int, int] | None:
         """The elements that a module runs."""
@@ -151,32 +155,52 @@ class Pipeline:
                 "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config)."
             )
 
-    def read_step(self, data: Any, criterion: Callable[..., Any] | None, *, backward: bool, wants_loss: bool) -> Step:
+    def read_step(
+        self,
+        data: Any,
+        criterion: Callable[..., Any] | None,
+        count: Callable[[dict[str, Any]], Any] | None = None,
+        *,
+        backward: bool,
+        wants_loss: bool,
+    ) -> Step:
         """Read the next batch, check it, split it into micro-batches and weigh their losses. Collective."""
         mpu, config = self.mpu, self.config
-        by_labels = config.loss_reduction == "tokens"
-        count = functools.partial(label_count, main_input=self.main_input, shifted=self.shifted)
+        by_labels = config.loss_reduction == "tokens" or count is not None
+        labels = functools.partial(label_count, main_input=self.main_input, shifted=self.shifted)
+        whole = labels if count is None else lambda batch: float(count(batch))
         batch, counts = read_batch(
             lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
             *(self.p2p, mpu, self.unchecked, backward),
-            count if backward and (by_labels or self.averages) else None,
+            whole if backward and (by_labels or self.averages) else None,
         )
         refuse_collected(self.inner, self.plan.stages, batch)
         samples = batch_size(batch, self.main_input)
         of_model = getattr(self.inner, "config", None)
         microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches, of_model)
-        reduction = config.loss_reduction
+        reduction = "tokens" if by_labels else config.loss_reduction
         if by_labels and criterion is None and wants_loss:
             reduction = default_reduction(self.inner, batch, len(microbatches))
-        shares = weights_of(microbatches, self.main_input, reduction, self.shifted)
+        shares = weights_of(microbatches, self.main_input, reduction, self.shifted, count)
         globally = counts and reduction == "tokens"
         return Step(
             microbatches=microbatches,
             weights=weights_over_replicas(shares, counts, mpu.dp.rank) if globally else shares,
             shares=shares,
-            loss_of=_criterion(criterion, required=backward) if wants_loss else None,
+            loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
         )
+
+    def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> LossOf:
+        code = getattr(criterion, "__code__", type(criterion))
+        if criterion is None or not backward or not self.last or self.plan.stages == 1 or code in self._criteria:
+            return LossOf(criterion, required=backward)
+        blocks = {
+            id(parameter): f"{path}.{name}"
+            for path in self.plan.elements
+            for name, parameter in self.engine.model.get_submodule(path).named_parameters()
+        }
+        return LossOf(criterion, required=backward, blocks=blocks, passed=lambda: self._criteria.add(code))
 
     def run(self, model: nn.Module, step: Step) -> None:
         """Run one pass of the schedule; sum gradients over the holders of tied weights, average them over replicas."""
@@ -251,6 +275,7 @@ def execute_pipeline(
     return_outputs: bool = False,
     broadcast_loss: bool = False,
     forward_only: bool | None = None,
+    count: Callable[[dict[str, Any]], Any] | None = None,
 ) -> PipelineOutput:
     """Run forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
 
@@ -265,6 +290,8 @@ def execute_pipeline(
         return_outputs: whether to return the model's outputs, put together from all micro-batches.
         broadcast_loss: return the loss on every stage and not on the last one only.
         forward_only: no backward; by default in evaluation mode and where gradients are switched off.
+        count: ``inputs -> number`` that the ``criterion`` of a micro-batch is a mean over, if not its labels:
+            ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
 
     Returns:
         :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once (``loss_reduction:
@@ -278,8 +305,9 @@ def execute_pipeline(
         StopIteration: the iterator has ended, on all ranks of this replica.
         ConsistencyError: the stages of one replica got different batches (whole on the first step of a mode, later a
             sample of each tensor), or the iterator has ended on some of them, or on some replicas.
-        ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, or the model's
-            own loss is no mean over ``labels`` and there are several micro-batches.
+        ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
+            own loss is no mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights of
+            blocks (the first time that it is called), or returns no tensor.
         PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
             ``pipeline.timeout``; names it.
 
@@ -290,24 +318,11 @@ def execute_pipeline(
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
     with pipeline.p2p.reports_failure():
         pipeline.check_adapters(self)
-        step = pipeline.read_step(data, criterion, backward=backward, wants_loss=backward or return_loss)
+        step = pipeline.read_step(data, criterion, count, backward=backward, wants_loss=backward or return_loss)
         step.scale = getattr(optimizer, "scale_loss", None)
         step.keep_outputs = return_outputs
         pipeline.run(self, step)
         return pipeline.result(step, return_loss, broadcast_loss)
-
-
-def _criterion(criterion: Callable[..., Any] | None, *, required: bool) -> Callable[[Any, dict[str, Any]], Any]:
-    def loss_of(outputs: Any, inputs: dict[str, Any]) -> Any:
-        loss = own_loss(outputs) if criterion is None else criterion(outputs, inputs)
-        if loss is None and required:
-            raise ConfigError(
-                f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "
-                "give criterion=lambda outputs, inputs: ..."
-            )
-        return loss
-
-    return loss_of
 
 
 @functools.cache

@@ -1,0 +1,187 @@
+"""Optimizers that hold weights of some stages only step as on one process; a stage that forgets its step is told."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import autopar
+from autopar.errors import ConfigError, ConsistencyError, PipelineError, ShardWarning
+from tests.parity import close, language_batches
+from tests.pool import pooled
+from tests.small import llama
+
+Step = Callable[[int], None]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def one(optimizer: torch.optim.Optimizer | None) -> Step:
+    def step(number: int) -> None:
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def embeddings(model: Any) -> Step:
+    return one(sgd([p for name, p in model.named_parameters() if "embed_tokens" in name]))
+
+
+def head(model: Any) -> Step:
+    return one(sgd([p for name, p in model.named_parameters() if "lm_head" in name]))
+
+
+def two_optimizers(model: Any) -> Step:
+    named = list(model.named_parameters())
+    first = one(sgd([p for name, p in named if "embed" in name]))
+    second = one(torch.optim.Adam([p for name, p in named if "embed" not in name], lr=1e-2))
+    return lambda number: (first(number), second(number))[0]
+
+
+def two_cadences(model: Any) -> Step:
+    named = list(model.named_parameters())
+    first = one(sgd([p for name, p in named if "embed" in name]))
+    second = one(sgd([p for name, p in named if "lm_head" in name]))
+    return lambda number: (first(number), second(number) if number % 2 else None)[0]
+
+
+def a_group_later(model: Any) -> Step:
+    named = dict(model.named_parameters())
+    optimizer = sgd([p for name, p in named.items() if "embed" in name])
+
+    def step(number: int) -> None:
+        if number == 1:
+            optimizer.add_param_group({"params": [p for name, p in named.items() if "lm_head" in name], "lr": 0.05})
+        one(optimizer)(number)
+
+    return step
+
+
+def where_there_is_something(model: Any) -> Step:
+    """Made after ``initialize``: this stage has no such weights, and torch takes no empty list."""
+    mine = [p for name, p in model.named_parameters() if "lm_head" in name]
+    return one(sgd(mine) if mine else None)
+
+
+BEFORE = {
+    "embeddings": embeddings,
+    "head": head,
+    "two": two_optimizers,
+    "cadences": two_cadences,
+    "later": a_group_later,
+}
+
+
+def alike(plain: Any, model: Any, plain_step: Step, step: Step) -> None:
+    """Four steps of both: the same losses and weights."""
+    for number, batch in enumerate(language_batches(131, count=4, batch=2)):
+        expected = plain(**batch).loss
+        expected.backward()
+        plain_step(number)
+        loss = model.execute_pipeline(batch, broadcast_loss=True).loss
+        step(number)
+        close(loss, expected, f"loss {number}")
+    whole = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        close(parameter.data, whole[name].data, name)
+    model.mpu.destroy()
+
+
+def stages() -> dict[str, Any]:
+    pipeline = {"num_microbatches": 2, "timeout": 20}
+    return {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": pipeline}
+
+
+@pytest.mark.tier("test", only=("head",))
+@pytest.mark.parametrize("name", [*BEFORE, "head of a stage"])
+@pooled(world_size=2)
+def test_they_step_as_on_one_process(name: str) -> None:
+    plain = llama(num_hidden_layers=2).train()
+    model = copy.deepcopy(plain)
+    make = BEFORE.get(name, where_there_is_something)
+    step = make(model) if name in BEFORE else None
+    model = autopar.initialize(model, stages())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardWarning)  # weights that no optimizer steps
+        alike(plain, model, make(plain), step or make(model))
+
+
+@pooled(world_size=2)
+def test_adapters_on_blocks_of_one_stage() -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], layers_to_transform=[0], init_lora_weights=False)
+    plain = get_peft_model(llama(num_hidden_layers=2), config).train()
+    model = autopar.initialize(copy.deepcopy(plain), stages())
+
+    def make(of: nn.Module) -> Step:
+        mine = [p for p in of.parameters() if p.requires_grad]
+        return one(sgd(mine) if mine else None)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardWarning)
+        alike(plain, model, make(plain), make(model))
+
+
+def losses(model: Any, step: Callable[[], None]) -> Iterator[Any]:
+    for batch in language_batches(131, count=3, batch=2):
+        yield model.execute_pipeline(batch, broadcast_loss=True).loss
+        step()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_stage_that_forgets_its_step() -> None:
+    """Given to ``initialize`` it raises; of an optimizer that only exists on one rank it is told, once each pass."""
+    plain = llama(num_hidden_layers=2).train()
+    for rank in range(2):
+        model = copy.deepcopy(plain)
+        model, optimizer = autopar.initialize(model, stages(), optimizer=sgd(model.parameters()))
+        words = f"optimizer steps so far: rank 1: {int(rank == 1)}, rank 0: {int(rank == 0)}"
+        with pytest.raises((ConsistencyError, PipelineError), match=words):
+            list(losses(model, optimizer.step if dist.get_rank() == rank else optimizer.zero_grad))
+        model.mpu.destroy()
+        dist.barrier()
+    model = autopar.initialize(copy.deepcopy(plain), stages())
+    optimizer = sgd(model.parameters())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        list(losses(model, optimizer.step if dist.get_rank() == 0 else optimizer.zero_grad))
+    told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
+    if dist.get_rank() == 1:  # it receives
+        count = len(list(model.parameters()))
+        first = next(name for name, _ in model.named_parameters())
+        assert told[0] == (
+            "rank 1 has stepped no optimizer, and other stages of its replica have: "
+            f"{count} weights, {first} first, have gradients there and stay as they are. If they are not to be "
+            "trained, requires_grad_(False) says so; else make the optimizer on every rank, and step it there."
+        )
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_an_optimizer_in_the_backward_is_refused() -> None:
+    model = autopar.initialize(llama(num_hidden_layers=2).train(), stages())
+    optimizers = {parameter: sgd([parameter]) for parameter in model.parameters()}
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    probe = nn.Linear(2, 2)
+    for parameter in probe.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    probes = sgd(probe.parameters())
+    model.register_forward_pre_hook(lambda *_: probes.step())  # not of the model
+    words = r"SGD.step\(\) inside of execute_pipeline: the gradients are those of some of its 2 micro-batches,\n  and"
+    with pytest.raises((ConfigError, PipelineError), match=words):
+        model.execute_pipeline(language_batches(131, count=1, batch=2)[0])
+    dist.barrier()
+    model.mpu.destroy()
