@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from autopar.class_swap import swap, unswap
 from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.door import Door, NeedsAllRows, Recomputed, gather_all
+from autopar.context_parallel.joined_rows import entered
 from autopar.context_parallel.own_rows import OwnRows
 from autopar.context_parallel.row_logits import row_logits
 from autopar.context_parallel.rows_ahead import whole_tensors
@@ -100,13 +101,13 @@ class BeforeRows:
     def __init__(self, state: RowState, outermost: bool) -> None:
         self.state, self.outermost = state, outermost
 
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.state
         if self.outermost:
             state.running = 0  # an interrupted forward did not end
         state.running += 1
         if state.running > 1:
-            return
+            return None
         cached = kwargs.get("use_cache") is True or any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
         if not cached and (kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False)):
             raise ConfigError(
@@ -117,6 +118,7 @@ class BeforeRows:
         every = isinstance(keep, int) and keep == 0 and self.outermost
         state.region.expect_logits(kwargs.get("labels") is not None)
         state.start(cutting=not cached, keeping=every and state.plan.through)
+        return (args, kwargs) if cached or state.tracking is not None else entered((args, kwargs), state.axis)
 
 
 class AfterRows:

@@ -252,7 +252,7 @@ class ForwardCheck:
         if full and model is not None:
             for name, value in leaves(arguments):
                 if isinstance(value, torch.Tensor) and not value.is_meta:
-                    mine[name] = f"{list(value.shape)} {hexdigest(local(value))}"
+                    mine[name] = f"{list(value.shape)} {hexdigest(local(value))}{_wants(value)}"
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(local(parameter)) for name, parameter in self._samples.named}
         everyone = [mine] * axis.size
@@ -295,5 +295,10 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _shape(value: Any) -> str:
-    tensor = isinstance(value, torch.Tensor)
-    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}" if tensor else repr(value)
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{_wants(value)}"
+
+
+def _wants(value: torch.Tensor) -> str:
+    return ", wants a gradient" if value.requires_grad else ""

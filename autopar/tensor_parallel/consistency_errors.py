@@ -46,7 +46,8 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
             head = f"{group} have made different numbers of optimizer steps:"
         hint = (
             "  A rank skipped an optimizer step, stepped with other settings, drew other random numbers, or wrote\n"
-            "  into its weights. Go on from the last checkpoint."
+            "  into its weights. Or numbers were made of its shards: a norm of its own (torch.nn.utils.get_total_norm\n"
+            "  is right), a dot product, noise. Go on from the last checkpoint."
         )
     elif states and not calls:
         head = f"{group} have different random states ({len(states)}):"
