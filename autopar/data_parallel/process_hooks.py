@@ -10,6 +10,7 @@ import functools
 import weakref
 from typing import Any, TypeVar
 
+import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -47,6 +48,7 @@ def _register() -> None:
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
+@torch._dynamo.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _call(method: str, *arguments: Any) -> None:
     for listener in [other() for other in _listeners]:
         if hasattr(listener, method):

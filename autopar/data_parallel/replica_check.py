@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autopar.data_parallel.optimizer_probe import refuse_unlike
+from autopar.data_parallel.optimizer_state import refuse_whole_state
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.data_parallel.wrapper_check import group_call
@@ -155,6 +156,8 @@ class StepCheck:
             )
         if progress.steps == 0 and not hasattr(optimizer, "_autopar"):  # else initialize has looked at it
             held = [p for _, p in progress.held if not isinstance(p, DTensor)]
+            if "_autopar" in vars(model):
+                refuse_whole_state(optimizer, progress.held, vars(model)["_autopar"].plan)
             refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size, zero=0)
         if self._compare:
             self._compare_step(optimizer, progress, closure)

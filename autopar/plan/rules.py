@@ -234,5 +234,10 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
     weight = module.weight
     _check_plain(f"{match.shown}.weight", weight, match)
     if type(weight) is not nn.Parameter:
-        raise PolicyError(f"{match.shown}.weight is a {type(weight).__name__}, no parameter", rule.where)
+        raise PolicyError(
+            f"{match.shown}.weight is a {type(weight).__name__}, no parameter: it is computed from others, as pruning, "
+            "weight_norm or spectral_norm do.\n  Make it one before initialize: torch.nn.utils.prune.remove(module, "
+            "'weight'), or\n  torch.nn.utils.parametrize.remove_parametrizations(module, 'weight').",
+            rule.where,
+        )
     return weight, dim

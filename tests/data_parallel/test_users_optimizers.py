@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +19,7 @@ from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.parity import language_batches
 from tests.pool import pooled
-from tests.small import gpt2
+from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 TP, PP = ({"model_parallelism": {f"{kind}_parallel_size": 2}} for kind in ("tensor", "pipeline"))
@@ -211,3 +213,49 @@ def test_hooks_of_the_step_that_write_into_the_model() -> None:
             continue
         _train(model.train(), optimizer, 2)
         assert all(parameter.abs().max() <= 0.0501 for parameter in model.parameters())
+
+
+@pooled(world_size=2)
+def test_state_from_before_initialize_is_refused_unless_it_is_given() -> None:
+    ids = torch.arange(14).view(2, 7)
+    for given in (True, False):
+        model = llama().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        config = {"model_parallelism": {"tensor_parallel_size": 2}}
+        if given:
+            model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+        else:
+            model = autopar.initialize(model, config)
+        model(ids, labels=ids).loss.backward()
+        shape = list(model.get_input_embeddings().weight.shape)
+        words = (
+            "AdamW has state of whole weights, and this rank has shards: exp_avg of model.embed_tokens.weight is "
+            f"[131, 24], the shard {shape}.\n  It stepped before initialize: model, optimizer = "
+            "autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
+        )
+        with contextlib.nullcontext() if given else pytest.raises(ConfigError, match=re.escape(words)):
+            optimizer.step()
+        model.mpu.destroy()
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {}], ids=["tp2", "dp2"])
+@pooled(world_size=2)
+def test_a_compiled_step_is_checked_too(sizes: dict[str, int]) -> None:
+    ids = torch.arange(14).view(2, 7)
+    plain = llama().train()
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        step = torch.compile(lambda of=optimizer: of.step(), backend="eager")
+        for _ in range(2):
+            each(ids, labels=ids).loss.backward()
+            if each is model:
+                autopar.average_gradients(each)
+            step()
+            optimizer.zero_grad()
+    same_weights(model, plain, 2e-5)
+    assert model._autopar.steps.made == 2
+    model.mpu.destroy()
