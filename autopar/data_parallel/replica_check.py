@@ -26,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import refuse_whole_state
 from autopar.data_parallel.process_hooks import forget, listen
+from autopar.data_parallel.router_loss import adds_router_loss, warn_of_router_loss
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.data_parallel.wrapper_check import group_call
 from autopar.distributed.derivatives import is_transformed
@@ -108,7 +109,7 @@ class StepCheck:
         self._model = weakref.ref(model)
         self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
-        self._count = 0
+        self._count, self._told_of_routers = 0, False
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
@@ -131,6 +132,9 @@ class StepCheck:
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and self.made < _WHOLE and not is_transformed():
             self._input = of_values([args, kwargs])
+            if not self._told_of_routers and adds_router_loss(module, kwargs):
+                self._told_of_routers = True
+                warn_of_router_loss(module, self.mpu.dp_cp.size)
 
     # -- at a step -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import (
     ForTokenClassification,
 )
 
+from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.sample_rows import sample_rows
@@ -212,9 +213,7 @@ def _no_mean_over_labels(model: Any, batch: Mapping[str, Any]) -> str | None:
     function = _loss_function(model)
     if function in LOSS_MAPPING.values() and function not in _MEANS:
         return f"it is transformers' {getattr(function, '__name__', function)}"
-    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
-    asked = given.get("output_router_logits", any(getattr(each, "output_router_logits", False) for each in configs))
-    return "it has the routers' auxiliary loss (output_router_logits)" if asked else None
+    return "it has the routers' auxiliary loss (output_router_logits)" if adds_router_loss(model, given) else None
 
 
 def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:

@@ -64,8 +64,8 @@ def argument_names(module: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _names_of(kind: Any) -> tuple[str, ...]:
-    while "_autopar_plain" in vars(kind):
-        kind = kind._autopar_plain
+    while (swapped := next((each for each in kind.__mro__ if "_autopar_plain" in vars(each)), None)) is not None:
+        kind = swapped._autopar_plain  # also below a class that FSDP2 has put on top
     return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
 
 
