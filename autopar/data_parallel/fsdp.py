@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -52,6 +57,8 @@ def fully_shard(
     mesh = mpu.dp_cp_mesh
     for module in (*blocks_of(inner, blocks), model):
         torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):  # generate calls the encoder by itself
+        register_fsdp_forward_method(model, "generate")
 
 
 def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:
