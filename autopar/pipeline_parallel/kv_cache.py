@@ -49,7 +49,10 @@ def record_length(
     index = _layer_index(block)
     if index is None or hidden is None:
         return
-    if hidden.ndim == 3:
+    rows = getattr(getattr(block, "rows_list", None), "rows", None)
+    if hidden.ndim == 3 and rows is not None:  # sequence parallelism: keys and values are whole
+        _extend(cache, index, hidden.new_empty(hidden.shape[0], rows.size))
+    elif hidden.ndim == 3:
         time_first = tokens is not None and hidden.shape[:2] == tokens.shape[1::-1]
         _extend(cache, index, hidden.transpose(0, 1) if time_first else hidden)
     elif hidden.ndim == 4 and tokens is not None:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 import autopar
 from autopar.cli.models import of_task
 from autopar.errors import ConfigError
 from autopar.verification.small_models import build_small
-from tests.parity import close, language_batches
+from tests.parity import close, language_batches, randomise
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pool import pooled
+from tests.small import llama
 
 
 def _both(name: str, *, pp: int = 2, tp: int = 1, layers: int = 3, **pipeline: Any) -> tuple[Any, Any]:
@@ -154,3 +156,18 @@ def test_training_by_a_plain_call_is_refused() -> None:
     with torch.no_grad():
         assert piped(**batch).loss > 0
     piped.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=4)
+def test_stages_know_the_length_of_a_cache_beside_sequence_parallelism() -> None:
+    """ALiBi is as long as the cache: stages count whole sequences where blocks in front of them have rows."""
+    torch.manual_seed(0)
+    bloom = randomise(BloomForCausalLM(BloomConfig(vocab_size=131, hidden_size=24, n_layer=4, n_head=6)))
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True}
+    ids = torch.arange(5, 19).view(2, 7)
+    for plain in (bloom.eval(), llama(num_hidden_layers=4).eval()):
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes}).eval()
+        tokens = [each.generate(ids, max_new_tokens=8, do_sample=False) for each in (plain, model)]
+        assert torch.equal(*tokens)
+        model.mpu.destroy()
