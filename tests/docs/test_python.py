@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from autopar.cli import app
+from autopar.errors import ConfigError
 from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, README, codes
 from tests.integrations.runs import launched
@@ -97,6 +98,20 @@ def test_the_readme(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not torch.equal(trained.lm_head.weight, gpt2().lm_head.weight)
+
+
+@pytest.mark.tier("all")
+@distributed(world_size=1)
+def test_the_readme_on_one_process(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    gpt2().save_pretrained("gpt2")
+    (text,) = blocks(README)
+    printed = '{"model_parallelism": {"tensor_parallel_size": 2}}'
+    for config, refused in ((printed, True), ("{}", False)):
+        names: dict[str, Any] = {"dataset": Sequences()}
+        with pytest.raises(ConfigError, match="does not divide the world of 1 processes") if refused else nullcontext():
+            exec(text.replace(printed, config), names)
+    assert names["model"].training
 
 
 @distributed(world_size=2)
