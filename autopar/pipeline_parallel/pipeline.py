@@ -318,6 +318,7 @@ def execute_pipeline(
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
     with pipeline.p2p.reports_failure():
         pipeline.check_adapters(self)
+        pipeline.released.follow(self)
         step = pipeline.read_step(data, criterion, count, backward=backward, wants_loss=backward or return_loss)
         step.scale = getattr(optimizer, "scale_loss", None)
         step.keep_outputs = return_outputs
@@ -341,6 +342,7 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
                 "  A plain call is for inference: model.eval(), or under torch.no_grad()."
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
+        pipeline.released.follow(pipeline.engine.model)
         with pipeline.failures.deadline():
             return call_through_stages(self, span, pipeline.engine, args, kwargs)
 

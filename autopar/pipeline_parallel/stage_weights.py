@@ -42,6 +42,7 @@ class ReleasedWeights:
         self.orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
         self.emptied: list[nn.Module] = []
+        self.dtype: torch.dtype | None = None  # of this stage's tensors at the last call; None: they have several
 
     def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
         """Give what stands for the tensors of other stages the dtype that these have there; the objects stay.
@@ -55,6 +56,25 @@ class ReleasedWeights:
         for module in self.emptied:
             like: Any = module._autopar_like
             module._autopar_like = scalar_placeholder(dtype, like.device)
+        self.dtype = None
+
+    def follow(self, model: nn.Module) -> None:
+        """Give what stands for tensors of other stages the dtype that this stage's have now, after ``model.to``."""
+        before, now = self.dtype, _dtype_of(model)
+        if before is None or now is None or now == before:
+            return
+        self.dtype = now
+        for placeholder in self.placeholders.values():
+            if placeholder.dtype == before:
+                placeholder.data = scalar_placeholder(now, placeholder.device).expand(placeholder.shape)
+        for module in self.emptied:
+            like: Any = module._autopar_like
+            module._autopar_like = scalar_placeholder(now, like.device)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the first floating-point parameter that the module holds."""
+    return next((p.dtype for p in nn.Module.parameters(model) if p.is_floating_point()), None)
 
 
 class _Emptied:
@@ -100,6 +120,7 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
         if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):
             swap(module, _Emptied, _autopar_like=scalar_placeholder(dtype, device))
             released.emptied.append(module)
+    released.dtype = _dtype_of(model)
     return released
 
 

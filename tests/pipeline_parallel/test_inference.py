@@ -16,7 +16,7 @@ from autopar.verification.small_models import build_small
 from tests.parity import close, language_batches, randomise
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pool import pooled
-from tests.small import llama
+from tests.small import gpt2, llama
 
 
 def _both(name: str, *, pp: int = 2, tp: int = 1, layers: int = 3, **pipeline: Any) -> tuple[Any, Any]:
@@ -156,6 +156,30 @@ def test_training_by_a_plain_call_is_refused() -> None:
     with torch.no_grad():
         assert piped(**batch).loss > 0
     piped.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_stages_follow_a_model_to_another_dtype() -> None:
+    """Half of it trains, and then evaluates; and back."""
+    for kind in (llama, gpt2):
+        plain = kind().train()
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"pipeline_parallel_size": 2}}).train()
+        for dtype in (torch.bfloat16, torch.float32):
+            plain.to(dtype)
+            model.to(dtype)
+            for batch in language_batches(131, count=2, batch=2, seq=8):
+                expected = plain(**batch).loss
+                loss = model.execute_pipeline(batch, broadcast_loss=True).loss
+                assert loss.dtype == expected.dtype
+                close(loss.float(), expected.float(), "loss", 2**-8 if dtype == torch.bfloat16 else 1e-5)
+            with torch.no_grad():
+                found, logits = (each.eval()(batch["input_ids"]).logits for each in (model, plain))
+            assert found.dtype == dtype
+            close(found.float(), logits.float(), "logits", 2**-4 if dtype == torch.bfloat16 else 1e-5)
+            plain.train()
+            model.train()
+        model.mpu.destroy()
 
 
 @pytest.mark.tier("all")

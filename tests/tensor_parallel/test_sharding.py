@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import autopar
 from autopar.errors import ConfigError, PolicyError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.match import find_policy
 from tests.parity import check
 from tests.pool import pooled
+from tests.small import llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
 
 WORLD = {"model_parallelism": {"tensor_parallel_size": 2}}
@@ -298,3 +303,22 @@ def test_a_row_reads_as_many_units_as_a_column_makes() -> None:
     assert str(info.value) == (
         "policy dict:blocks.modules.down: down reads 6 'ffn', but up makes 3 (policy dict:blocks.modules.up)"
     )
+
+
+@pytest.mark.parametrize("how", ["prune", "spectral_norm", "weight_norm"])
+def test_a_weight_that_is_computed_is_refused_and_what_undoes_it_is_named(how: str) -> None:
+    model = llama()
+    layer = model.model.layers[0].mlp.down_proj
+    if how == "prune":
+        prune.l1_unstructured(layer, "weight", 0.3)
+    else:
+        getattr(parametrizations, how)(layer)
+    words = (
+        "mlp.down_proj.weight is a Tensor, no parameter: it is computed from others, as pruning, weight_norm or "
+        "spectral_norm do.\n  Make it one before initialize: torch.nn.utils.prune.remove(module, 'weight'), or\n  "
+        "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')."
+    )
+    with pytest.raises(PolicyError, match=re.escape(words)):
+        make_plan(model, find_policy(model), 2)
+    prune.remove(layer, "weight") if how == "prune" else parametrize.remove_parametrizations(layer, "weight")
+    assert make_plan(model, find_policy(model), 2)
