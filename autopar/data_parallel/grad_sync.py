@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.distributed.digest import extremes
+from autopar.distributed.digest import extremes, hexdigest
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import ConsistencyError
@@ -32,6 +32,7 @@ __all__ = [
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it."""
 
+_SAMPLE = 65536  # elements that a digest looks at
 _BUCKET = 32 * 1024 * 1024  # bytes that travel at once
 
 
@@ -204,6 +205,7 @@ class TiedWeights:
             group = mpu.pp.group if everywhere else new_pipeline_group(mpu, "tied weights", holders)
             if holders in by_holders:
                 self._sets.append((group, by_holders[holders]))
+        self._names = {id(parameter): name for name, parameter in own.items()}
         self._earlier: list[torch.Tensor | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TiedWeights:
@@ -211,7 +213,13 @@ class TiedWeights:
         memo[id(self)] = copied
         copied._sets = [(group, [memo.get(id(p), p) for p in parameters]) for group, parameters in self._sets]
         copied._earlier = []
+        copied._names = {id(memo[key]) if key in memo else key: name for key, name in self._names.items()}
         return copied
+
+    def digests(self) -> dict[str, str]:
+        """Digest a sample of each weight that other ranks hold, too."""
+        samples = {self._names[id(p)]: p.detach().reshape(-1) for p in self._parameters() if not p.is_meta}
+        return {name: hexdigest(flat[:: max(len(flat) // _SAMPLE, 1)]) for name, flat in samples.items()}
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for _, parameters in self._sets:

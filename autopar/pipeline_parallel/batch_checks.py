@@ -115,7 +115,7 @@ def _read(read: Callable[[], Batch], p2p: P2P) -> Batch:
         here = p2p.axis.ranks[p2p.axis.rank]
         p2p.send_failure(_data_ended([here]), _END.tag)
         try:
-            ended = _others_ended(p2p)
+            ended = _ended(_reports(p2p))
         except PipelineError as error:
             p2p.send_failure(_data_ended([here]))
             raise _data_ended([here]) from error
@@ -143,24 +143,46 @@ def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float
     return counts
 
 
-def end_pass(p2p: P2P) -> None:
+def end_pass(p2p: P2P, tied: dict[str, str]) -> None:
     """Wait until all ranks of the pipeline have done their actions: nobody is left in a collective of a failed stage.
 
+    Args:
+        tied: digests of weights that other stages hold, too; they are compared.
+
     Raises:
-        ConsistencyError: the data of another rank has ended, so it took no part.
+        ConsistencyError: the data of another rank has ended, so it took no part; or copies of a weight differ.
         PipelineError: another rank failed or did not answer.
     """
-    p2p.send_to_others("done", _END)
-    ended = _others_ended(p2p)
+    p2p.send_to_others(tied, _END)
+    reports = _reports(p2p)
+    ended = _ended(reports)
     if ended:
         raise _data_ended(ended)
     p2p.wait_sent()
+    _compare_copies({p2p.axis.ranks[p2p.axis.rank]: tied, **reports})
 
 
-def _others_ended(p2p: P2P) -> list[int]:
-    """Receive the reports of all others; returns the ranks whose data has ended."""
-    reports = {p2p.axis.ranks[place]: p2p.receive(place, _END) for place in p2p.others}
+def _reports(p2p: P2P) -> dict[int, Any]:
+    """Receive the reports of all others, by rank."""
+    return {p2p.axis.ranks[place]: p2p.receive(place, _END) for place in p2p.others}
+
+
+def _ended(reports: dict[int, Any]) -> list[int]:
+    """Return the ranks whose data has ended."""
     return [rank for rank, report in reports.items() if isinstance(report, Failure)]
+
+
+def _compare_copies(said: dict[int, dict[str, str]]) -> None:
+    for name in dict.fromkeys(name for digests in said.values() for name in digests):
+        seen = {rank: said[rank][name] for rank in sorted(said) if name in said[rank]}
+        if len(set(seen.values())) > 1:
+            raise ConsistencyError(
+                f"stages of one model replica have drifted apart: their copies of {name} differ:\n  "
+                + ", ".join(f"rank {rank}: {digest}" for rank, digest in seen.items())
+                + "\n  Every stage that holds it makes the same update of it: one by noise, or by a norm of a stage's "
+                "own weights, is another one.\n  Go on from the last checkpoint. consistency_check: {enable: false} "
+                "turns this check off."
+            )
 
 
 def _data_ended(ranks: list[int]) -> ConsistencyError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.data_parallel.grad_sync import TiedWeights
 from autopar.distributed.profiling import record
 from autopar.distributed.rng import base_seed
 from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight
@@ -24,6 +25,7 @@ from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
 
+_FIRST, _EVERY = 3, 10  # passes at whose end copies of weights are compared
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "backward to its weights"}
 
 
@@ -91,6 +93,8 @@ class Engine:
         self.model, self.context, self.plan, self.rank, self.p2p = model, context, plan, rank, p2p
         self._check = check and plan.ranks > 1
         self.steps = StepCount(model) if self._check else None
+        self.tied: TiedWeights | None = None
+        self._passes = 0
         self._digests: list[dict[str, str]] = []
         self._seed: int | None = None  # of this pass
         self._recomputes = False  # activations, in this pass's backward
@@ -121,11 +125,17 @@ class Engine:
                     for action in lists[self.rank]:
                         with self._blame(action), record(_described, action):
                             do[action.kind](action.stage, action.microbatch, step)
-                    end_pass(self.p2p)
+                    end_pass(self.p2p, self._tied_digests())
         finally:
             if self.steps is not None:
                 self.steps.end_pass()
             self._open, self._here = {}, {}
+
+    def _tied_digests(self) -> dict[str, str]:
+        """Digest the weights that other stages hold, too: in the first passes, and in some later ones."""
+        number, self._passes = self._passes, self._passes + 1
+        due = self._check and (number < _FIRST or number % _EVERY == 0)
+        return self.tied.digests() if due and self.tied is not None else {}
 
     def _digest(self, batch: Any, count: int) -> dict[str, str]:
         return digest_of(batch, count) if self._check else {}

@@ -96,6 +96,7 @@ class Pipeline:
             placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
         self.engine = Engine(model, self.context, plan, mpu.pp.rank, self.p2p, check=check)
+        self.engine.tied = self.tied
         self.shifted, self.main_input = shifts_labels(inner), getattr(inner, "main_input_name", "")
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass

@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, ShardWarning
 from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.small import llama
+from tests.small import gpt2, llama
 
 Step = Callable[[int], None]
 
@@ -184,4 +184,26 @@ def test_an_optimizer_in_the_backward_is_refused() -> None:
     with pytest.raises((ConfigError, PipelineError), match=words):
         model.execute_pipeline(language_batches(131, count=1, batch=2)[0])
     dist.barrier()
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_copies_of_tied_weights_that_drift_apart_are_told() -> None:
+    model = autopar.initialize(gpt2().train(), stages())
+    (batch,) = language_batches(131, count=1, batch=2)
+    name, table = next((name, p) for name, p in model.named_parameters() if "wte" in name)
+    for _ in range(2):  # an update of one's own, the same on both stages
+        model.execute_pipeline(batch)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        model.zero_grad()
+    with torch.no_grad():
+        table -= 0.01 * torch.stack([p.norm() for p in model.parameters()]).sum()  # of this stage's
+    words = (
+        rf"have drifted apart: their copies of {name} differ:\n  rank 0: \w+, rank 1: \w+\n  Every stage that holds it"
+    )
+    with pytest.raises(ConsistencyError, match=words):
+        model.execute_pipeline(batch)
     model.mpu.destroy()
