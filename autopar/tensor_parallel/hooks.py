@@ -33,6 +33,7 @@ from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 from autopar.tensor_parallel.stopping_criteria import agreed, refuse_continuous_batching
+from autopar.tensor_parallel.users_hooks import UsersHooks
 
 __all__ = ["Hook", "attach", "detach"]
 
@@ -111,6 +112,7 @@ class BeforeForward(Hook, CompiledCheck):
         names: tuple[str, ...],
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
+        self.users_hooks = UsersHooks()
         self.register()
 
     @no_graph_of_its_own
@@ -125,6 +127,8 @@ class BeforeForward(Hook, CompiledCheck):
             named = named_arguments(self.names, args, kwargs)
             self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
+            if self.outermost and self.check is not None:
+                self.users_hooks.look(model)
         self.region.start()
         return changed
 

@@ -1,0 +1,61 @@
+"""Hooks of the user's in blocks that have rows of the sequence: each is told once, those of libraries are not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import ShardWarning
+from tests.pool import pooled
+from tests.small import llama
+
+IDS = torch.arange(16).view(2, 8)
+
+
+def told(model: Any, count: int = 1) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            model(IDS, labels=IDS, use_cache=False)
+    return [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
+
+
+def steer(module: Any, args: Any, output: Any, by: float = 1.0) -> None:
+    pass
+
+
+@pytest.mark.parametrize("axis", ["sequence_parallel", "context_parallel_size"])
+@pooled(world_size=2)
+def test_each_is_told_once(axis: str) -> None:
+    sizes = {"context_parallel_size": 2} if axis != "sequence_parallel" else {"tensor_parallel_size": 2, axis: True}
+    model = autopar.initialize(llama().train(), {"model_parallelism": sizes})
+    for whole in (model, model.model, model.lm_head):
+        whole.register_forward_hook(lambda *_: None)
+    assert told(model, 2) == []
+    model.model.layers[1].mlp.register_forward_hook(functools.partial(steer, by=2.0))
+    line = inspect.getsourcelines(steer)[1]
+    assert told(model, 9) == [
+        f"the hook steer ({__file__}:{line}) on model.layers.1.mlp sees the rows of the sequence that this rank "
+        f"computes, not all of them: {axis} shards\n  the sequence there. Position 5 is not row 5, and what it changes "
+        "or trains is changed in these rows only. Hooks on the whole model see the\n  whole sequence; so do all of "
+        "them with tensor_parallel_size alone, and output_hidden_states=True."
+    ]
+    model.model.norm.register_forward_hook(lambda *_: None)  # behind the blocks
+    assert len(told(model, 11)) == (axis == "context_parallel_size")
+    model.model.layers[0].register_full_backward_hook(lambda *_: None)
+    assert len(told(model, 11)) == 1
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_with_tensor_parallelism_alone_blocks_have_all_rows() -> None:
+    model = autopar.initialize(llama().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    model.model.layers[1].register_forward_hook(steer)
+    assert told(model, 2) == []
+    model.mpu.destroy()
