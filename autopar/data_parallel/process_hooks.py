@@ -44,11 +44,15 @@ def listeners(kind: type[_Kind]) -> list[_Kind]:
 
 @functools.cache
 def _register() -> None:
-    register_optimizer_step_pre_hook(functools.partial(_call, "before_step"))
+    register_optimizer_step_pre_hook(_before_step)
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
+def _before_step(*arguments: Any) -> None:
+    _call("before_step", *arguments)
+
+
 def _call(method: str, *arguments: Any) -> None:
     for listener in [other() for other in _listeners]:
         if hasattr(listener, method):
