@@ -32,7 +32,7 @@ class Tier:
 
 TIERS = {
     "check": Tier("make check", 145),
-    "test": Tier("make test", 500),
+    "test": Tier("make test", 560),
     "all": Tier("make test-all", 3200),
     "sweep": Tier("make sweep", 20000),
 }
