@@ -57,7 +57,8 @@ def fully_shard(
     mesh = mpu.dp_cp_mesh
     for module in (*blocks_of(inner, blocks), model):
         torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):  # generate calls the encoder by itself
+    encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    if encodes and callable(getattr(model, "generate", None)):  # which calls the encoder by itself
         register_fsdp_forward_method(model, "generate")
 
 

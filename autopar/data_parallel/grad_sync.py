@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.distributed.digest import extremes, hexdigest
+from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import ConsistencyError
@@ -32,7 +32,6 @@ __all__ = [
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it."""
 
-_SAMPLE = 65536  # elements that a digest looks at
 _BUCKET = 32 * 1024 * 1024  # bytes that travel at once
 
 
@@ -217,9 +216,9 @@ class TiedWeights:
         return copied
 
     def digests(self) -> dict[str, str]:
-        """Digest a sample of each weight that other ranks hold, too."""
-        samples = {self._names[id(p)]: p.detach().reshape(-1) for p in self._parameters() if not p.is_meta}
-        return {name: hexdigest(flat[:: max(len(flat) // _SAMPLE, 1)]) for name, flat in samples.items()}
+        """Digest each weight that other ranks hold, too."""
+        sums = {self._names[id(p)]: int(sum_of_bits(p.detach())) for p in self._parameters() if not p.is_meta}
+        return {name: f"{value & (1 << 64) - 1:016x}"[:12] for name, value in sums.items()}
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for _, parameters in self._sets:

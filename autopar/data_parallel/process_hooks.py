@@ -48,7 +48,7 @@ def _register() -> None:
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _before_step(*arguments: Any) -> None:
     _call("before_step", *arguments)
 

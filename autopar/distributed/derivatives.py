@@ -109,6 +109,6 @@ def is_watched(x: torch.Tensor) -> bool:
 
     Our own modes keep nothing.
     """
-    if x.is_meta or torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+    if x.is_meta or torch.compiler.is_compiling():
         return False
     return not all(isinstance(mode, TensorTracking) for mode in _get_current_dispatch_mode_stack())

@@ -24,8 +24,7 @@ class LossOf:
 
     Args:
         required: it is going to be differentiated.
-        blocks: weights of this stage's blocks, by ``id``; where it is to be seen whether the criterion reads them.
-        passed: called when it did not.
+        blocks: weights of this stage's blocks, by ``id``, where the criterion may not read them: the first call sees.
     """
 
     def __init__(
@@ -34,9 +33,8 @@ class LossOf:
         *,
         required: bool,
         blocks: Mapping[int, str] | None = None,
-        passed: Callable[[], None] | None = None,
     ) -> None:
-        self.criterion, self.required, self._blocks, self._passed = criterion, required, blocks, passed
+        self.criterion, self.required, self._blocks = criterion, required, blocks
 
     def __call__(self, outputs: Any, inputs: dict[str, Any]) -> Any:
         """Compute it.
@@ -70,8 +68,6 @@ class LossOf:
             )
         if reads is not None and loss is not None:
             reads.check(loss)
-            if self._passed is not None:
-                self._passed()
         return loss
 
 

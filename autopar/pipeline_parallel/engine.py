@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class Engine:
         plan: its stages.
         rank: this rank's place on the pipeline-parallel axis.
         check: compare micro-batches with what the sender of an activation has.
+        released: ``id`` of the weights of other stages.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class Engine:
         p2p: P2P,
         *,
         check: bool = True,
+        released: Collection[int] = (),
     ) -> None:
         self.model, self.context, self.plan, self.rank, self.p2p = model, context, plan, rank, p2p
         self._check = check and plan.ranks > 1
-        self.steps = StepCount(model) if self._check else None
+        self.steps = StepCount(model, released) if self._check else None
         self.tied: TiedWeights | None = None
         self._passes = 0
         self._digests: list[dict[str, str]] = []

@@ -95,13 +95,14 @@ class Pipeline:
         for placeholder in self.released.placeholders.values():
             placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
-        self.engine = Engine(model, self.context, plan, mpu.pp.rank, self.p2p, check=check)
+        self.engine = Engine(
+            model, self.context, plan, mpu.pp.rank, self.p2p, check=check, released=self.released.parameters
+        )
         self.engine.tied = self.tied
         self.shifted, self.main_input = shifts_labels(inner), getattr(inner, "main_input_name", "")
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
-        self._criteria: set[Any] = set()  # that have been watched
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -167,6 +168,10 @@ class Pipeline:
     ) -> Step:
         """Read the next batch, check it, split it into micro-batches and weigh their losses. Collective."""
         mpu, config = self.mpu, self.config
+        if count is not None and criterion is None:
+            raise ConfigError(
+                "execute_pipeline: count= says what a criterion is a mean over, and there is no criterion="
+            )
         by_labels = config.loss_reduction == "tokens" or count is not None
         labels = functools.partial(label_count, main_input=self.main_input, shifted=self.shifted)
         whole = labels if count is None else lambda batch: float(count(batch))
@@ -193,15 +198,14 @@ class Pipeline:
         )
 
     def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> LossOf:
-        code = getattr(criterion, "__code__", type(criterion))
-        if criterion is None or not backward or not self.last or self.plan.stages == 1 or code in self._criteria:
+        if criterion is None or not backward or not self.last or self.plan.stages == 1:
             return LossOf(criterion, required=backward)
         blocks = {
             id(parameter): f"{path}.{name}"
             for path in self.plan.elements
             for name, parameter in self.engine.model.get_submodule(path).named_parameters()
         }
-        return LossOf(criterion, required=backward, blocks=blocks, passed=lambda: self._criteria.add(code))
+        return LossOf(criterion, required=backward, blocks=blocks)
 
     def run(self, model: nn.Module, step: Step) -> None:
         """Run one pass of the schedule; sum gradients over the holders of tied weights, average them over replicas."""
@@ -308,7 +312,7 @@ def execute_pipeline(
             sample of each tensor), or the iterator has ended on some of them, or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
             own loss is no mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights of
-            blocks (the first time that it is called), or returns no tensor.
+            blocks or returns no tensor, or ``count`` comes without one.
         PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
             ``pipeline.timeout``; names it.
 

@@ -2,12 +2,13 @@
 
 Which optimizers there are may differ by stage: one that holds weights of a single stage may exist on that stage only,
 and one for each weight steps as often as there are weights. So passes are counted, those that a step of any optimizer
-came after; and a stage that has never stepped may have nothing to step.
+with weights of the model came after, on whichever stage they are; and a stage that has never stepped may have nothing
+to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,13 +26,18 @@ _NOTHING = "weights that no optimizer steps"
 class StepCount:
     """Counts the training passes of this rank that an optimizer step came after.
 
+    Args:
+        model: with the weights of this rank's stages.
+        released: ``id`` of those of other stages, whose objects an optimizer may hold, too.
+
     Attributes:
         expected: whether the optimizer that ``initialize`` was given steps weights of this rank's stages.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, released: Collection[int] = ()) -> None:
         self.expected = False
-        self._model, self._count, self._counted, self._running = model, 0, False, 0
+        self._model, self._released = model, released
+        self._count, self._counted, self._running = 0, False, 0
         self._trained: str | None = None  # weights with a gradient after the first pass
         listen(self)
 
@@ -41,19 +47,19 @@ class StepCount:
         Raises:
             ConfigError: a hook steps weights of the model inside of a pass.
         """
-        if self._running and self._steps_the_model(optimizer):
+        if self._counted and not self._running:
+            return
+        held = {id(p) for p in self._model.parameters()}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if self._running and not stepped.isdisjoint(held):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() inside of execute_pipeline: the gradients are those of some of its "
                 f"{self._running} micro-batches,\n  and the others use the weights as they were. Step when "
                 "execute_pipeline has returned: an optimizer in the backward (a hook of\n  "
                 "register_post_accumulate_grad_hook) needs pipeline_parallel_size: 1."
             )
-        if not self._counted:
+        if not self._counted and not stepped.isdisjoint(held.union(self._released)):
             self._count, self._counted = self._count + 1, True
-
-    def _steps_the_model(self, optimizer: Any) -> bool:
-        held = {id(p) for p in self._model.parameters()}
-        return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
 
     def begin_pass(self, microbatches: int) -> dict[str, str]:
         """Return what another stage compares. ``microbatches``: that are differentiated."""

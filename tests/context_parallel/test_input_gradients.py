@@ -34,7 +34,7 @@ def alike(build: Any, **more: int) -> None:
     plain = build().train()
     model = autopar.initialize(copy.deepcopy(plain), sizes(2, **more))
     table = copy.deepcopy(plain.get_input_embeddings())  # the user's own, whole
-    prompts = [nn.Parameter(torch.linspace(-1, 1, 3 * table.weight.shape[1]).view(3, -1)) for _ in range(2)]
+    prompts = [nn.Parameter(torch.linspace(-1, 1, 2 * table.weight.shape[1]).view(2, -1)) for _ in range(2)]
     for batch in language_batches(131, count=2, seq=9):
         mine, expected = (one_step(*each, batch) for each in ((model, table, prompts[0]), (plain, table, prompts[1])))
         close(mine, expected, "gradient of the one-hot matrix")

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BartForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import autopar
 from tests.parity import close, language_batches, randomise
@@ -17,6 +23,17 @@ from tests.small import gpt2, llama
 
 def _sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step_alike(plain: Any, reference: Any, model: Any, optimizer: Any, **batch: Any) -> None:
+    losses = []
+    for each, stepped in ((plain, reference), (model, optimizer)):
+        loss = each.train()(**batch).loss
+        loss.backward()
+        stepped.step()
+        stepped.zero_grad()
+        losses.append(loss.detach())
+    close(losses[1], losses[0], "loss")
 
 
 @pytest.mark.tier("all")
@@ -30,14 +47,7 @@ def test_rows_over_both_axes_train_as_the_plain_model(name: str) -> None:
     model, optimizer = autopar.initialize(model, config, optimizer=_sgd(model))
     reference = _sgd(plain)
     for batch in language_batches(131, count=3, batch=2, seq=12):
-        losses = []
-        for each, stepped in ((plain, reference), (model, optimizer)):
-            loss = each(**batch, use_cache=False).loss
-            loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-            losses.append(loss.detach())
-        close(losses[1], losses[0], "loss")
+        step_alike(plain, reference, model, optimizer, **batch, use_cache=False)
     model.mpu.destroy()
 
 
@@ -71,12 +81,20 @@ def test_encoder_decoders_generate(name: str, size: int) -> None:
     for _ in range(2):
         tokens = [each.eval().generate(ids, max_new_tokens=6, do_sample=False) for each in (plain, model)]
         assert torch.equal(*tokens)
-        losses = []
-        for each, stepped in ((plain, reference), (model, optimizer)):
-            loss = each.train()(input_ids=ids, labels=ids).loss
-            loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-            losses.append(loss.detach())
-        close(losses[1], losses[0], "loss")
+        step_alike(plain, reference, model, optimizer, input_ids=ids, labels=ids)
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_an_encoder_decoder_that_generates_nothing_trains() -> None:
+    torch.manual_seed(0)
+    plain = randomise(BartForSequenceClassification(bart().config))
+    model = copy.deepcopy(plain)
+    model, optimizer = autopar.initialize(model, {"zero": {"stage": 3}}, optimizer=_sgd(model))
+    ids = torch.arange(5, 19).view(2, 7)
+    ids[:, -1] = plain.config.eos_token_id
+    reference = _sgd(plain)
+    for _ in range(2):
+        step_alike(plain, reference, model, optimizer, input_ids=ids, labels=torch.tensor([0, 1]))
     model.mpu.destroy()

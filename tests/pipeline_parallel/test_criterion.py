@@ -96,6 +96,21 @@ def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> Non
     for criterion in (penalty, penalty, of_a_list):
         refused(model, criterion, words)
 
+    def scaled(by: float) -> Any:
+        """The same code each time, of which one reads and the other does not."""
+
+        def criterion(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            return outputs.loss + (by * sum(p.square().sum() for p in model.parameters()) if by else 0.0)
+
+        return criterion
+
+    model.execute_pipeline(batch, criterion=scaled(0.0))
+    model.zero_grad()
+    refused(model, scaled(0.1), words)
+    with pytest.raises(ConfigError, match="count= says what a criterion is a mean over, and there is no criterion="):
+        model.execute_pipeline(batch, count=weight_of_labels)
+    dist.barrier()
+
     def of_the_head(of: Any) -> Any:
         def criterion(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
             shown = [p.detach().norm().item() for p in of.parameters()] + [p.norm().item() for p in of.parameters()]

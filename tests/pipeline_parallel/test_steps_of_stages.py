@@ -15,6 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, ShardWarning
+from tests.compare import same_weights
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -166,6 +167,27 @@ def test_a_stage_that_forgets_its_step() -> None:
             f"{count} weights, {first} first, have gradients there and stay as they are. If they are not to be "
             "trained, requires_grad_(False) says so; else make the optimizer on every rank, and step it there."
         )
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_model_beside_it_may_step_on_one_stage_only() -> None:
+    """A critic on the last stage steps after each pass, the model after two."""
+    plain = llama(num_hidden_layers=2).train()
+    model = autopar.initialize(copy.deepcopy(plain), stages())
+    critic = nn.Linear(2, 1)
+    critics = sgd(critic.parameters())
+    optimizers = [sgd(each.parameters()) for each in (plain, model)]
+    for number, batch in enumerate(language_batches(131, count=4, batch=2)):
+        plain(**batch).loss.backward()
+        model.execute_pipeline(batch)
+        if dist.get_rank() == 1:
+            critic(torch.ones(2)).sum().backward()
+            critics.step()
+        for optimizer in optimizers if number % 2 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+    same_weights(model, plain, 2e-5)
     model.mpu.destroy()
 
 
