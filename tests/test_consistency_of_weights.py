@@ -140,14 +140,44 @@ def test_a_rank_that_generates_while_the_other_trains():
             model(ids)
 
 
+@pytest.mark.parametrize("how", ["data", "init"])
 @pooled(world_size=2)
-def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard():
+def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard(how: str):
     model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2)
-    with torch.no_grad():
-        model.transformer.h[1].mlp.c_fc.weight.normal_()
-    with raises_everywhere(ConsistencyError, "hold the same shard of the weights", "Drawing weights anew"):
-        for _ in range(40):
-            model(torch.arange(4)[None])
+    weight = model.transformer.h[1].mlp.c_fc.weight
+    weight.data.normal_() if how == "data" else torch.nn.init.normal_(weight)
+    with raises_everywhere(
+        ConsistencyError, "same shard of the weights transformer.h.1.mlp.c_fc.weight.\n", "Drawing weights anew"
+    ):
+        model(torch.arange(4)[None])
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_weights_drawn_anew_between_steps_are_named_before_the_next_one():
+    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
+    _train(model, 6)
+    for block in model.transformer.h:  # seven of sixteen kinds of weights, as a user resets some layers
+        torch.nn.init.normal_(block.mlp.c_proj.weight)
+    with raises_everywhere(
+        ConsistencyError, "shard of the weights transformer.h.0.mlp.c_proj.weight, transformer.h.1.mlp.c_proj.weight.\n"
+    ):
+        model(torch.arange(4)[None])
+
+
+@pooled(world_size=2)
+def test_weights_drawn_anew_apart_and_updates_by_hand_raise_no_false_alarm():
+    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
+    for batch in language_batches(131, count=40):
+        model(**batch).loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.sub_(weight.grad, alpha=0.01)
+        model.zero_grad()
+    for block in model.transformer.h:
+        torch.nn.init.normal_(block.mlp.c_fc.weight, generator=torch.Generator().manual_seed(dist.get_rank()))
+        torch.nn.init.zeros_(block.mlp.c_proj.weight)
+    model(torch.arange(4)[None])
 
 
 @pooled(world_size=2)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["forget", "listen", "listeners"]
 
@@ -25,6 +25,7 @@ def listen(listener: object) -> None:
     """Call methods of ``listener`` as long as it lives, those of these that it has.
 
     ``before_step(optimizer, args, kwargs)``: before the step of any optimizer; ``args`` begin with it.
+    ``after_step(optimizer, args, kwargs)``: after it.
     ``before_registration(module, name, submodule)``: before a module becomes part of another one.
     """
     _register()
@@ -45,12 +46,18 @@ def listeners(kind: type[_Kind]) -> list[_Kind]:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _before_step(*arguments: Any) -> None:
     _call("before_step", *arguments)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(*arguments: Any) -> None:
+    _call("after_step", *arguments)
 
 
 def _call(method: str, *arguments: Any) -> None:

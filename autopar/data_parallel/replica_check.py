@@ -5,6 +5,8 @@ A hook on every optimizer of the process looks at those that hold parameters of 
 and weights into torch.distributed's key-value store, and each reads those of others: no collective, in which a rank
 that skips its step would leave the others waiting. The first step waits for the other ranks' digests, later ones wait
 only some seconds, and what comes late is compared late.
+
+Weights that no torch optimizer steps are compared in the same way at the training forward after they have changed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
@@ -25,7 +28,9 @@ from torch.optim.optimizer import Optimizer
 
 from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import refuse_whole_state
+from autopar.data_parallel.own_updates import FreeWeights
 from autopar.data_parallel.process_hooks import forget, listen
+from autopar.data_parallel.replica_errors import unlike_gradients, unlike_weights
 from autopar.data_parallel.router_loss import adds_router_loss, warn_of_router_loss
 from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
 from autopar.data_parallel.wrapper_check import group_call
@@ -44,6 +49,7 @@ _DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
 _BUSY = 16  # ranks from which on the store is asked less often
+_OWN, _UPDATE = -2, "an update without a torch optimizer"  # number and name of those of the user's own
 
 
 @dataclass
@@ -51,7 +57,7 @@ class _Progress:
     """The progress of one optimizer: what it steps, and which of its steps were compared.
 
     Attributes:
-        number: among the optimizers of this model, in the order of their first steps.
+        number: among the optimizers of this model, in the order of their first steps; -1 before.
         held: name and parameter of those of the model that it steps.
         sharded: those of which each tensor-parallel rank has another part.
         published: comparison -> digests that this rank has published, as JSON, while some of the others' are missing.
@@ -108,12 +114,13 @@ class StepCheck:
         self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
         self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
+        self._free, self._own = FreeWeights(), _Progress(_OWN, [], [], 0)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
         self._count, self._told_of_routers = 0, False
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
-            self._input_hook = inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+            self._input_hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
@@ -129,8 +136,11 @@ class StepCheck:
         if self._compare:
             self._input_hook.remove()
 
-    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and self.made < _WHOLE and not is_transformed():
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training or is_transformed() or torch.compiler.is_compiling():
+            return
+        self._compare_own_update()
+        if self.made < _WHOLE:
             self._input = of_values([args, kwargs])
             if not self._told_of_routers and adds_router_loss(module, kwargs):
                 self._told_of_routers = True
@@ -164,7 +174,8 @@ class StepCheck:
                 refuse_whole_state(optimizer, progress.held, vars(model)["_autopar"].plan)
             refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size, zero=0)
         if self._compare:
-            self._compare_step(optimizer, progress, closure)
+            scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
+            self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
         self.made += 1
         if self.mpu.tp_cp.size > 1:
@@ -194,21 +205,37 @@ class StepCheck:
             progress.number, self._count = self._count, self._count + 1
         return progress
 
-    def _compare_step(self, optimizer: Optimizer, progress: _Progress, closure: bool) -> None:
+    def _compare_own_update(self) -> None:
+        """Compare the weights that no torch optimizer steps, if something has changed them since the last forward."""
+        model = self._model()
+        stepped = (parameter for progress in self._progress.values() for _, parameter in progress.held)
+        if model is None or not self._free.have_changed(model, stepped):
+            return
+        self._own.held = self._free.named
+        self._compare_now(_UPDATE, self._own, closure=True)
+        self._own.steps += 1
+
+    def _compare_now(self, update: str, progress: _Progress, *, closure: bool, scaled: bool = False) -> None:
+        """Publish the digests of this step, and compare those of the other ranks that are there.
+
+        Args:
+            update: the optimizer's name, for errors.
+            closure: gradients are computed inside of the step: only weights are compared.
+            scaled: a step that overflows is skipped.
+        """
         step = progress.steps
         whole = step < _WHOLE or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
         if not whole and step % self._interval:
             return
         held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
         turn, progress.compared = progress.compared, progress.compared + 1
-        scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
         digests = digest_step(held, None if whole else turn, closure, scaled)
         if whole:
             progress.whole.add(turn)
         mine = json.dumps([[of_text(repr([name for name, _ in held])), step, digests], self._input])
         self._store.set(self._key(progress, turn, self.mpu.rank), mine)
         progress.published[turn] = mine
-        self._compare_with_others(type(optimizer).__name__, progress, turn)
+        self._compare_with_others(update, progress, turn)
         old = turn - _KEPT
         progress.published.pop(old, None)
         progress.whole.discard(old)
@@ -218,16 +245,18 @@ class StepCheck:
     def _key(self, progress: _Progress, turn: int, rank: int) -> str:
         return f"{progress.number}/{turn}/{rank}"
 
-    def _compare_with_others(self, optimizer: str, progress: _Progress, turn: int) -> None:
+    def _compare_with_others(self, update: str, progress: _Progress, turn: int) -> None:
         """Compare with all replicas where all weights are, so that all raise alike; samples with the one before."""
+        waits = progress.number != _OWN  # an update of the user's own may come later on another replica, or never
         for earlier in range(max(progress.read, turn - _KEPT + 1), turn + 1):
             others = self._others if earlier in progress.whole else [self._before]
             keys = {rank: self._key(progress, earlier, rank) for rank in others}
-            seconds = self.failures.timeout if earlier == 0 else _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
+            seconds = _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
+            seconds = self.failures.timeout if earlier == 0 and waits else seconds
             for rank, key in keys.items():
                 if not self._wait_for(rank, key, seconds):
-                    if earlier == 0:
-                        self._missing(optimizer, rank)
+                    if earlier == 0 and waits:
+                        self._missing(update, rank)
                     progress.late += 1
                     return
             progress.read = earlier + 1
@@ -237,8 +266,8 @@ class StepCheck:
                 theirs, their_input = json.loads(self._store.get(key))
                 inputs.add(their_input)
                 if theirs != own:
-                    self._refuse(optimizer, own, theirs, rank)
-            if earlier < _WHOLE and len(inputs) == 1 and self.mpu.dp.size > 1:
+                    self._refuse(update, own, theirs, rank)
+            if waits and earlier < _WHOLE and len(inputs) == 1 and self.mpu.dp.size > 1:
                 self._same_inputs(inputs.pop())
         progress.late = 0
 
@@ -275,42 +304,26 @@ class StepCheck:
             TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
         )
 
-    def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
+    def _refuse(self, update: str, mine: Any, theirs: Any, rank: int) -> None:
         (names, step, ours), (other_names, _, others) = mine, theirs
         if names != other_names:
             return  # each steps parameters of its own, as in ZeRO
-        weights = [name for name in ours if name in others and ours[name][1] != others[name][1]]
+        pair = sorted([self.mpu.rank, rank])
+        first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
+        place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {update}"
+        replicas = f"{self.mpu.dp_cp.size} {self._replicas}"
+        weights = {name: (first[name][1], second[name][1]) for name in ours if name in others}
+        weights = {name: two for name, two in weights.items() if two[0] != two[1]}
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
-        different = weights or [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
-        if not different:
-            return
-        size, pair = self.mpu.dp_cp.size, sorted([self.mpu.rank, rank])
-        listed = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
-        text = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}: {listed}.\n"
+        different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
         if weights:
-            first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
-            for name in weights[:3]:
-                text += f"    {name}: rank {pair[0]}: {_hex(first[name][1])}, rank {pair[1]}: {_hex(second[name][1])}\n"
-            text = (
-                f"the weights of the {size} {self._replicas} differ: they have drifted apart.\n{text}"
-                "  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
-                "checkpoint.\n"
-            )
+            text = unlike_weights(replicas, place, pair, weights, own=update == _UPDATE)
+        elif different:
+            text = unlike_gradients(replicas, place, different, group_call(self.mpu))
         else:
-            text = (
-                f"the gradients of the {size} {self._replicas} differ: nothing has averaged them, and the "
-                f"replicas would drift apart.\n{text}"
-                "  Call the model through DistributedDataParallel(model, process_group="
-                f"{group_call(self.mpu)}), or average before step():\n"
-                "  autopar.average_gradients(model). (Or one of them has skipped a step.)\n"
-            )
-        text += "  consistency_check: {enable: false} turns this check off."
+            return
         self.failures.publish(text)
         raise ConsistencyError(text)
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & (1 << 64) - 1:016x}"[:12]
 
 
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__

@@ -1,10 +1,12 @@
 """Compare over tp and cp, when a forward begins, what ranks that get the same batch must have alike.
 
-One small all-reduce at the start of the model's forward carries seven numbers: a digest of the call (mode, shapes,
+One small all-reduce at the start of the model's forward carries eight numbers: a digest of the call (mode, shapes,
 optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
 of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's state that a
-sharded one had in the last step, which must *differ* over tp. Every rank gets the largest and the smallest of each, and
-so the same result. Only where it is wrong do ranks exchange the values that the error names.
+sharded one had in the last step, which must *differ* over tp; and whether sharded weights were written into without an
+optimizer's step: then, and in the first forwards, the shards of all of them must differ. Every rank gets the largest
+and the smallest of each, and so the same result. Only where it is wrong do ranks exchange the values that the error
+names.
 
 It comes before the first collective of the forward, so a batch of another length is an error here, not an aborted
 process.
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.data_parallel.process_hooks import listen
 from autopar.data_parallel.replica_check import StepCheck
 from autopar.data_parallel.wrapper_check import group_call
 from autopar.distributed.collectives import extremes_over
@@ -44,6 +47,7 @@ class _Verdict(NamedTuple):
     alike: bool
     same_shard: bool
     same_step: bool
+    redrawn: bool
 
 
 class ForwardCheck:
@@ -65,8 +69,10 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
+        self._redrawn = 0  # forwards before which sharded weights were written into without a step
         self._step, self._begun = 0, 0  # steps made before the last training forward, and the first forward after them
         steps.shard_is_read = every == 1
+        listen(self)
 
     def find_sharded(self, model: nn.Module) -> None:
         """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of tp."""
@@ -122,6 +128,15 @@ class ForwardCheck:
             raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
         if not verdict.alike:
             self._raise(model, arguments, seen, full=full)
+        if full and (number == 0 or self._is_due(verdict.redrawn)):
+            with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
+                equal = self._samples.equal_shards(model, self.mpu.tp)
+            if equal:
+                raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu), equal))
+
+    def after_step(self, *_: Any) -> None:
+        """Note what an optimizer has written into sharded weights."""
+        self._samples.note_versions()
 
     def after_forward(self, model: nn.Module) -> None:
         """Find the generators that the forward drew from: from then on their states are compared, and these at once.
@@ -168,6 +183,11 @@ class ForwardCheck:
         self._whole_after = made if due else self._whole_after
         return due
 
+    def _is_due(self, redrawn: bool) -> bool:
+        """Return whether all shards are compared: the first times, and some later ones where that is how one trains."""
+        self._redrawn += redrawn
+        return redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
+
     def _look_ahead(self, number: int) -> None:
         """Tell the steps whether contents are compared in a forward that comes between the next step and the one after.
 
@@ -186,6 +206,7 @@ class ForwardCheck:
         weights = torch.stack(sums).tolist() if sums else []
         shard = self._samples.sharded(model)
         apart = -1 - self.mpu.tp_cp.rank
+        redrawn = self._samples.redrawn(model)
         gradient, state = (apart, apart) if self.steps.last_shard is None else self.steps.last_shard[1:]
         return [
             of_values(arguments),
@@ -194,6 +215,7 @@ class ForwardCheck:
             apart if shard is None else of_tensor(shard),
             gradient,
             state,
+            int(redrawn),
         ]
 
     def _states(self, model: nn.Module) -> dict[str, str]:
@@ -208,14 +230,15 @@ class ForwardCheck:
     def _compare(self, numbers: list[int]) -> _Verdict:
         """Compare up to four digests that must be alike and three that must differ; those that are missing do.
 
-        What must differ is the same on all ranks only if it is on those of one tensor-parallel group: cp has it alike.
+        The last number is whether sharded weights were redrawn, on any rank. What must differ is the same on all ranks
+        only if it is on those of one tensor-parallel group: cp has it alike.
         """
-        axis, missing = self.mpu.tp_cp, 7 - len(numbers)
-        numbers = [*numbers, *[0] * max(0, missing - 3), *[-1 - axis.rank] * min(3, missing)]
+        axis, alike, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 3
+        numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or [*missing, 0])]
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
         same = [high == low for high, low in zip(largest, smallest, strict=True)]
-        return _Verdict(all(same[:4]), same[4], same[5] or same[6])
+        return _Verdict(all(same[:4]), same[4], same[5] or same[6], largest[7] > 0)
 
     @contextlib.contextmanager
     def first_only(self) -> Iterator[None]:

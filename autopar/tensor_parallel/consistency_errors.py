@@ -65,13 +65,20 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
     return "\n".join([head, *lines, hint, _TURN_OFF])
 
 
-def same_shard(ranks: Sequence[int], group: str) -> str:
-    """Describe that tensor-parallel ranks hold the same shard of a weight; ``group``: what DDP has to be given."""
+def same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> str:
+    """Describe that tensor-parallel ranks hold the same shard of a weight.
+
+    Args:
+        group: what DistributedDataParallel has to be given.
+        names: of the weights, where all were compared.
+    """
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights.\n"
+        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
+        f"{f' {which}' if names else ''}.\n"
         "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
         f"  process_group={group}, and initialize the model again. (Drawing weights anew "
-        "after\n  initialize fills every shard with the same numbers, too.)"
+        "after\n  initialize fills every shard with the same numbers, too: draw before it.)"
     )
 
 

@@ -33,6 +33,8 @@ class WeightSamples:
         apart: ``id(weight)`` -> the sharded weights whose shards differ.
     """
 
+    _versions: int | None = None  # torch counts what is written into a tensor
+
     def __init__(self, *, fsdp: bool = True) -> None:
         self._fsdp = fsdp
         self.named: list[tuple[str, nn.Parameter]] = []
@@ -88,6 +90,26 @@ class WeightSamples:
         self._collect(model)
         self._next_sharded += 1
         return _first_rows(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
+
+    def redrawn(self, model: nn.Module) -> bool:
+        """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
+        self._collect(model)
+        before = self._versions
+        self.note_versions()
+        return before not in (None, self._versions)
+
+    def note_versions(self) -> None:
+        """Take what was written into sharded weights until now for an optimizer's step."""
+        self._versions = sum(0 if weight.is_inference() else weight._version for weight in self._sharded)
+
+    def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
+        """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
+        self._collect(model)
+        parts = [_first_rows(weight) for weight in self._sharded]
+        apart = -1 - axis.rank
+        largest, smallest = extremes_over(axis, [apart if part is None else of_tensor(part) for part in parts])
+        equal = {id(w) for w, high, low in zip(self._sharded, largest, smallest, strict=True) if high == low}
+        return [name for name, weight in model.named_parameters() if id(weight) in equal]
 
     def _collect(self, model: nn.Module) -> None:
         if self._model is None or self._model() is not model:

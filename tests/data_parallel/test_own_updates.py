@@ -1,0 +1,142 @@
+"""Updates that no torch optimizer makes: replicas that forget to average are told, others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.data_parallel.own_updates import FreeWeights
+from autopar.errors import AutoparError, ConsistencyError
+from tests.parity import language_batches
+from tests.pool import pooled
+from tests.small import gpt2
+from tests.worlds import raises_everywhere
+
+Update = Callable[[list[nn.Parameter]], None]
+
+
+def by_data(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data -= 0.1 * parameter.grad
+
+
+@torch.no_grad()
+def at_once(parameters: list[nn.Parameter]) -> None:
+    torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-0.1)
+
+
+class Descent:
+    """An optimizer that is no torch optimizer."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def by_class(parameters: list[nn.Parameter]) -> None:
+    Descent(parameters).step()
+
+
+def _model(**sizes: int) -> Any:
+    return autopar.initialize(gpt2(), {"model_parallelism": sizes}).train()
+
+
+def _batches(model: Any, count: int) -> list[dict[str, torch.Tensor]]:
+    return language_batches(131, count=count, seed=1 + model.mpu.get_data_parallel_rank())
+
+
+def train(model: Any, update: Update, steps: int, *, average: bool, parameters: list[nn.Parameter] | None = None):
+    for batch in _batches(model, steps):
+        model(**batch).loss.backward()
+        if average:
+            autopar.average_gradients(model)
+        update(list(model.parameters()) if parameters is None else parameters)
+        model.zero_grad()
+        dist.barrier()  # a loop that evaluates: the others' digests are there at the next forward
+
+
+@pytest.mark.tier("test", only=("by_data",))
+@pytest.mark.parametrize("update", [by_data, at_once, by_class])
+@pooled(world_size=2)
+def test_forgotten_averaging_is_told_at_the_next_forward(update: Update):
+    with raises_everywhere(
+        ConsistencyError,
+        "the weights of the 2 data-parallel replicas differ: they have drifted apart.\n"
+        "  Ranks 0 and 1, step 1 of an update without a torch optimizer: transformer.wte.weight, ",
+        "Average the gradients before you change weights yourself: autopar.average_gradients(model)",
+    ):
+        train(_model(), update, 3, average=False)
+
+
+@pooled(world_size=4)
+def test_beside_shards():
+    with raises_everywhere(ConsistencyError, "step 1 of an update without a torch optimizer: "):
+        train(_model(tensor_parallel_size=2), by_data, 3, average=False)
+
+
+@pooled(world_size=2)
+def test_one_weight_beside_an_optimizer_of_all_others():
+    model = _model()
+    bias = model.transformer.ln_f.bias
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p is not bias], lr=1e-2)
+
+    def step(own: list[nn.Parameter]) -> None:
+        optimizer.step()
+        bias.data += 0.1 * (1 + dist.get_rank())
+
+    with raises_everywhere(ConsistencyError, "an update without a torch optimizer: transformer.ln_f.bias."):
+        train(model, step, 3, average=True)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}], ids=["dp", "tp-dp"])
+@pooled(world_size=4)
+def test_fifty_averaged_updates_with_evaluations_and_accumulation_raise_no_alarm(sizes: dict[str, int]):
+    model = _model(**sizes)
+    for turn in range(5):
+        for _ in range(dist.get_rank()):  # replicas look at as many batches as they like
+            model.eval()
+            with torch.no_grad():
+                model(**language_batches(131, count=1)[0]).loss.item() if not sizes else None
+        model.train()
+        train(model, by_data if turn % 2 else at_once, 10, average=True)
+        with torch.no_grad():  # accumulation in between: weights stay
+            model(**_batches(model, 1)[0])
+
+
+@pooled(world_size=4)
+def test_through_stages():
+    model = _model(pipeline_parallel_size=2)
+    with pytest.raises(AutoparError, match="an update without a torch optimizer: "):  # or what another stage says of it
+        for batch in _batches(model, 4):
+            model.execute_pipeline(batch)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.data -= 0.1 * (1 + model.mpu.get_data_parallel_rank()) * parameter.grad
+            dist.barrier()
+
+
+def test_which_weights_are_looked_at():
+    model, free = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), FreeWeights()
+    first, second = list(model[0].parameters()), list(model[1].parameters())
+    assert not free.have_changed(model, [])
+    with torch.no_grad():
+        first[0][1, 1] += 1
+    assert free.have_changed(model, []) and not free.have_changed(model, [])
+    assert not free.have_changed(model, first)
+    assert [name for name, _ in free.named] == ["1.weight", "1.bias"]
+    first[1].data += 1  # an optimizer's
+    assert not free.have_changed(model, first)
+    second[1].data += 1
+    assert free.have_changed(model, first)
+    assert not free.have_changed(model, [*first, *second])
+    assert free.named == []
