@@ -1,4 +1,4 @@
-"""Hooks of the user's inside of blocks that compute with rows of the sequence: they are told what they see.
+"""Hooks of the user's that see a part of what the plain model's see: rows of the sequence, or this rank's features.
 
 autopar's own hooks are on the right side of the border. Those of libraries (adapters, offloading, profilers) look at
 whole modules and are left alone.
@@ -13,12 +13,28 @@ from typing import Any
 from torch import nn
 
 from autopar.call_site import warn_user
+from autopar.plan.plan import ModulePlan
 
 __all__ = ["UsersHooks"]
 
 _LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SEEN = {"column": ("_forward_hooks", "_backward_pre_hooks"), "row": ("_forward_pre_hooks", "_backward_hooks")}
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_ROWS = (
+    "the rows of the sequence that this rank computes, not all of them: {axis} shards\n  the sequence there. Position 5 "
+    "is not row 5, and what it changes or trains is changed in these rows only. Hooks on the whole model see the\n"
+    "  whole sequence; so do all of them with tensor_parallel_size alone, and output_hidden_states=True."
+)
+_FEATURES = (
+    "{here} of the {whole} features that the plain model has there: tensor_parallel_size\n  shards them. Sums, norms "
+    "and numbers of features are those of this rank. Hooks on the attention, the MLP or the block\n"
+    "  as a whole see all features."
+)
 _FIRST, _EVERY = 3, 10  # forwards in which hooks are looked for
+
+
+_Shard = tuple[str, nn.Module, tuple[str, ...], str]  # path, module, kinds of hooks, what they see
 
 
 class UsersHooks:
@@ -28,6 +44,7 @@ class UsersHooks:
         self._forwards = 0
         self._told: set[int] = set()
         self._parts: list[tuple[str, nn.Module, str]] | None = None
+        self._shards: list[_Shard] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UsersHooks:
         return UsersHooks()
@@ -38,12 +55,18 @@ class UsersHooks:
         if number >= _FIRST and number % _EVERY:
             return
         if self._parts is None:
-            self._parts = list(_parts_with_rows(model))
+            self._parts, self._shards = list(_parts_with_rows(model)), list(_modules_with_shards(model))
         for path, part, axis in self._parts:
-            for name, hook in _hooks_in(path, part):
-                if id(hook) not in self._told:
-                    self._told.add(id(hook))
-                    _tell(name, hook, axis)
+            for name, module in part.named_modules(prefix=path):
+                self._tell(name, module, _KINDS, _ROWS.format(axis=axis))
+        for name, module, kinds, text in self._shards:
+            self._tell(name, module, kinds, text)
+
+    def _tell(self, name: str, module: nn.Module, kinds: tuple[str, ...], text: str) -> None:
+        for hook in (hook for kind in kinds for hook in vars(module)[kind].values()):
+            if id(hook) not in self._told and _home(hook) not in _LIBRARIES:
+                self._told.add(id(hook))
+                warn_user(f"the hook {_described(hook)} on {name} sees {text}")
 
 
 def _parts_with_rows(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -61,12 +84,22 @@ def _parts_with_rows(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield f"{above}.{name}".strip("."), part, "context_parallel_size"
 
 
-def _hooks_in(path: str, block: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in block.named_modules(prefix=path):
-        for kind in _KINDS:
-            for hook in vars(module)[kind].values():
-                if _home(hook) not in _LIBRARIES:
-                    yield name, hook
+def _modules_with_shards(model: nn.Module) -> Iterator[_Shard]:
+    """Yield sharded layers and the activations beside them, with the kinds of hooks that see this rank's features."""
+    for path, module in model.named_modules():
+        plan: ModulePlan | None = vars(module).get("autopar")
+        if plan is None or plan.layout is None or plan.rule not in _SEEN or plan.gather_output:
+            continue
+        weight = module._parameters.get("weight")
+        here, whole = 0 if weight is None else weight.shape[plan.layout.dim], plan.layout.size
+        if here in (0, whole):
+            continue
+        text = _FEATURES.format(here=here, whole=whole)
+        yield path, module, _SEEN[plan.rule], text
+        above = path.rpartition(".")[0]
+        for name, beside in model.get_submodule(above).named_children() if plan.rule == "column" else ():
+            if type(beside).__module__ in _ACTIVATIONS:
+                yield f"{above}.{name}".strip("."), beside, _KINDS, text
 
 
 def _home(hook: Any) -> str:
@@ -78,15 +111,9 @@ def _home(hook: Any) -> str:
     return str(module).partition(".")[0]
 
 
-def _tell(name: str, hook: Any, axis: str) -> None:
+def _described(hook: Any) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    called = getattr(hook, "__name__", type(hook).__name__)
     code = getattr(hook, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    warn_user(
-        f"the hook {called}{place} on {name} sees the rows of the sequence that this rank computes, not all of them: "
-        f"{axis} shards\n  the sequence there. Position 5 is not row 5, and what it changes or trains is changed in "
-        "these rows only. Hooks on the whole model see the\n  whole sequence; so do all of them with "
-        "tensor_parallel_size alone, and output_hidden_states=True."
-    )
+    return getattr(hook, "__name__", type(hook).__name__) + place
