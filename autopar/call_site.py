@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from autopar.errors import ShardWarning
 
-__all__ = ["calls", "frames_of", "is_library", "is_ours", "line_of_user", "warn_user"]
+__all__ = ["calls", "frames_of", "is_library", "is_of_library", "is_ours", "line_of_user", "warn_user"]
 
+_LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
 _OURS = __file__.rpartition("/")[0] + "/"
 
 
@@ -29,6 +32,15 @@ def is_library(frame: FrameType) -> bool:
         or place.startswith("<")  # made at run time: dataclasses, torch.fx
         or str(frame.f_globals.get("__name__")).startswith("transformers_modules")
     )
+
+
+def is_of_library(function: Any) -> bool:
+    """Return whether a function, such as a hook, is made by a library that this project knows, or by itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 def calls() -> Iterator[tuple[str, str]]:

@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from autopar.call_site import warn_user
+from autopar.call_site import is_of_library, warn_user
 from autopar.plan.plan import ModulePlan
 
 __all__ = ["UsersHooks"]
 
-_LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SEEN = {"column": ("_forward_hooks", "_backward_pre_hooks"), "row": ("_forward_pre_hooks", "_backward_hooks")}
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _ROWS = (
-    "the rows of the sequence that this rank computes, not all of them: {axis} shards\n  the sequence there. Position 5 "
-    "is not row 5, and what it changes or trains is changed in these rows only. Hooks on the whole model see the\n"
-    "  whole sequence; so do all of them with tensor_parallel_size alone, and output_hidden_states=True."
+    "the rows of the sequence that this rank computes, not all of them: {axis} shards\n  the sequence there. "
+    "Position 5 is not row 5, and what it changes or trains is changed in these rows only. Hooks on the whole model "
+    "see the\n  whole sequence; so do all of them with tensor_parallel_size alone, and output_hidden_states=True."
 )
 _FEATURES = (
     "{here} of the {whole} features that the plain model has there: tensor_parallel_size\n  shards them. Sums, norms "
@@ -64,7 +63,7 @@ class UsersHooks:
 
     def _tell(self, name: str, module: nn.Module, kinds: tuple[str, ...], text: str) -> None:
         for hook in (hook for kind in kinds for hook in vars(module)[kind].values()):
-            if id(hook) not in self._told and _home(hook) not in _LIBRARIES:
+            if id(hook) not in self._told and not is_of_library(hook):
                 self._told.add(id(hook))
                 warn_user(f"the hook {_described(hook)} on {name} sees {text}")
 
@@ -100,15 +99,6 @@ def _modules_with_shards(model: nn.Module) -> Iterator[_Shard]:
         for name, beside in model.get_submodule(above).named_children() if plan.rule == "column" else ():
             if type(beside).__module__ in _ACTIVATIONS:
                 yield f"{above}.{name}".strip("."), beside, _KINDS, text
-
-
-def _home(hook: Any) -> str:
-    """Return the package of the function that a hook is made of."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    hook = getattr(hook, "__func__", hook)
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(module).partition(".")[0]
 
 
 def _described(hook: Any) -> str:

@@ -7,7 +7,6 @@ as soon as one of a family is read, all are whole, and a change in place of one 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autopar.call_site import is_library, is_ours
+from autopar.call_site import is_of_library
 from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
 from autopar.tensor_parallel.logits_shards import Change
 
@@ -117,7 +116,7 @@ class WholeLogits(WholeOnRead):
         listed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, WholeLogits)]
         if isinstance(logits, cls) and len(listed) == 1 and logits.has_parts():
             rest, named = (args[1:], kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != "input"})
-            if name == "register_hook" and _a_library_asks():
+            if name == "register_hook" and is_of_library(rest[0] if rest else named.get("hook")):
                 hooked = logits.hook_for_a_library(func, *rest)
                 if hooked is not None:
                     return hooked
@@ -151,13 +150,3 @@ def placed(made: Logits, source: WholeLogits | None = None, step: Change | None 
         made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
     made._family.members.append(weakref.ref(made))
     return made
-
-
-def _a_library_asks() -> bool:
-    """Whether torch's own wrappers want to know when a gradient comes."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        is_ours(frame) or frame.f_code.co_filename.endswith(("torch/_tensor.py", "torch/overrides.py"))
-    ):
-        frame = frame.f_back
-    return is_library(frame)

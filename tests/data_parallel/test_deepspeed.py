@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+from transformers import AutoModelForCausalLM, GPTBigCodeConfig, GPTBigCodeForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
+from tests.deepspeed_package import need_deepspeed, put_on_path
 from tests.parity import close, language_batches
 from tests.small import gpt2, llama
 from tests.worlds import distributed
@@ -24,6 +27,7 @@ LIMIT = 0.5
 
 def start() -> Any:
     """DeepSpeed, with none of its own operations."""
+    put_on_path()
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     warnings.simplefilter("ignore")  # its own
     import deepspeed
@@ -115,7 +119,25 @@ def refuse(deepspeed: Any) -> None:
         model.mpu.destroy()
 
 
+@distributed(world_size=2, timeout=240.0)
+def run_page(code: str) -> None:
+    """Run a block of the documentation with a small model."""
+    start()
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: gpt2())
+        exec(compile(code, "coming-from.md", "exec"), {"dataset": rows})
+
+
+@pytest.mark.tier("all")
+def test_the_block_of_the_page_runs_as_printed() -> None:
+    need_deepspeed()
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text()
+    (block,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "deepspeed.initialize" in each]
+    run_page(block)
+
+
 @pytest.mark.tier("all")
 def test_losses_norms_and_weights_are_the_plain_models() -> None:
-    pytest.importorskip("deepspeed")
+    need_deepspeed()
     train()

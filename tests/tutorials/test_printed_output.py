@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.deepspeed_package import need_deepspeed, put_on_path
 from tests.tutorials.run_scripts import start_script
 from tests.worlds import spawn
 
@@ -116,6 +117,8 @@ def on_this_rank(command: list[str], folder: Path) -> None:
     """
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, CUDA_VISIBLE_DEVICES="")
+    if "deepspeed" in command[0]:
+        put_on_path()
     os.chdir(folder)
     with (folder / f"printed-{rank}").open("w") as printed:
         os.dup2(printed.fileno(), 1)
@@ -127,7 +130,7 @@ def on_this_rank(command: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("script", [_kept(script) for script in sorted(documented())])
 def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
     if script == "16_deepspeed":
-        pytest.importorskip("deepspeed")
+        need_deepspeed()
     command, output = documented()[script]
     pattern = r"torchrun --nproc-per-node (\d+) (--max-restarts \d+ )?(\S+) ?(.*)"
     processes, restarts, path, options = re.fullmatch(pattern, command).groups(default="")  # type: ignore[union-attr]
