@@ -52,6 +52,7 @@ from autopar.policy.schema import Policy
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+from autopar.tensor_parallel.shape_errors import shards_named
 
 __all__ = ["deparallelize", "initialize"]
 
@@ -337,7 +338,7 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     mpu.failures = failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
         axis.explain, axis.read_timeout = failures.failure_of_layer, config.loss_read_timeout
-    publish_uncaught(failures)
+    publish_uncaught(failures, shards_named(model))
 
     sync_parameters(model, mpu)  # rank 0's values
     sync_generators(mpu.model)  # and random states

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import PipelineError
 from tests.parity import language_batches
+from tests.pool import pooled
 from tests.small import gpt2, parallel
 from tests.worlds import spawn
 
@@ -121,3 +125,27 @@ def _free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+@pooled(world_size=2)
+def test_whole_tensors_against_shards_are_explained() -> None:
+    average = {name: tensor.clone() for name, tensor in gpt2().state_dict().items()}
+    model = parallel(gpt2(), 2)
+    here = model.transformer.wte.weight.shape[0]
+
+    def notes(use: Callable[[], object]) -> list[str]:
+        with pytest.raises(RuntimeError) as info:
+            use()
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(type(info.value), info.value, None)
+        return getattr(info.value, "__notes__", [])
+
+    assert notes(lambda: average["transformer.wte.weight"].lerp_(model.transformer.wte.weight.data, 0.1)) == [
+        "autopar: parameters of these sizes are shards of whole ones:\n"
+        f"  transformer.wte.weight: rank {dist.get_rank()}'s shard [{here}, 36] of [131, 36]\n"
+        "  What was made of whole weights (an average, a product) fits them before autopar.initialize, or after "
+        "autopar.deparallelize(model)."
+    ]
+    (text,) = notes(lambda: torch.softmax(torch.randn(2, 131), -1) @ model.transformer.wte.weight)
+    assert f"transformer.wte.weight: rank {dist.get_rank()}'s shard" in text
+    assert notes(lambda: torch.randn(2, 3) @ torch.randn(4, 5)) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 
 from autopar.distributed.failures import FailureLog
@@ -16,14 +17,19 @@ from autopar.errors import PipelineError
 
 __all__ = ["publish_uncaught"]
 
-_logs: weakref.WeakSet[FailureLog] = weakref.WeakSet()
+Explain = Callable[[BaseException], str | None]
+_logs: weakref.WeakKeyDictionary[FailureLog, Explain] = weakref.WeakKeyDictionary()
 
 
-def publish_uncaught(failures: FailureLog) -> None:
-    """Publish in this failure log, from now on, the exception that ends this process."""
+def publish_uncaught(failures: FailureLog, explain: Explain) -> None:
+    """Publish in this failure log, from now on, the exception that ends this process.
+
+    Args:
+        explain: returns what to add to the exception's own words, or None.
+    """
     if failures.mpu.world_size == 1:
         return
-    _logs.add(failures)
+    _logs[failures] = explain
     if not getattr(sys.excepthook, "_autopar", False):
         _install()
 
@@ -33,8 +39,11 @@ def _install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            for failures in list(_logs):
+            for failures, explain in list(_logs.items()):
                 _publish(failures, error)
+                note = explain(error)
+                if note is not None:
+                    error.add_note(note)
         finally:
             before(kind, error, trace)
 
