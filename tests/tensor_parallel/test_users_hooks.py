@@ -12,6 +12,7 @@ import torch
 
 import autopar
 from autopar.errors import ShardWarning
+from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
 
@@ -88,3 +89,22 @@ def test_inside_of_shards_the_sizes_here_and_in_the_plain_model_are_named() -> N
         f"model.layers.1.mlp.act_fn sees {here} of the 37 features that the plain model has there",
         f"model.layers.1.mlp.down_proj sees {here} of the 37 features that the plain model has there",
     ]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pooled(world_size=2)
+def test_gradients_of_hidden_states_are_the_plain_models_where_blocks_have_all_rows(rows: bool) -> None:
+    sizes = {"tensor_parallel_size": 2, "sequence_parallel": rows}
+    model = autopar.initialize(llama().train(), {"model_parallelism": sizes})
+    plain = llama().train()
+    for name in ("plain", "own"):
+        found = []
+        for each in (plain, model):
+            output = each(IDS, labels=IDS, use_cache=False, output_hidden_states=True)
+            hidden = output.hidden_states[1]
+            loss = output.loss if name == "plain" else hidden.square().sum()
+            found.append(torch.autograd.grad(loss, hidden, allow_unused=True)[0])
+        if rows and name == "plain":
+            assert found[1] is None  # the page says so
+        else:
+            close(found[1], found[0], f"gradient of the {name} loss")
