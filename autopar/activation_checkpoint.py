@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from autopar.class_swap import swap, unswap
 from autopar.distributed.accelerator import accelerator
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 
 __all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "undo"]
 
@@ -90,13 +91,13 @@ class _Recomputed:
 def recompute(blocks: Iterable[nn.Module]) -> None:
     """Do for the blocks of a plain module what ``gradient_checkpointing_enable`` does for a Hugging Face model's."""
     for block in blocks:
-        swap(block, _Recomputed, _gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False))
+        swap(block, _Recomputed, **{RECOMPUTE: functools.partial(checkpoint, use_reentrant=False)})
 
 
 def keep(model: nn.Module) -> None:
     """Undo :func:`recompute`."""
     for module in model.modules():
-        unswap(module, _Recomputed, "_gradient_checkpointing_func")
+        unswap(module, _Recomputed, RECOMPUTE)
 
 
 def keep_on_cpu(model: nn.Module) -> None:
@@ -105,9 +106,9 @@ def keep_on_cpu(model: nn.Module) -> None:
     Only those inputs move: what else autograd saves stays where it is. On a CPU nothing changes.
     """
     for module in model.modules():
-        function = vars(module).get("_gradient_checkpointing_func")
+        function = recompute_function(module)
         if function is not None and not isinstance(function, Offloaded):
-            module._gradient_checkpointing_func = Offloaded(function)  # type: ignore[assignment]
+            set_recompute_function(module, Offloaded(function))
 
 
 class Offloaded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.errors import ConfigError, nearest
@@ -31,11 +32,9 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object, backend: str)
             f"compile compiles the blocks of a model, and the policy of {type(model).__name__} names no 'blocks' "
             f"({policy}).\n  Leave it out, and use torch.compile(model) after autopar.initialize."
         )
-    from torch._dynamo import list_backends  # takes a second
-
-    known = list_backends(exclude_tags=())
+    known = torch.compiler.list_backends(exclude_tags=())  # takes a second
     if backend not in known:
-        usual = ", ".join(list_backends())
+        usual = ", ".join(torch.compiler.list_backends())
         raise ConfigError(f"compile.backend: torch has no '{backend}'.{nearest(backend, known)} Usual ones: {usual}")
 
 

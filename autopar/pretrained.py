@@ -22,6 +22,7 @@ from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
+from autopar.foreign.transformers import from_config, has_own_adapters
 from autopar.policy.schema import Policy
 
 __all__ = ["from_pretrained"]
@@ -126,7 +127,7 @@ def _load(
     except Exception as error:  # whatever transformers stumbles over
         own = {name: value for name, value in given.items() if name not in ("config", "dtype")}
         raise explained(error, folder, own) from error
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if has_own_adapters(model):
         raise ConfigError(
             f"{path} holds an adapter, which comes to a model before it is parallelized:\n"
             "  with autopar.lazy_init(): model = ...from_pretrained(base)\n"
@@ -231,7 +232,7 @@ def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: di
     if hasattr(model_class, "from_config"):
         model = model_class.from_config(hf_config, trust_remote_code=trust, **options)
     else:
-        model = model_class._from_config(hf_config, **options)
+        model = from_config(model_class, hf_config, **options)
     return model
 
 

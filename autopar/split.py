@@ -24,6 +24,7 @@ from autopar.deferred_init.sources import sources_of
 from autopar.derivation.given_policy import given_policy
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, nearest
+from autopar.foreign.modules import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy
@@ -144,8 +145,8 @@ def _sources(model: PreTrainedModel, plan: Plan) -> dict[str, LazyTensor]:
         for name, lazy in sources_of(module).items():
             if lazy is not None:
                 found.setdefault(plan.canonical(start + name), lazy)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and name not in unsaved_buffers(module):
                 found.setdefault(plan.canonical(start + name), InMemory(buffer))
     missing = [name for name in plan.tensors if name not in found]
     if missing:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from autopar.foreign.modes import TorchDispatchMode
+from autopar.foreign.operators import schema_of
+from autopar.foreign.tensors import storage_id
+from autopar.foreign.trees import tree_leaves
 
 __all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
 
@@ -38,18 +41,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number that views of a tensor have in common while one lives; None without a storage (sparse)."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None
 
 
 def written_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the arguments that an operation writes into, by its schema."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
     return [
         tensor
-        for place, argument in enumerate(func._schema.arguments)
+        for place, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
     ]

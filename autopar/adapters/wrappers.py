@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import CheckpointError
+from autopar.foreign.modules import own_modules
 
 __all__ = [
     "check_merged",
@@ -81,7 +82,7 @@ def plain_name(model: nn.Module, name: str) -> str | None:
             return None
         if not _is(module, _TUNERS) and not _is(module, _WRAPPERS):
             kept.append(step)
-        module = module._modules.get(step) if isinstance(module, nn.Module) else None
+        module = own_modules(module).get(step) if isinstance(module, nn.Module) else None
     return ".".join(kept)
 
 

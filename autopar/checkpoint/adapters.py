@@ -29,6 +29,7 @@ from autopar.checkpoint.state import State, listed, parameters_elsewhere, state_
 from autopar.distributed.barrier import barrier
 from autopar.distributed.consensus import all_ranks, rank_zero
 from autopar.errors import CheckpointError
+from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
 __all__ = ["alone", "options_of_peft", "save_adapters"]
@@ -135,16 +136,16 @@ class _Adapters:
     @contextlib.contextmanager
     def _all_parameters(self) -> Iterator[None]:
         """Show PEFT every parameter, also those of other stages: it writes what it finds in the modules."""
-        here = [(module, dict(module._parameters)) for module, _ in self.elsewhere]
+        here = [(module, dict(own_parameters(module))) for module, _ in self.elsewhere]
         try:
             for module, had in self.elsewhere:
-                module._parameters.clear()
-                module._parameters.update(had)
+                own_parameters(module).clear()
+                own_parameters(module).update(had)
             yield
         finally:
             for module, has in here:
-                module._parameters.clear()
-                module._parameters.update(has)
+                own_parameters(module).clear()
+                own_parameters(module).update(has)
 
     def _names(self) -> frozenset[str]:
         """Return the tensors that PEFT writes, by canonical name: it picks them out of a state dict without data."""

@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.checkpoint.state import local_tensors, state_of
 from autopar.errors import CheckpointError
+from autopar.foreign.modes import disabled_torch_function
+from autopar.foreign.operators import TO_COPY
+from autopar.foreign.tensors import wrapper_subclass
 from autopar.layout import Layout, Range
 
 __all__ = ["as_dtensor", "disjoint_ranges", "is_even_shard", "to_dtensor_state_dict"]
@@ -116,9 +119,7 @@ class _RangesShard(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, layout: Layout, rank: int) -> _RangesShard:
         """Wrap ``local``; nothing is copied."""
-        shard = torch.Tensor._make_wrapper_subclass(
-            cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device
-        )
+        shard = wrapper_subclass(cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device)
         shard._local, shard._layout, shard._rank = local, layout, rank
         return shard
 
@@ -129,7 +130,7 @@ class _RangesShard(torch.Tensor):
         ranges = disjoint_ranges(self._layout, self._rank)
         return f"{type(self).__name__}(dim {self._layout.dim}: {ranges}, {self._local!r})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -139,7 +140,7 @@ class _RangesShard(torch.Tensor):
         operation, options = func.overloadpacket, dict(kwargs or {})
         if isinstance(args[0], _RangesShard):
             self = args[0]
-            if operation in (_aten.detach, _aten.alias, _aten.clone, _aten._to_copy):
+            if operation in (_aten.detach, _aten.alias, _aten.clone, TO_COPY):
                 return cls(func(self._local, *args[1:], **options), self._layout, self._rank)
             if operation is _aten.view and tuple(args[1]) == tuple(self.shape):
                 return cls(self._local.view_as(self._local), self._layout, self._rank)

@@ -36,6 +36,7 @@ from autopar.checkpoint.state_dict import (
 from autopar.checkpoint.torch_state_dict import fqn_modifiers
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.modules import add_state_dict_hook, state_dict_hooks
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
 
@@ -209,7 +210,7 @@ def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
         if module is not model and not isinstance(module, PreTrainedModel):
             continue
         module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
-        module._register_state_dict_hook(mark)
+        add_state_dict_hook(module, mark)
         module.register_load_state_dict_pre_hook(take)
         if isinstance(module, PreTrainedModel):
             bind(module, _OWNER, **_WHOLE_MODEL_METHODS)
@@ -219,7 +220,7 @@ def _detach_hooks(model: nn.Module) -> None:
     for module in model.modules():
         if module.__dict__.pop(MODEL_SHARD, None) is None:
             continue
-        for hooks, kind in ((module._state_dict_hooks, MarkPartial), (module._load_state_dict_pre_hooks, ShardOnLoad)):
+        for hooks, kind in zip(state_dict_hooks(module), (MarkPartial, ShardOnLoad), strict=True):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]
 

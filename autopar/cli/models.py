@@ -22,6 +22,7 @@ from transformers.models.auto import modeling_auto
 from autopar.cli.remote_code import remote_classes
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, nearest
+from autopar.foreign.transformers import from_config
 
 __all__ = ["TASKS", "Head", "heads", "named_object", "of_task"]
 
@@ -245,7 +246,7 @@ def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.M
             raise ConfigError(f"{kind.__name__} has no config_class, so no default config; name a function instead")
         config = config_class()
     with lazy_init():
-        model: nn.Module = kind._from_config(config)
+        model: nn.Module = from_config(kind, config)
     return model
 
 

@@ -21,6 +21,8 @@ from autopar.context_parallel.rows_ahead import whole_tensors
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
+from autopar.foreign.modules import remove_forward_hooks
+from autopar.foreign.transformers import ATTENTION, attention_of, recompute_function, set_recompute_function
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 
 __all__ = ["apply", "undo"]
@@ -64,9 +66,9 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
 
 
 def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:
-    if hasattr(getattr(module, "config", None), "_attn_implementation"):
-        name = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
-        set_value(view_of_config(module), "_attn_implementation", Implementation(name))
+    if hasattr(getattr(module, "config", None), ATTENTION):
+        name = attention_of(module.config) or "eager"
+        set_value(view_of_config(module), ATTENTION, Implementation(name))
         module._autopar_rows, module._autopar_list = state, number  # type: ignore[assignment]
         module._autopar_path = path  # type: ignore[assignment]
 
@@ -78,17 +80,13 @@ def undo(model: nn.Module) -> None:
         unswap(module, NeedsAllRows, "_autopar_whole")
         unswap(module, OwnRows, "_autopar_own")
         if "_autopar_list" in vars(module):
-            drop_value(module, "_attn_implementation")
-        recompute = vars(module).get("_gradient_checkpointing_func")
+            drop_value(module, ATTENTION)
+        recompute = recompute_function(module)
         if isinstance(recompute, Recomputed):
-            module._gradient_checkpointing_func = recompute.plain  # type: ignore[assignment]
+            set_recompute_function(module, recompute.plain)
         for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
             vars(module).pop(name, None)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
-                hooks.pop(key)
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        remove_forward_hooks(module, _HOOKS)
 
 
 def _callable_alone(model: nn.Module) -> list[nn.Module]:

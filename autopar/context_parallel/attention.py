@@ -28,6 +28,8 @@ from autopar.context_parallel.rows import heads_layout, keys_layout
 from autopar.context_parallel.state import RowState
 from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.transformers import attention_of
 from autopar.layout import Layout
 
 __all__ = ["IMPLEMENTATION", "Implementation", "attention_over_rows", "plain_attention", "register"]
@@ -108,7 +110,7 @@ def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     Raises:
         ConfigError: it is ``eager``, and the model's file has no function of the usual name.
     """
-    name = str(type(module.config)._autopar_whole._attn_implementation or "eager")  # type: ignore[union-attr]
+    name = str(attention_of(type(module.config)._autopar_whole) or "eager")  # type: ignore[union-attr]
     for kind in type(module).__mro__:
         file = sys.modules.get(kind.__module__)
         functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
@@ -186,9 +188,9 @@ def _of_heads(x: Any, layout: Layout, rank: int) -> Any:
 @contextmanager
 def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iterator[None]:
     """Let the module have numbers for some heads while its function reads them."""
-    own = vars(module)
+    own, mine = vars(module), own_parameters(module)
     before = {"num_key_value_groups": own["num_key_value_groups"]} if "num_key_value_groups" in own else {}
-    held = {name: module._parameters.pop(name) for name in _PER_HEAD if module._parameters.get(name) is not None}
+    held = {name: mine.pop(name) for name in _PER_HEAD if mine.get(name) is not None}
     try:
         own.update(dict.fromkeys(before, groups))
         own.update({name: _of_heads(x, layout, rank) for name, x in held.items()})
@@ -197,7 +199,7 @@ def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iter
         own.update(before)
         for name, x in held.items():
             del own[name]
-            module._parameters[name] = x
+            own_parameters(module)[name] = x
 
 
 # -- keys of all rows ---------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from transformers.cache_utils import Cache
 
 from autopar.context_parallel.handed_states import own_arguments, with_states
@@ -24,6 +23,8 @@ from autopar.context_parallel.rows_ahead import RowsAhead, whole_tensors
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import recompute_function
+from autopar.foreign.trees import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_tracking import tensors_in
@@ -59,7 +60,7 @@ class Door:
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.region.draw_per_rank(self.training)
-        recompute = vars(self).get("_gradient_checkpointing_func")
+        recompute = recompute_function(self)
         if recompute is not None and not isinstance(recompute, Recomputed):
             _know_rows_again(self, state)
         whole = first or state.plan.between
@@ -188,7 +189,7 @@ def _named(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tu
 def _know_rows_again(block: Any, state: RowState) -> None:
     """Let a block be recomputed with its rows, and layers in it that are recomputed by themselves."""
     for module in block.modules():
-        plain = vars(module).get("_gradient_checkpointing_func")
+        plain = recompute_function(module)
         if plain is not None and not isinstance(plain, Recomputed):
             module._gradient_checkpointing_func = Recomputed(plain, state)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch.utils._pytree import SequenceKey, keystr, tree_map_with_path
 
+from autopar.foreign.trees import SequenceKey, keystr, tree_map_with_path
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce
+from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 from autopar.tensor_parallel.norms import GlobalMeans
@@ -103,7 +104,7 @@ def _only_cuts(plan: ModulePlan, module: nn.Module) -> bool:
         return False
     if plan.rule in ("column", "row") and not isinstance(module, nn.Linear | Conv1D):
         return False
-    return all(name in module._parameters or name in module._buffers for name in plan.layouts)
+    return all(name in own_parameters(module) or name in own_buffers(module) for name in plan.layouts)
 
 
 def _below(path: str, outer: str) -> bool:
@@ -120,11 +121,11 @@ def _sliced(module: nn.Module, plan: ModulePlan, axis: Axis) -> Iterator[None]:
     own = vars(module)
     shadows: dict[str, Any] = {}
     for name, layout in plan.layouts.items():
-        whole = module._parameters[name] if name in module._parameters else module._buffers[name]
+        whole = own_parameters(module)[name] if name in own_parameters(module) else own_buffers(module)[name]
         shadows[name] = None if whole is None else layout.shard(whole, axis.rank)
     if plan.rule == "row":
         shadows["forward"] = _Summed(module, axis)
-        bias = module._parameters.get("bias")
+        bias = own_parameters(module).get("bias")
         if bias is not None:  # added behind the sum
             shadows["bias"] = torch.zeros_like(bias) if isinstance(module, Conv1D) else None
     if plan.rule == "norm_over":
@@ -146,7 +147,7 @@ class _Summed:
     """
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
-        self.forward, self.bias, self.axis = module.forward, module._parameters.get("bias"), axis
+        self.forward, self.bias, self.axis = module.forward, own_parameters(module).get("bias"), axis
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = copy(reduce(self.forward(x), self.axis), self.axis)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather_sum, reduce
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.profiling import named_collective
+from autopar.foreign.trees import tree_map
 from autopar.layout import Layout
 
 __all__ = ["entered", "join"]

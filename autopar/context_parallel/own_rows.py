@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 
 from autopar.context_parallel.rows_ahead import MadeOf, RowsAhead, ahead
 from autopar.context_parallel.state import OwnModule, RowState
+from autopar.foreign.trees import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.layout import Layout
 
 __all__ = ["OwnRows", "may_own_rows"]

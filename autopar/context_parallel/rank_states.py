@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autopar.context_parallel.handed_states import HandedStates, Key, States
 from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import single_backward
 from autopar.distributed.neighbours import Neighbours
 from autopar.distributed.profiling import named_collective
+from autopar.foreign.trees import tree_flatten, tree_unflatten
 
 __all__ = ["Links", "StatesOfRank"]
 

@@ -20,6 +20,7 @@ from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather, reduce_scatter
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.whole_on_read import WholeOnRead
+from autopar.foreign.tensors import wrapper_subclass
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.loss import check_targets
 from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
@@ -50,7 +51,7 @@ class RowLogits(WholeLogits):
         """Make a tensor of the shape of the whole logits, without memory; no graph, no family yet."""
         batch, _, vocab = own.shape
         shape = (batch * rows.size, vocab) if flat else (batch, rows.size, vocab)
-        made: RowLogits = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        made: RowLogits = wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
         made.own, made.axis, made.rows, made.title, made.flat, made._whole = own, axis, rows, title, flat, None
         return made
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from autopar.context_parallel.joined_rows import join
 from autopar.context_parallel.state import RowState
 from autopar.distributed.barrier import meet
 from autopar.distributed.derivatives import check_no_tangent, keep_none, single_backward
 from autopar.distributed.whole_on_read import WholeOnRead, name_of
+from autopar.foreign.tensors import version_of, wrapper_subclass
+from autopar.foreign.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from autopar.layout import Layout
 
 __all__ = ["MadeOf", "RowsAhead", "ahead", "version_of", "whole_tensors"]
@@ -123,11 +124,6 @@ class MadeOf:
         return all(x.unchanged() for x in self._ahead) and all(version_of(x) == seen for x, seen in self._versions)
 
 
-def version_of(x: torch.Tensor) -> int:
-    """Return how often a tensor was written into, as far as torch counts."""
-    return 0 if x.is_inference() else x._version
-
-
 def ahead(
     own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str], made_of: MadeOf | None
 ) -> RowsAhead:
@@ -146,7 +142,7 @@ class _Closed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:
         keep_none(ctx)
-        return torch.Tensor._make_wrapper_subclass(RowsAhead, shape, dtype=own.dtype, device=own.device)
+        return wrapper_subclass(RowsAhead, shape, dtype=own.dtype, device=own.device)
 
     @staticmethod
     @single_backward

@@ -16,6 +16,7 @@ from autopar.context_parallel.rank_states import Links
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
+from autopar.foreign.autograd import in_backward
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 
@@ -197,7 +198,7 @@ class RowState:
 
     def check_recomputed(self) -> None:
         """Raise ConfigError if a block is recomputed by what does not know its rows."""
-        if self.was_cut and not self.running and not self.resuming and torch._C._current_graph_task_id() != -1:
+        if self.was_cut and not self.running and not self.resuming and in_backward():
             raise ConfigError(
                 f"context_parallel_size={self.axis.size}: a block is recomputed in the backward pass, and nobody knows "
                 "which rows it had.\n  Use activation_checkpointing: {enable: true}, or "

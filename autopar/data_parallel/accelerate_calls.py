@@ -20,6 +20,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
+from autopar.foreign.modules import steps_of
 
 __all__ = ["exchange_calls"]
 
@@ -68,7 +69,7 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     try:
         for _ in range(mpu.dp.size):
             total = getattr(scheduler.scheduler, "total_steps", None)  # OneCycleLR's
-            if total is None or scheduler.scheduler._step_count <= total:
+            if total is None or steps_of(scheduler.scheduler) <= total:
                 plain(scheduler, *args, **kwargs)
     finally:
         scheduler.split_batches = False

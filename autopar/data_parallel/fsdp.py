@@ -19,6 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.transformers import unsplit_modules
 
 __all__ = ["blocks_of", "check_offload", "fully_shard"]
 
@@ -67,7 +69,7 @@ def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Mod
 
     Inner ones first; without those that share a weight with a module outside: it would no longer be one weight.
     """
-    listed = set(getattr(inner, "_no_split_modules", None) or ())
+    listed = unsplit_modules(inner)
     named = {id(block) for block in blocks}
     holders = _holders(inner)
     found = [
@@ -88,4 +90,4 @@ def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Mod
 
 def _holders(root: nn.Module) -> Counter[int]:
     """``id(parameter)`` -> how many modules below ``root`` have it."""
-    return Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
+    return Counter(id(p) for module in root.modules() for p in own_parameters(module).values() if p is not None)

@@ -14,6 +14,7 @@ from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 
@@ -115,7 +116,7 @@ def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
     """Return the p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
     held = list(model.parameters())
     sharded = {
-        id(module._parameters.get(name))
+        id(own_parameters(module).get(name))
         for module in model.modules()
         for name in vars(module).get("autopar_layouts", ())
     }

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.foreign.transformers import fp32_modules
+
 __all__ = ["DTYPES", "MasterWeights", "fp32_gradients", "keeps_fp32", "to_fp32", "to_half"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,9 +128,9 @@ def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """Return whether transformers keeps a parameter of a name in fp32."""
     if not isinstance(inner, PreTrainedModel):
         return lambda name: False
-    names = set(inner._keep_in_fp32_modules_strict or ())
+    names = fp32_modules(inner, strict=True)
     if dtype == torch.float16:
-        names |= set(inner._keep_in_fp32_modules or ())
+        names |= fp32_modules(inner, strict=False)
     if not names:
         return lambda name: False
     listed = "|".join(re.escape(name).replace(r"\*", r"[^.]*") for name in sorted(names))

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
@@ -39,6 +38,7 @@ from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
+from autopar.foreign.groups import PrefixStore, default_store
 
 __all__ = ["StepCheck"]
 
@@ -121,7 +121,7 @@ class StepCheck:
         self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
             self._input_hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            self._store = PrefixStore(f"autopar steps {failures.name}", _get_default_store())
+            self._store = PrefixStore(f"autopar steps {failures.name}", default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
         self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)

@@ -29,6 +29,7 @@ from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.foreign.groups import is_flat_parameter, local_part
 from autopar.plan.plan import Plan
 
 __all__ = ["ReplicaNorm", "mark_layer"]
@@ -90,7 +91,7 @@ class ReplicaNorm:
             )
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be above 0, not {norm_type}")
-        if any(getattr(parameter, "_fsdp_flattened", False) for _, parameter in self._named()):
+        if any(is_flat_parameter(parameter) for _, parameter in self._named()):
             refuse_flat()
         with self.failures.wait("the norm of the gradients", self.mpu.tp_pp.ranks):
             held = dict(self._named())
@@ -148,7 +149,7 @@ def mark_layer(parameter: torch.Tensor, layer: str) -> None:
 
 def _place(tensor: torch.Tensor) -> Any:
     """Return where a tensor lies: ``gradient.detach()`` is another object over the same memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     return id(tensor) if local.is_sparse or local.numel() == 0 else (local.data_ptr(), local.shape, local.stride())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +26,8 @@ from autopar.call_site import calls
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.groups import meshes_of_fsdp
+from autopar.foreign.transformers import forget_own_adapters
 
 __all__ = ["WrapperCheck", "group_call", "in_trainer", "refuse_flat"]
 
@@ -92,8 +94,7 @@ class WrapperCheck:
             return
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
         for module in model.modules():  # weights of the outermost are whole by now
-            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-            found |= {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+            found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
         self._kind = type(model)  # fully_shard has changed it
 
@@ -106,7 +107,7 @@ class WrapperCheck:
     def _refuse_adapters(self) -> None:
         model = self._model()
         if model is not None and not hasattr(model, "peft_config"):
-            vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter begins with it
+            forget_own_adapters(model)  # transformers' add_adapter begins with it
         raise ConfigError(
             f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
             "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "

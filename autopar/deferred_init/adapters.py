@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.adapters.wrappers import tuner_layers
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import adapters_available
 
 __all__ = ["adapter_inits", "adapter_parameters"]
 
@@ -46,7 +47,7 @@ def _steps(path: str, layer: Any, configs: dict[str, Any]) -> Iterator[tuple[nn.
     own = [child for name, child in layer.named_children() if name != "base_layer"]
     if not any(parameter.is_meta for child in own for parameter in child.parameters()):
         return
-    for name in layer._get_available_adapters():
+    for name in adapters_available(layer):
         config = configs.get(name)
         kind = getattr(config, "init_lora_weights", getattr(config, "init_ia3_weights", None))
         if kind in (True, "gaussian") and hasattr(layer, "reset_lora_parameters"):

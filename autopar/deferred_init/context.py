@@ -19,13 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.deferred_init.files import load_lazily
 from autopar.deferred_init.sources import Init, by_parameter, set_source, versions_of
 from autopar.errors import ConfigError
+from autopar.foreign.modes import function_modes
+from autopar.foreign.modules import own_buffers, own_parameters
+from autopar.foreign.tensors import storage_id
 from autopar.storage.lazy_tensor import InMemory
 from autopar.storage.parameter_storage import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in
@@ -81,7 +84,7 @@ def _patch_torch(patches: _Patches, made: MutableMapping[int, nn.Module], empty:
         return register
 
     def register_parametrization(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        if patches.mine and (parameter := module._parameters.get(tensor_name)) is not None:
+        if patches.mine and (parameter := own_parameters(module).get(tensor_name)) is not None:
             empty.materialize(parameter)  # the new parameters are computed from it
         return patches.original(parametrize, "register_parametrization")(module, tensor_name, *args, **kwargs)
 
@@ -127,7 +130,7 @@ def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta)
 
 def in_lazy_init() -> bool:
     """Whether this thread is inside :func:`lazy_init`."""
-    return any(isinstance(mode, _EmptyOnMeta) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, _EmptyOnMeta) for mode in function_modes())
 
 
 def on_cpu() -> AbstractContextManager[Any]:
@@ -234,7 +237,7 @@ class _EmptyOnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
             made = func(*args, **{**kwargs, "device": "meta"})
-            self._made[made.untyped_storage()._cdata] = made
+            self._made[storage_id(made.untyped_storage())] = made
             return made
         if args and isinstance(args[0], torch.Tensor) and _writes(func):
             self._models.refuse((args, kwargs))
@@ -244,11 +247,11 @@ class _EmptyOnMeta(TorchFunctionMode):
 
     def is_empty(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the meta device because of this mode."""
-        return tensor.untyped_storage()._cdata in self._made
+        return storage_id(tensor.untyped_storage()) in self._made
 
     def inits(self, tensor: torch.Tensor) -> list[Init]:
         """Return the recorded ``torch.nn.init`` calls of a tensor on the meta device."""
-        return self._inits.get(tensor.untyped_storage()._cdata, [])
+        return self._inits.get(storage_id(tensor.untyped_storage()), [])
 
     def materialize(self, tensor: torch.Tensor) -> None:
         """Give a full tensor that this mode left empty its memory, and run the recorded calls."""
@@ -274,7 +277,7 @@ class _EmptyOnMeta(TorchFunctionMode):
                 return function(tensor, *args, **kwargs)
             storage = tensor.untyped_storage()
             self._alive.append(storage)
-            self._inits.setdefault(storage._cdata, []).append(Init(function, args, kwargs))
+            self._inits.setdefault(storage_id(storage), []).append(Init(function, args, kwargs))
             return tensor
 
         return record
@@ -288,7 +291,7 @@ def _writes(func: Any) -> bool:
 def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
     """Move the values that constructors computed for parameters of ``modules`` to their sources."""
     for module in modules:
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta and not empty.is_empty(buffer):
                 raise ConfigError(
                     f"the buffer {name} of a {type(module).__name__} was made on the meta device, where it has no "
@@ -296,7 +299,7 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
                 )
     values = {key: source for key, (source, _) in by_parameter(modules).items()}
     for module in modules:
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None:
                 continue
             if not parameter.is_meta:
@@ -305,6 +308,6 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
             elif versions_of(module).get(name, (None, 0))[0] is parameter:
                 continue  # it comes from files
             set_source(module, name, values.get(id(parameter)), empty.inits(parameter))
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta:  # torch.empty, filled by its user
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                own_buffers(module)[name] = torch.empty_like(buffer, device="cpu")

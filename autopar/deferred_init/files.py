@@ -22,6 +22,8 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
+from autopar.foreign.modules import own_buffers, own_parameters
+from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
 from autopar.storage.parameter_storage import replace_storage
@@ -66,19 +68,19 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
 def _keep_sources(model: nn.Module) -> None:
     """Replace sketches by meta parameters, and by real buffers."""
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if isinstance(parameter, Sketch):
                 plain = nn.Parameter(
                     torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
                     requires_grad=parameter.requires_grad,
                 )
-                vars(plain).update(_is_hf_initialized=True)
-                module._parameters[name] = plain
+                vars(plain).update({INITIALIZED: True})
+                own_parameters(module)[name] = plain
                 set_source(module, name, parameter.lazy)
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if isinstance(buffer, Sketch):
-                module._buffers[name] = buffer.lazy.read()
-                vars(module._buffers[name]).update(_is_hf_initialized=True)
+                own_buffers(module)[name] = buffer.lazy.read()
+                vars(own_buffers(module)[name]).update({INITIALIZED: True})
 
 
 def _check_ties(model: Any, info: Any) -> None:
@@ -128,7 +130,7 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
     kept = _kept_in_float32(model, dtype)
     cast: dict[str, str] = {}
     for path, module in model.named_modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        for name, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
             full = f"{path}.{name}" if path else name
             if tensor is None or full not in expected:
                 continue
@@ -137,7 +139,7 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
             if wanted != lazy.dtype:
                 cast[saved[full]] = f"{full} from {dtype_name(lazy.dtype)} to {dtype_name(wanted)}"
             if not isinstance(tensor, nn.Parameter):
-                module._buffers[name] = tensor.to(wanted).copy_(lazy.read())
+                own_buffers(module)[name] = tensor.to(wanted).copy_(lazy.read())
                 continue
             if wanted != tensor.dtype:
                 replace_storage(tensor, torch.empty_like(tensor, dtype=wanted))
@@ -181,7 +183,7 @@ def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
             fresh = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
             holders[saved[full]] = equal[0] if equal else fresh
         path, _, name = full.rpartition(".")
-        model.get_submodule(path)._parameters[name] = holders[saved[full]]
+        own_parameters(model.get_submodule(path))[name] = holders[saved[full]]
     for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
         if saved[target] != saved[source] and model.get_parameter(target) is not model.get_parameter(source):
             _untied(model, target, source)
@@ -189,7 +191,7 @@ def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
 
 def _kept_in_float32(model: Any, dtype: str | torch.dtype) -> Callable[[str], bool]:
     """Return whether transformers keeps a tensor in float32 when a model is loaded in ``dtype``."""
-    plan = {} if isinstance(dtype, str) else model._get_dtype_plan(dtype)
+    plan = {} if isinstance(dtype, str) else dtype_plan(model, dtype)
     if not plan:
         return lambda name: False
     pattern = build_glob_alternation(list(plan))[0]

@@ -16,10 +16,12 @@ from autopar.checkpoint.state import listed
 from autopar.deferred_init.adapters import adapter_parameters
 from autopar.deferred_init.context import on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps
-from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of, version
+from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import version_of
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.storage.parameter_storage import replace_storage
@@ -143,7 +145,7 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
     foreign: list[str] = []
     for path, module in model.named_modules():
         sources = sources_of(module)
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None or not parameter.is_meta or id(parameter) in found or not recorded:
                 continue
             full = f"{path}.{name}" if path else name
@@ -151,10 +153,10 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
                 foreign.append(full)
                 continue
             # of the parameter, also if it was moved to another module since
-            source, then = recorded.get(id(parameter), (sources.get(name), version(parameter)))
+            source, then = recorded.get(id(parameter), (sources.get(name), version_of(parameter)))
             if id(parameter) in adapters:  # PEFT draws it, wherever it was made
                 source, then = None, 0
-            if version(parameter) != then:
+            if version_of(parameter) != then:
                 written.append(full)
             shape = tuple(parameter.shape)
             if source is not None and source.shape != shape:

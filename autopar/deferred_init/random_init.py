@@ -20,6 +20,8 @@ from transformers import initialization as hf_init
 from autopar.deferred_init.adapters import adapter_inits
 from autopar.deferred_init.sources import inits_of, sources_of
 from autopar.distributed.rng import kept
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.transformers import initialize_weights, is_initialized
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
@@ -84,7 +86,7 @@ class InitSteps:
         """Add steps for parameters that no _init_weights touches: they keep the initialization of their constructor."""
         lacking = {key for key, p in self._drawn.items() if p.source is None} - set().union(*touches)
         for module in self._model.modules():
-            names = [name for name, p in module._parameters.items() if id(p) in lacking]
+            names = [name for name, p in own_parameters(module).items() if id(p) in lacking]
             if not names:
                 continue
             reset = getattr(module, "reset_parameters", None)
@@ -149,10 +151,10 @@ def _own_inits(
         return
     for child in module.children():
         yield from _own_inits(child, inner, owner, adapters)
-    if getattr(module, "_is_hf_initialized", False):
+    if is_initialized(module):
         return
     if owner is not None:
-        yield module, partial(owner._init_weights, module)
+        yield module, partial(initialize_weights, owner, module)
         return
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(getattr(module, name, None)) and any(p.is_meta for p in module.parameters(recurse=False)):
@@ -164,7 +166,7 @@ def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
     """Run ``reset_parameters``, then the initialization by the constructor of an outer module, which came later."""
     reset()
     sources, inits = sources_of(module), inits_of(module)
-    for name, parameter in module._parameters.items():
+    for name, parameter in own_parameters(module).items():
         source = sources.get(name)
         if parameter is not None and isinstance(source, InMemory):
             parameter.copy_(source.tensor)
@@ -175,7 +177,7 @@ def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
 def _repeat(module: nn.Module, names: list[str]) -> None:
     """Repeat the constructor's calls of ``torch.nn.init``."""
     for name in names:
-        parameter = module._parameters[name]
+        parameter = own_parameters(module)[name]
         for init in inits_of(module).get(name, ()):
             # by name: transformers' functions, which skip what is initialized
             getattr(hf_init, init.function.__name__, init.function)(parameter, *init.args, **init.kwargs)
@@ -194,11 +196,11 @@ def _untied(model: nn.Module) -> Iterator[None]:
             placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
             placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
             replaced.append(there)
-            module._parameters[name] = placeholder
+            own_parameters(module)[name] = placeholder
         yield
     finally:
         for module, name, parameter in replaced:
-            module._parameters[name] = parameter
+            own_parameters(module)[name] = parameter
 
 
 def _parameter(model: nn.Module, full: str) -> tuple[nn.Module, str, nn.Parameter] | None:
@@ -207,7 +209,7 @@ def _parameter(model: nn.Module, full: str) -> tuple[nn.Module, str, nn.Paramete
         module = model.get_submodule(path)
     except AttributeError:
         return None
-    parameter = module._parameters.get(name)
+    parameter = own_parameters(module).get(name)
     return None if parameter is None else (module, name, parameter)
 
 

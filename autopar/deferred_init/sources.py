@@ -6,9 +6,10 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import version_of
 from autopar.storage.lazy_tensor import LazyTensor
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "inits_of",
     "set_source",
     "sources_of",
-    "version",
     "versions_of",
 ]
 
@@ -53,7 +53,7 @@ class Sources:
         copied.values, copied.inits = dict(self.values), dict(self.inits)
         for name, (parameter, then) in self.versions.items():
             other = copy.deepcopy(parameter, memo)  # counts its own versions
-            copied.versions[name] = other, version(other) - (version(parameter) - then)
+            copied.versions[name] = other, version_of(other) - (version_of(parameter) - then)
         return copied
 
 
@@ -62,12 +62,7 @@ def set_source(module: nn.Module, name: str, source: LazyTensor | None, inits: S
     sources: Sources = vars(module).setdefault(_SOURCES, Sources())
     sources.values[name] = source
     sources.inits[name] = tuple(inits)
-    sources.versions[name] = module._parameters[name], version(module._parameters[name])  # type: ignore[assignment,arg-type]
-
-
-def version(parameter: torch.Tensor) -> int:
-    """Return how often a parameter was written into, except through ``.data`` or in inference mode."""
-    return 0 if parameter.is_inference() else parameter._version
+    sources.versions[name] = own_parameters(module)[name], version_of(own_parameters(module)[name])
 
 
 def _sources(module: nn.Module) -> Sources:

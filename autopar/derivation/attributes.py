@@ -13,6 +13,7 @@ from torch import nn
 from autopar.derivation.block_lists import BlockList
 from autopar.derivation.decisions import Names
 from autopar.derivation.named_families import Named
+from autopar.foreign.modules import own_modules, own_parameters
 from autopar.policy.described_model import config_of
 
 __all__ = ["Candidate", "candidates", "choices"]
@@ -65,7 +66,7 @@ def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Name
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    for name, value in vars(module).items() if module._modules or not module._parameters else ():
+    for name, value in vars(module).items() if own_modules(module) or not own_parameters(module) else ():
         if type(value) is int and value > 1 and not name.startswith("_") and not _NEVER.search(name):
             yield name, value
     if "config" in vars(module):

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.derivation.decisions import is_linear
+from autopar.foreign.modules import own_parameters
 
 __all__ = ["BlockList", "block_lists"]
 
@@ -79,7 +80,7 @@ def _alike(listed: nn.Module) -> bool:
 
 
 def _layer(module: nn.Module) -> bool:
-    return is_linear(module) or sum(p.ndim > 1 for p in module._parameters.values() if p is not None) > 1
+    return is_linear(module) or sum(p.ndim > 1 for p in own_parameters(module).values() if p is not None) > 1
 
 
 def _only_around(stage: nn.Module, inner: list[str]) -> bool:

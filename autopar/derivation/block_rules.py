@@ -10,6 +10,7 @@ from torch import nn
 from autopar.derivation.decisions import Decisions, Trace, is_linear
 from autopar.derivation.families import Member
 from autopar.derivation.named_families import Named
+from autopar.foreign.modules import own_modules, own_parameters
 
 __all__ = ["rule_of", "rules_of_block"]
 
@@ -30,11 +31,11 @@ def rules_of_block(
             continue
         unit = _nearest(own, block, name, seen).unit
         module = root.get_submodule(holder)
-        listed = [f"{holder}.{n}" for n, p in module._parameters.items() if p is not None]
+        listed = [f"{holder}.{n}" for n, p in own_parameters(module).items() if p is not None]
         if name in seen.tracking.once:
             rules[name] = {"once": unit}
         elif (
-            not module._modules
+            not own_modules(module)
             and set(listed) <= seen.tracking.inside
             and not set(listed) & set(rules)
             and not set(listed) & seen.tracking.once
@@ -100,4 +101,4 @@ def _gathered_rule(member: Member, named: Named) -> dict[str, Any]:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return not module._modules and (is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d))
+    return not own_modules(module) and (is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d))

@@ -10,6 +10,7 @@ from autopar.derivation.decisions import Decisions, Trace
 from autopar.derivation.marks import Meeting
 from autopar.derivation.trace import Traced, trace
 from autopar.errors import UnsupportedModelError
+from autopar.foreign.modules import own_parameters
 
 __all__ = ["decide", "sources_of"]
 
@@ -100,7 +101,7 @@ def _may_enter(event: Meeting, block: str | None) -> bool:
 
 
 def _may_be_region(module: torch.nn.Module) -> bool:
-    own = [p for p in module._parameters.values() if p is not None]
+    own = [p for p in own_parameters(module).values() if p is not None]
     return sum(p.ndim >= 3 for p in own) >= 1 or len([p for p in own if p.ndim >= 2]) >= 2
 
 

@@ -22,6 +22,7 @@ from autopar.derivation.trace import Traced, traced
 from autopar.derivation.unit_shapes import check_units
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
+from autopar.foreign.modules import own_modules
 from autopar.plan.make_plan import make_plan
 from autopar.policy.described_model import base_of
 from autopar.policy.load import read_user_policy
@@ -285,7 +286,7 @@ def _has(block: nn.Module, path: str, name: str) -> bool:
     """Whether all modules of a block at a path with ``*`` have an integer of that name (``config.NAME``)."""
     found = [block]
     for part in path.split(".") if path else ():
-        found = [m for one in found for n, m in one._modules.items() if part in ("*", n) and m is not None]
+        found = [m for one in found for n, m in own_modules(one).items() if part in ("*", n) and m is not None]
     last = name.removeprefix("config.")
     holders = found if name == last else [getattr(m, "config", None) for m in found]
     return all(type(getattr(holder, last, None)) is int for holder in holders)

@@ -16,11 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.derivation.marked_tensors import MarkedTensors
 from autopar.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
 from autopar.derivation.operators import MOVES, SHAPE_ONLY, matrices_of, reduced_dims
+from autopar.foreign.operators import schema_of
+from autopar.foreign.tensors import base_of
+from autopar.foreign.trees import tree_leaves, tree_map
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["FeatureTracking"]
@@ -73,8 +75,8 @@ class FeatureTracking(MarkedTensors):
             return
         for output, made in zip(outputs, self._marks_of(func, args, kwargs, outputs, base), strict=True):
             self.mark(output, made)
-            if func._schema.is_mutable and output._base is not None and made.features is not None:
-                self.write_into(output._base, output, made)
+            if schema_of(func).is_mutable and base_of(output) is not None and made.features is not None:
+                self.write_into(base_of(output), output, made)
 
     def _marks_of(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
@@ -309,7 +311,7 @@ class FeatureTracking(MarkedTensors):
 
 
 def _name(func: Any) -> str:
-    return str(func._schema.name).split("::")[-1]
+    return str(schema_of(func).name).split("::")[-1]
 
 
 def _fits(small: torch.Tensor, large: torch.Tensor) -> bool:

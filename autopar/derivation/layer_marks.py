@@ -11,6 +11,7 @@ from torch import nn
 from autopar.derivation.decisions import Decisions, Trace
 from autopar.derivation.feature_tracking import FeatureTracking
 from autopar.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
+from autopar.foreign.modules import own_modules, own_parameters
 
 __all__ = ["LayerMarks", "is_depthwise", "is_norm", "is_over_features", "mark_norm"]
 
@@ -56,7 +57,7 @@ class LayerMarks:
         tracking, path, seen = self.seen.tracking, self.path, self.seen
         if is_depthwise(self.module):
             return self._per_channel(mark, features)
-        names = [f"{path}.{name}" for name, p in self.module._parameters.items() if p is not None]
+        names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
         if features is not None:
             rows = features.reshape(-1, features.shape[-1])
             line = tracking.components.join_along(rows, [0])[0]
@@ -100,12 +101,12 @@ class LayerMarks:
         if features is None:
             if mark.kind == INSIDE:
                 tracking.inside.update(
-                    f"{self.path}.{name}" for name, p in self.module._parameters.items() if p is not None
+                    f"{self.path}.{name}" for name, p in own_parameters(self.module).items() if p is not None
                 )
                 return replace(mark, places={})
             return Mark(ACTIVATION, None, frozenset([self.path]))
         line = tracking.components.join_along(features.reshape(-1, features.shape[-1]), [0])[0]
-        for name, parameter in self.module._parameters.items():
+        for name, parameter in own_parameters(self.module).items():
             if parameter is not None:
                 tracking.shapes[f"{self.path}.{name}"] = tuple(parameter.shape)
                 tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
@@ -122,8 +123,8 @@ def is_depthwise(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm with a weight for each feature."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or module._modules:
+    weight = own_parameters(module).get("weight")
+    if weight is None or weight.ndim != 1 or own_modules(module):
         return False
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower()
 
@@ -155,7 +156,7 @@ def mark_norm(
         tracking.components.join(lines[0], other)
     line = tracking.components.of(lines[0])
     seen.norms[path] = line
-    for name, parameter in module._parameters.items():
+    for name, parameter in own_parameters(module).items():
         if parameter is not None and parameter.ndim == 1:
             tracking.shapes[f"{path}.{name}"] = tuple(parameter.shape)
             tracking.touch(f"{path}.{name}", 0, torch.arange(len(line)), line)

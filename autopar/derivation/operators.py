@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from autopar.foreign.operators import schema_of
+
 __all__ = ["MOVES", "SHAPE_ONLY", "matrices_of", "reduced_dims"]
 
 MOVES = frozenset({
@@ -47,7 +49,7 @@ _ONE_DIM = {
 
 def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
     """Return the dims of the first argument over which an operator sums or compares; None if it does neither."""
-    name = str(func._schema.name).split("::")[-1]
+    name = str(schema_of(func).name).split("::")[-1]
     if name == "native_layer_norm":
         return [-1 - dim for dim in range(len(args[1]))]
     if name == "_fused_rms_norm":
@@ -58,7 +60,7 @@ def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         return None
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return None  # of two tensors
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     dim: Any = kwargs.get("dim")
     if dim is None and "dim" in names and names.index("dim") < len(args):
         dim = args[names.index("dim")]

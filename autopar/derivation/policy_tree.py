@@ -14,6 +14,7 @@ from autopar.derivation.decisions import Decisions, Trace
 from autopar.derivation.families import Family
 from autopar.derivation.named_families import Named, named_families
 from autopar.derivation.surroundings import note_vocabulary, sections_around
+from autopar.foreign.modules import own_modules, own_parameters
 from autopar.plan.matching import join
 from autopar.policy.described_model import base_of, config_of
 
@@ -132,8 +133,8 @@ def missing(block: nn.Module, key: str) -> set[str]:
             if part == "*":
                 below += list(module.children())
                 continue
-            child = module._modules.get(part)
-            child = module._parameters.get(part) if child is None else child
+            child = own_modules(module).get(part)
+            child = own_parameters(module).get(part) if child is None else child
             if child is None:
                 lacking.add(".".join(parts[: end + 1]))
             elif isinstance(child, nn.Module):
@@ -177,12 +178,12 @@ def _covered(
             opens = isinstance(rules[path], dict) and {"region", "column", "row", "embedding"} & set(rules[path])
             if not opens:
                 return
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             own = join(path, name)
             of_layer = path in rules and name in ("weight", "bias") and own not in rules
             if parameter is not None and not of_layer:
                 result[own] = rules.get(own, "replicated")
-        for name, child in module._modules.items():
+        for name, child in own_modules(module).items():
             if child is None:
                 continue
             own = join(path, name)

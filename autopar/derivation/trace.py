@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from autopar.derivation.decisions import Decisions, Names, Trace, is_linear
@@ -17,6 +16,8 @@ from autopar.derivation.layer_marks import LayerMarks, is_depthwise, is_norm, is
 from autopar.derivation.marks import ACTIVATION, INPUT, INSIDE, PARAMETER, Mark
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
+from autopar.foreign.modes import no_dispatch_modes
+from autopar.foreign.modules import own_modules, own_parameters
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["Traced", "trace", "traced"]
@@ -190,7 +191,7 @@ def _hooks(
                     if features is not None:
                         tracking.spoil(f"the output of {path}", features)
                     tracking.set_mark(x, Mark(ACTIVATION, None, frozenset([path])))
-            elif m._parameters and not m._modules:  # a norm on the residual stream, a table
+            elif own_parameters(m) and not own_modules(m):  # a norm on the residual stream, a table
                 for x in results:
                     mark = tracking.mark_of(x)
                     if mark is not None and mark.kind == ACTIVATION:
@@ -209,7 +210,7 @@ def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(hook)
     def run_hook(*args: Any) -> None:
-        with _disable_current_modes():
+        with no_dispatch_modes():
             hook(*args)
 
     return run_hook

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.derivation.decisions import Decisions, Trace
@@ -29,6 +28,8 @@ from autopar.distributed.failures import first_line
 from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.dry_run.tensor_parallel import different_ranks, run
 from autopar.errors import PolicyError
+from autopar.foreign.operators import schema_of
+from autopar.foreign.trees import tree_leaves
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
@@ -49,7 +50,7 @@ class _Recorded:
 
     def note(self, place: str, func: Any, args: Any, outputs: list[torch.Tensor], shapes: tuple[Any, ...]) -> None:
         """Note an operator that does more than copy."""
-        name = str(func._schema.name).split("::")[-1]
+        name = str(schema_of(func).name).split("::")[-1]
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         still = first is not None and len(outputs) == 1 and first.shape == outputs[0].shape
         if name not in _COPIES and not (still and name in _VIEWS):
@@ -74,7 +75,7 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
         ) -> None:  # fmt: skip
             place = tracking.stack[-1] if tracking.stack else ""
             given = list(tensors_in(args))
-            more = str(func._schema.name).split("::")[-1] in _REPEATS and outputs[0].numel() > given[0].numel()
+            more = str(schema_of(func).name).split("::")[-1] in _REPEATS and outputs[0].numel() > given[0].numel()
             if more or any(x in repeated for x in given):
                 repeated.update(dict.fromkeys((x for x in outputs if tracking.features_of(x) is None), True))
             shapes = tuple(None if x in repeated else _local(x, tracking, own) for x in outputs)

@@ -18,6 +18,7 @@ from autopar.call_site import line_of_user, warn_user
 from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConsistencyError
+from autopar.foreign.groups import default_store
 
 __all__ = ["barrier", "meet", "name_ranks"]
 
@@ -34,7 +35,7 @@ def barrier(mpu: MPU, caller: str, timeout: float) -> None:
     if not dist.is_initialized():
         raise CheckpointError(f"{caller} needs the process group, which has been destroyed")
     try:
-        store = PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        store = PrefixStore(_PREFIX, default_store())
         arrived = _arrive(store, mpu.rank, mpu.world_size, timeout)
     except RuntimeError as error:
         raise CheckpointError(f"{caller} cannot reach the store of torch.distributed: {error}") from error
@@ -61,7 +62,7 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
         ConsistencyError: on all ranks that came.
     """
     mine = axis.ranks[axis.rank]
-    store = PrefixStore(f"{_PREFIX}/{axis.name} {axis.ranks}", dist.distributed_c10d._get_default_store())
+    store = PrefixStore(f"{_PREFIX}/{axis.name} {axis.ranks}", default_store())
     said: dict[int, str] = {}
 
     def alone(arrived: list[int], end: str) -> str:

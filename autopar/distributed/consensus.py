@@ -26,6 +26,7 @@ from autopar.distributed.barrier import name_ranks
 from autopar.distributed.digest import extremes
 from autopar.distributed.start import start_process_group
 from autopar.errors import CheckpointError, ConsistencyError
+from autopar.foreign.groups import default_group
 
 __all__ = ["Ranks", "all_ranks", "differences", "rank_zero", "same_on_every_rank"]
 
@@ -85,7 +86,7 @@ def _all_fine(verdict: tuple[str, str]) -> bool:
     kind, text = verdict
     digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
     numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
-    world = Axis.of(dist.distributed_c10d._get_default_group(), "world")
+    world = Axis.of(default_group(), "world")
     largest, smallest = extremes(numbers, world.group)
     return largest == smallest and not largest[0]
 

@@ -13,9 +13,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autopar.errors import ConfigError
+from autopar.foreign.autograd import is_forward_mode, is_functorch_active
+from autopar.foreign.modes import dispatch_modes
 from autopar.tensor_tracking import TensorTracking
 
 __all__ = [
@@ -74,7 +75,7 @@ def single_backward(backward: _Backward) -> _Backward:
 
 def is_transformed() -> bool:
     """Return whether a transform of torch.func (grad, vmap, jvp) runs: its tensors have no values to look at."""
-    return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
+    return not torch.compiler.is_compiling() and is_functorch_active()
 
 
 def check_no_transform() -> None:
@@ -97,7 +98,7 @@ def check_no_tangent(x: torch.Tensor) -> None:
     Raises:
         ConfigError: ``x`` has a tangent.
     """
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if is_forward_mode() and forward_ad.unpack_dual(x).tangent is not None:
         raise ConfigError(
             "forward-mode derivatives (dual tensors, jvp) do not go through the collectives of a sharded model; "
             f"loss.backward() and\n  torch.autograd.grad do. {_UNSHARDED}"
@@ -111,4 +112,4 @@ def is_watched(x: torch.Tensor) -> bool:
     """
     if x.is_meta or torch.compiler.is_compiling():
         return False
-    return not all(isinstance(mode, TensorTracking) for mode in _get_current_dispatch_mode_stack())
+    return not all(isinstance(mode, TensorTracking) for mode in dispatch_modes())

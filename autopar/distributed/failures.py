@@ -18,11 +18,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
 from autopar.errors import PipelineError
+from autopar.foreign.groups import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 
 __all__ = ["GRACE", "FailureLog", "Report", "first_line", "waiting"]
 
@@ -68,7 +68,7 @@ class FailureLog:
             dist.all_gather_object(everyone, mine, group=mpu.control)
         self._processes = [process for process, _ in everyone]
         self.name = everyone[0][1]  # of this log, the same on all ranks and in no other one
-        self._store = PrefixStore(f"autopar failures {self.name}", _get_default_store())
+        self._store = PrefixStore(f"autopar failures {self.name}", default_store())
         self._published = False
         self._in_deadline = False
         self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
@@ -209,7 +209,7 @@ class FailureLog:
         self._in_deadline = True
         try:
             for backend, _ in before:
-                backend._set_default_timeout(timedelta(seconds=self.timeout))
+                set_timeout(backend, timedelta(seconds=self.timeout))
             yield
         except StopIteration:
             raise
@@ -219,7 +219,7 @@ class FailureLog:
         finally:
             self._in_deadline = False
             for backend, timeout in before:
-                backend._set_default_timeout(timeout)
+                set_timeout(backend, timeout)
 
     def _backends(self) -> list[Any]:
         """Backends of the mesh's groups, of those made for stages that share weights, and of the world's."""
@@ -230,12 +230,11 @@ class FailureLog:
 
     def _find_backends(self) -> list[Any]:
         found: dict[int, Any] = {}
-        for group in (dist.distributed_c10d._get_default_group(), *self.mpu._owned):
-            for device in group._device_types:
-                backend = group._get_backend(device)
-                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-                if hasattr(backend, "_set_default_timeout") and hasattr(backend, "options"):
-                    found[id(backend)] = backend
+        for group in (default_group(), *self.mpu._owned):
+            for backend in backends_of(group):
+                inner = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+                if has_timeout(inner):
+                    found[id(inner)] = inner
         return list(found.values())
 
 

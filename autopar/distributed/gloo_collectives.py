@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.foreign.groups import default_group, group_named
+
 __all__ = [
     "SUMMABLE",
     "add_in_order",
@@ -51,7 +53,6 @@ _BETWEEN_TWO: dict[Any, Callable[..., torch.Tensor]] = {
 _for: list[tuple[str, torch.Tensor]] = []
 _IN_GRAPHS: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
 
-_group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 # torch 2.13 renamed the two and warns about the old names.
 _torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -60,7 +61,7 @@ _yield: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
     """Reduce a contiguous ``x`` over the group in place, as torch's does. Any shape, equal on all ranks."""
-    group = dist.distributed_c10d._get_default_group() if group is None else group
+    group = default_group() if group is None else group
     if not _is_gloo(x, group):
         dist.all_reduce(x, op, group=group)
     elif op not in _BETWEEN_TWO or not _exchanges(x, x.nbytes, group):
@@ -166,7 +167,7 @@ def _from_all(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, 
 
 
 def _note_graph(group_name: str) -> bool:
-    _IN_GRAPHS.add(_group_named(group_name))
+    _IN_GRAPHS.add(group_named(group_name))
     return True
 
 

@@ -36,11 +36,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.gloo_collectives import SUMMABLE, add_in_order
 from autopar.distributed.process import Process
+from autopar.foreign.groups import backend_of
+from autopar.foreign.modes import is_in_torch_dispatch_mode, no_dispatch_modes
 
 __all__ = ["HostTransport", "segment_bytes"]
 
@@ -149,7 +150,7 @@ class HostTransport:
             args[0].view(self._size, -1).copy_(args[1])
         elif name == "_reduce_scatter":
             args[0].copy_(args[1].view(self._size, -1)[0])
-        with _disable_current_modes():
+        with no_dispatch_modes():
             self._call(method, args)
         return True
 
@@ -320,7 +321,7 @@ class HostTransport:
 
 def _timeout(group: Any) -> float:
     """Return the seconds that a collective of the group may take now (FailureLog.deadline sets them)."""
-    backend = group._get_backend(torch.device("cpu"))
+    backend = backend_of(group, torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     seconds: float = backend.options._timeout.total_seconds()
     return seconds

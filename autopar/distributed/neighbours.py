@@ -15,6 +15,7 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.collectives import run
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, finish
+from autopar.foreign.autograd import after_backward, current_backward
 
 __all__ = ["Neighbours"]
 
@@ -55,9 +56,9 @@ class Neighbours:
 
         What is sent in a backward has been received when it ends: gloo gives up a message whose sender forgets it.
         """
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward not in (-1, self._backward):
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait_sent)
+            after_backward(self.wait_sent)
         self._backward = backward
         run(self._start, self.axis, x.detach().contiguous(), self.axis.ranks[self.axis.rank + step])
         if len(self._sent) > _AHEAD:

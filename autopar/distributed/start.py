@@ -16,11 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from autopar.distributed.accelerator import accelerator
 from autopar.errors import ConfigError
+from autopar.foreign.groups import HashStore, PrefixStore
 
 __all__ = ["TIMEOUT", "name_of_attempt", "start_process_group"]
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from autopar.foreign.modes import no_overrides
+from autopar.foreign.trees import tree_map_only
 
 __all__ = ["FACTS", "WholeOnRead", "name_of", "parts_of", "without_overrides"]
 
@@ -56,7 +58,7 @@ class WholeOnRead(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.is_whole:
             return repr(self.whole())
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_overrides():
             return f"{type(self).__name__}({list(self.shape)}, {self.dtype}: {self.held()})"
 
     def __format__(self, spec: str) -> str:
@@ -76,7 +78,7 @@ class WholeOnRead(torch.Tensor):
             if name in FACTS:
                 return without_overrides(func, args, kwargs)
             if name in _LIKE:
-                with torch._C.DisableTorchFunctionSubclass():
+                with no_overrides():
                     alike = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
                 return func(alike, *args[1:], **kwargs)
         result = cls.from_parts(func, name, args, kwargs)
@@ -109,5 +111,5 @@ def name_of(func: Any) -> str:
 
 def without_overrides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that no class is asked about."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_overrides():
         return func(*args, **kwargs)

@@ -25,6 +25,7 @@ from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.errors import PolicyError
+from autopar.foreign.tensors import base_of
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_tracking import tensors_in
 
@@ -141,7 +142,7 @@ class ActivationTracking(ValuelessTracking):
         if kind.name in ("replicated", "parameter") and not tensor.is_floating_point():
             kind = _INPUT
         self._kinds[tensor] = kind
-        base = tensor._base
+        base = base_of(tensor)
         if base is not None and kind == _SHARDED and self._kinds.get(base) is None:
             self._kinds[base] = kind  # a slice of a fresh tensor was written to
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.class_swap import swap, unswap
 from autopar.dry_run.equal_blocks import EqualBlocks, Place
+from autopar.foreign.tensors import version_of
+from autopar.foreign.trees import TreeSpec, tree_flatten, tree_unflatten
 from autopar.tensor_tracking import storage_key
 
 __all__ = ["BlockReplay", "Form", "form_of", "tensor_of"]
@@ -170,13 +171,13 @@ class BlockReplay(ABC):
                     for place, kept in known.outputs
                 ]
                 return tree_unflatten(outputs, known.structure)
-        versions = [tensor._version for tensor in arguments]
+        versions = [version_of(tensor) for tensor in arguments]
         self.alone = True
         with _reads_seen(block, differing) as read, self.running(block):
             output = forward(*args, **kwargs)
         after, structure_after = tree_flatten((args, kwargs))
         untouched = structure_after == structure and all(now is then for now, then in zip(after, leaves, strict=True))
-        if self.alone and untouched and [tensor._version for tensor in arguments] == versions:
+        if self.alone and untouched and [version_of(tensor) for tensor in arguments] == versions:
             outputs_kept = self._kept(output, block, leaves, arguments)
             if outputs_kept is not None:
                 values = [_typed(block, place) for place in read]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.foreign.modules import own_buffers, own_modules, own_parameters
 from autopar.plan.plan import ModulePlan, Plan
 
 __all__ = ["EqualBlocks", "equal_blocks"]
@@ -114,7 +115,7 @@ class _Comparison:
             if id(module) in self._shared or any(id(tensor) in self._shared for tensor in tensors.values()):
                 return None
             place = f"{path}.{inner}" if inner else path
-            structure.append((inner, type(module), list(module._modules), self._facts(place, tensors)))
+            structure.append((inner, type(module), list(own_modules(module)), self._facts(place, tensors)))
             for name, value in vars(module).items():
                 if name in _EVERY_MODULE or name.startswith("_autopar"):
                     continue
@@ -137,7 +138,7 @@ class _Comparison:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    own = {**module._parameters, **module._buffers}
+    own = {**own_parameters(module), **own_buffers(module)}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 

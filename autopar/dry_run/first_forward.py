@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.tensor_parallel import check_plan_with
+from autopar.foreign.trees import tree_map_only
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.hooks import Hook
 

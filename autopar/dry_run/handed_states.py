@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from autopar.context_parallel.apply import undo
 from autopar.context_parallel.handed_states import HandedStates, argument_of, place_of
 from autopar.context_parallel.state import RowPlan, WholeModule
 from autopar.dry_run.rows_in_pieces import BATCH, ROWS, Call, goes_on
+from autopar.foreign.transformers import initialize_weights
+from autopar.foreign.trees import tree_flatten_with_path, tree_map_with_path
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 
 __all__ = ["calls_of", "hand_on_states"]
@@ -104,7 +105,7 @@ def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
             if type(each) is nn.Linear and each.weight.numel() > _LARGE:
                 each.forward = _OneNumberEach(each, numbers)  # type: ignore[assignment]
                 continue
-            model._init_weights(each)
+            initialize_weights(model, each)
             for parameter in each.parameters(recurse=False):
                 width = parameter[0].numel() if parameter.ndim > 1 else 4
                 parameter.normal_(0, width**-0.5, generator=numbers)

@@ -12,13 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.foreign.modules import HELD, own_buffers, own_modules, own_parameters, remove_forward_hooks
+from autopar.foreign.transformers import ATTENTION, EXPERTS
 
 __all__ = ["meta_copy", "pixel_shape", "sample_inputs"]
 
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 
 _OWN = frozenset(vars(nn.Module()))
-_HOOKS = _OWN - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+_HOOKS = _OWN - HELD
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -134,13 +136,12 @@ def meta_copy(model: Model, *, gradients: bool = False, equal: Sequence[EqualBlo
                 _copy_like(other, like, memo)
     copied = copy.deepcopy(model, memo).eval()
     for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = "eager"  # every model has it; it runs without data and reads every size
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"  # the one that does not look at data
+        if hasattr(config, ATTENTION):
+            setattr(config, ATTENTION, "eager")  # every model has it; it runs without data and reads every size
+        if hasattr(config, EXPERTS):
+            setattr(config, EXPERTS, "batched_mm")  # the one that does not look at data
     for module in copied.modules():  # without the user's hooks
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
+        remove_forward_hooks(module, object)
     return copied
 
 
@@ -163,9 +164,9 @@ def _copy_like(module: nn.Module, like: nn.Module, memo: dict[int, Any]) -> nn.M
     memo[id(module)] = made
     state = vars(made)
     for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers"):
+        if value is own_parameters(module) or value is own_buffers(module):
             state[name] = {key: tensor if tensor is None else memo[id(tensor)] for key, tensor in value.items()}
-        elif name == "_modules":
+        elif value is own_modules(module):
             pairs = zip(value.items(), vars(like)[name].values(), strict=True)
             state[name] = {key: below if below is None else _copy_like(below, of, memo) for (key, below), of in pairs}
         elif name in _HOOKS:

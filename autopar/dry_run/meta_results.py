@@ -9,8 +9,9 @@ import functools
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_flatten
 
+from autopar.foreign.operators import ITEM, schema_of
+from autopar.foreign.trees import tree_flatten
 from autopar.tensor_tracking import TensorTracking
 
 __all__ = ["ValuelessTracking", "on_meta"]
@@ -45,7 +46,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def _is_functional(func: Any) -> bool:
     """Whether an operator neither writes to its arguments nor returns views of them."""
-    schema = func._schema
+    schema = schema_of(func)
     return not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
 
@@ -83,7 +84,7 @@ class ValuelessTracking(TensorTracking):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # "is anything padded?": take some branch
+        if func is ITEM:  # "is anything padded?": take some branch
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
             return args[0].new_empty((1, args[0].ndim), dtype=torch.long)

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.foreign.operators import schema_of
+from autopar.foreign.tensors import base_of
+from autopar.foreign.trees import tree_map
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["MixedRows", "RowTracking", "prime_beside"]
@@ -130,8 +132,8 @@ class RowTracking(ValuelessTracking):
                 does = "leaves no dim of rows" if not dims else "makes a table of rows by rows"
                 raise MixedRows(f"{name}: {does}, {[list(x.shape) for x in held]} -> {list(tensor.shape)}")
             self._rows[tensor] = True
-            if tensor._base is not None and func._schema.is_mutable:
-                self._rows[tensor._base] = True
+            if base_of(tensor) is not None and schema_of(func).is_mutable:
+                self._rows[base_of(tensor)] = True
 
     def _check(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: torch.Tensor) -> None:
         if torch.Tag.pointwise in func.tags or name in _APART:
@@ -152,8 +154,8 @@ class RowTracking(ValuelessTracking):
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operation by name, with their defaults."""
-    named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    named.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+    named = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()}
+    named.update(zip((a.name for a in schema_of(func).arguments), args, strict=False))
     return {**named, **kwargs}
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from autopar.dry_run.row_tracking import MixedRows
 from autopar.dry_run.sequence_tracking import SequenceTracking
+from autopar.foreign.trees import tree_leaves
 from autopar.layout import Layout
 from autopar.plan.sequence import SequencePlan
 from autopar.tensor_parallel.regions import Region

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
@@ -32,6 +31,7 @@ from autopar.dry_run.activation_tracking import ActivationTracking, TrackedRepla
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import PolicyError
+from autopar.foreign.trees import tree_leaves
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region

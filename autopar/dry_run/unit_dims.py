@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.foreign.operators import schema_of
+
 __all__ = ["SHAPE_ONLY", "VIEWS", "Followed", "SplitUnits", "follow"]
 
 Given = list[tuple[torch.Tensor, "Followed | None"]]
@@ -49,8 +51,8 @@ def follow(
     """
     held = [(x, f) for x, f in given if f is not None]
     first, followed = held[0]
-    named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    named.update(zip((a.name for a in func._schema.arguments), args, strict=False))
+    named = {a.name: a.default_value for a in schema_of(func).arguments if a.has_default_value()}
+    named.update(zip((a.name for a in schema_of(func).arguments), args, strict=False))
     named.update(kwargs)
     if name in VIEWS:
         hint = hints[0] if hints else None

@@ -19,6 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.dry_run.unit_dims import SHAPE_ONLY, VIEWS, Followed, SplitUnits, follow
+from autopar.foreign.operators import schema_of
+from autopar.foreign.tensors import base_of
 from autopar.layout import Layout
 from autopar.tensor_tracking import tensors_in
 
@@ -113,8 +115,8 @@ class UnitTracking(ValuelessTracking):
                 self._known.pop(tensor, None)
                 continue
             self._known[tensor] = followed
-            if tensor._base is not None and func._schema.is_mutable and tensor._base.shape == tensor.shape:
-                self._known[tensor._base] = followed
+            if base_of(tensor) is not None and schema_of(func).is_mutable and base_of(tensor).shape == tensor.shape:
+                self._known[base_of(tensor)] = followed
 
     def _hints(self) -> list[Followed | None]:
         at = len(self.steps)

@@ -20,6 +20,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from autopar.foreign.autograd import forward_class, input_metadata
+
 __all__ = ["Halves", "WeightGradients", "backward_halves", "stage_backward_input", "stage_backward_weight"]
 
 _Gradients = tuple[torch.Tensor | None, ...]
@@ -129,7 +131,7 @@ def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor
     graph, _, starts = _way([get_gradient_edge(root) for root in roots], leaves)
     apart = not any(_runs_once(node) for node in starts)
     below = _nodes(starts) if apart else {}
-    arriving = [each for node in starts for each in node._input_metadata] if apart else []
+    arriving = [each for node in starts for each in input_metadata(node)] if apart else []
     gradients = sum(prod(each.shape) * each.dtype.itemsize for each in arriving)
     return Halves(apart, bool(below), frozenset(graph.keys() - below.keys()), gradients)
 
@@ -148,7 +150,7 @@ def _way(
 
 
 def _runs_once(node: Node) -> bool:
-    return isinstance(node, BackwardCFunction) and not getattr(node._forward_cls, "keeps_nothing", False)
+    return isinstance(node, BackwardCFunction) and not getattr(forward_class(node), "keeps_nothing", False)
 
 
 def _replaced_by(arrived: _Gradients) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.distributed.whole_on_read import FACTS, name_of
 from autopar.errors import ConfigError
+from autopar.foreign.trees import tree_leaves
 from autopar.pipeline_parallel.microbatch import own_loss
 
 __all__ = ["LossOf"]

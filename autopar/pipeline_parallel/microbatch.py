@@ -19,6 +19,7 @@ from transformers.loss.loss_utils import (
 
 from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import set_loss_function
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.sample_rows import sample_rows
 
@@ -290,7 +291,7 @@ def _loss_function(model: Any) -> Any:
     """What the model's forward calls as ``self.loss_function``; None if it calls none."""
     if not isinstance(model, PreTrainedModel) or "loss_function" not in _names_in_forward(model):
         return None
-    own = vars(model).get("_loss_function")
+    own = set_loss_function(model)
     return getattr(own, "plain", own) or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import UnsupportedModelError
+from autopar.foreign.modes import no_overrides
 from autopar.tensor_tracking import storage_key
 
 __all__ = ["Placeholder", "make_placeholder", "scalar_placeholder"]
@@ -41,7 +42,7 @@ class Placeholder(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, Placeholder) and _writes(func) and first._is_left_out():
             return None if func is torch.Tensor.__setitem__ else first
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_overrides():
             result = func(*args, **(kwargs or {}))
             if type(result) is torch.Tensor and isinstance(first, Placeholder):
                 key = storage_key(result)

@@ -18,6 +18,7 @@ from transformers.utils.generic import ModelOutput
 from autopar.distributed.rng import Generators
 from autopar.distributed.whole_on_read import WholeOnRead, parts_of
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
+from autopar.foreign.operators import ITEM, schema_of
 from autopar.pipeline_parallel.kv_cache import copy_caches
 from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -78,9 +79,9 @@ class Provenance(TensorTracking):
         """Give the result, and what is written in place, the origins of the arguments."""
         inputs = list(tensors_in((args, kwargs)))
         found = frozenset().union(*map(self._of, inputs))
-        if not found or func._schema.name.rpartition("::")[2] in _VALUELESS:
+        if not found or schema_of(func).name.rpartition("::")[2] in _VALUELESS:
             return
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is ITEM:
             self.read_by_control_flow |= found
         # the schemas of collectives do not say what they write
         collective = func.namespace in ("c10d", "_c10d_functional")

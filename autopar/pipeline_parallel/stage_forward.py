@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from autopar.class_swap import swap, unswap
 from autopar.errors import UnsupportedModelError
+from autopar.foreign.tensors import version_of
 from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length, tokens_of
 from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -144,7 +145,7 @@ class StageForward:
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             copied = tensor.detach().clone()
-            self._copies.append((place, copied, copied._version))
+            self._copies.append((place, copied, version_of(copied)))
             return copied
 
         made = map_tensors(self.received.output, copy)
@@ -166,7 +167,7 @@ class StageForward:
     def check_copies(self) -> None:
         """Raise UnsupportedModelError if the model wrote into what :meth:`output_before` returned."""
         for place, copied, version in self._copies:
-            if copied._version != version:
+            if version_of(copied) != version:
                 raise UnsupportedModelError(
                     "this model cannot be split into pipeline stages: its forward writes in place into the output of "
                     f"block {place}, which a later stage does not have"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from autopar.class_swap import swap, unswap
 from autopar.distributed.mesh import MPU
+from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.pipeline_parallel.placeholders import Placeholder, make_placeholder, scalar_placeholder
 from autopar.plan.stages import StagePlan
 from autopar.storage.parameter_storage import replace_storage
@@ -100,19 +101,19 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
     dtypes = [next((p.dtype for p in module.parameters() if p.is_floating_point()), None) for module in models]
     for path, module in model.named_modules():
         start = f"{path}." if path else ""
-        gone = [name for name in module._parameters if start + name in foreign]
+        gone = [name for name in own_parameters(module) if start + name in foreign]
         if gone:
-            released.orders.append((module, dict(module._parameters)))
+            released.orders.append((module, dict(own_parameters(module))))
         for name in gone:
-            parameter = module._parameters.pop(name)
+            parameter = own_parameters(module).pop(name)
             if parameter is not None:
                 released.parameters[id(parameter)] = parameter
                 placeholder = make_placeholder(parameter, start + name, device)
                 module.__dict__[name] = released.placeholders[start + name] = placeholder
-        for name, buffer in list(module._buffers.items()):
+        for name, buffer in list(own_buffers(module).items()):
             if buffer is not None and start + name in foreign and any(map(start.startswith, blocks)):
                 released.buffers.append((module, name, start + name, buffer))
-                module._buffers[name] = None
+                own_buffers(module)[name] = None
     for parameter in released.parameters.values():
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.grad = None
@@ -162,7 +163,7 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
                 module, key, buffer = gone[name]
                 dtype = everyone[holders[0]][name][0]
                 back = torch.empty_like(buffer, device=mpu.device) if buffer.is_meta else buffer
-                module._buffers[key] = buffers[name] = back.to(dtype)
+                own_buffers(module)[key] = buffers[name] = back.to(dtype)
             _broadcast(buffers[name], holders[0], mpu)
 
 
@@ -176,8 +177,8 @@ def _put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Si
         for name, parameter in order.items():
             if parameter is not None and id(parameter) in released.parameters:
                 shapes[f"{paths[id(module)]}.{name}".lstrip(".")] = module.__dict__.pop(name).shape
-        module._parameters.clear()
-        module._parameters.update(order)
+        own_parameters(module).clear()
+        own_parameters(module).update(order)
     return shapes
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from autopar.adapters.supported import check_layer
 from autopar.adapters.wrappers import tuner_layers
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import swaps_features
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import ModulePlan
@@ -191,7 +192,7 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
     dims = layer.get_param().ndim
     if layout is None or layout.replicated or layout.dim < dims - 2:
         raise _cannot_follow(path, plan, match)
-    of_output = (layout.dim == dims - 2) is (dims == 2 or layer._did_swap_in_out_features)
+    of_output = (layout.dim == dims - 2) is (dims == 2 or swaps_features(layer))
     yield TensorRule(ModulePlan(path, "", plan.where))  # while its forward runs, gradients are summed
     for name in layer.lora_A:
         a, b = (("lora_A", 1), ("lora_B", 0))

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.adapters.supported import check_adapters
 from autopar.errors import ConfigError, PolicyError
+from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.plan.adapters import adapter_rules
 from autopar.plan.attributes import scaled_attributes, sliced_inputs
@@ -219,7 +220,7 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
     """Check that each module with a sharded parameter has a rule: a tied one without would compute as if whole."""
     by_id = layouts.by_id()
     for path, module in root.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None or by_id.get(id(parameter)) is None or join(path, name) in bare:
                 continue
             plan = modules.get(path)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from autopar.adapters.wrappers import seen_through
 from autopar.errors import PolicyError, nearest
+from autopar.foreign.modules import own_buffers, own_modules, own_parameters
 from autopar.layout import Layout
 from autopar.plan.kernels import check_kernels
 from autopar.plan.units import UnitTable
@@ -166,7 +167,7 @@ def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.
 
 def _member(module: Any, name: str) -> Any:
     if isinstance(module, nn.Module):
-        for members in (module._modules, module._parameters, module._buffers):
+        for members in (own_modules(module), own_parameters(module), own_buffers(module)):
             if name in members:
                 return getattr(module, name)
     return None

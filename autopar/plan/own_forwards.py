@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import has_accelerate_hook
 from autopar.plan.plan import Plan
 
 __all__ = ["check_forwards", "drop_plain_forward"]
@@ -30,7 +31,7 @@ def check_forwards(model: nn.Module, plan: Plan) -> None:
     if not found:
         return
     first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""
-    if hasattr(first, "_hf_hook"):
+    if has_accelerate_hook(first):
         cause = (
             "  accelerate's hooks do that (device_map=..., cpu_offload). Take them off before initialize:\n"
             "  accelerate.hooks.remove_hook_from_module(model, recurse=True)"

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.errors import ConfigError, PolicyError
+from autopar.foreign.modules import BatchNorm, own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import ModulePlan
@@ -60,7 +61,7 @@ def _whole(match: RuleMatch) -> Iterator[TensorRule]:
     if rule.kind in ("replicated", "once"):
         yield TensorRule(None, whole)
         for inside, holder in module.named_modules() if rule.units else ():
-            names = frozenset(name for name, parameter in holder._parameters.items() if parameter is not None)
+            names = frozenset(name for name, parameter in own_parameters(holder).items() if parameter is not None)
             kind = "replicated" if inside else rule.kind
             if names or kind == "once":
                 yield TensorRule(ModulePlan(join(match.path, inside), kind, where, summed=names))
@@ -120,9 +121,11 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
                 f"{join(match.shown, inside)} takes a mean over what would be sharded: write {{norm_over: ...}}",
                 rule.where,
             )
-        own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in holder._parameters.items() if p is not None]
-        if isinstance(holder, nn.modules.batchnorm._BatchNorm):  # statistics of each channel
-            own += [(name, buffer) for name, buffer in holder._buffers.items() if buffer is not None and buffer.ndim]
+        own: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in own_parameters(holder).items() if p is not None]
+        if isinstance(holder, BatchNorm):  # statistics of each channel
+            own += [
+                (name, buffer) for name, buffer in own_buffers(holder).items() if buffer is not None and buffer.ndim
+            ]
         layouts: dict[str, Layout] = {}
         for name, parameter in own:
             shown = join(match.shown, inside, name)

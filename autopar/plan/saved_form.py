@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from autopar.foreign.modes import TorchDispatchMode
+from autopar.foreign.operators import UNSAFE_VIEW
+from autopar.foreign.tensors import base_of
+from autopar.foreign.transformers import unsaved_keys
 from autopar.plan.plan import Joined, Piece
 
 __all__ = ["saved_form"]
@@ -32,7 +35,7 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
     Args:
         names: in the plain model's state dict, one of each tied tensor -> in this one's, which may have adapters.
     """
-    ignored = {str(key) for key in model._keys_to_ignore_on_save or ()}
+    ignored = unsaved_keys(model)
     held = model.state_dict()
     state = {
         name: torch.empty(held[stored].shape, dtype=held[stored].dtype, device="meta")
@@ -101,7 +104,7 @@ class _ViewTracking(TorchDispatchMode):
         Args:
             saved: its name in the file; None for a part of a joined tensor.
         """
-        base = tensor if tensor._base is None else tensor._base
+        base = tensor if base_of(tensor) is None else base_of(tensor)
         view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         name = self._names.get(id(base))
         if name is not None:
@@ -116,7 +119,7 @@ class _ViewTracking(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _ATEN.clone.default:
             return args[0]
-        if func in (_ATEN._unsafe_view.default, _ATEN.view.default):
+        if func in (UNSAFE_VIEW, _ATEN.view.default):
             try:
                 return func(*args)
             except RuntimeError:  # it would have been the view of a copy

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.foreign.autograd import sequence_number
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.planner.collective_calls import collectives_of
 from autopar.planner.fused_kernels import FusedKernels
@@ -175,7 +176,7 @@ class _Count(BlockReplay):
         known = self._segments.get(place)
         if known is not None:  # of a block that stands for all layers
             unit, entries = known.unit.followed_by(unit), [*known.entries, *entries]
-        self._segments[place] = _Segment(unit, entries, frozenset(node._sequence_nr() for node in halves.freed))
+        self._segments[place] = _Segment(unit, entries, frozenset(map(sequence_number, halves.freed)))
         storages.start_operations()
 
     def _leave_encoder(self, encoder: nn.Module, args: Any, output: Any) -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.foreign.autograd import input_metadata
+
 __all__ = ["Collective", "collectives_of"]
 
 
@@ -81,7 +83,7 @@ def _calls(node: Any) -> Iterator[Collective]:
     forward, backward = _NODES.get(node.name(), (None, None))
     if forward is None and backward is None:
         return
-    [of] = node._input_metadata  # of the forward's output
+    [of] = input_metadata(node)  # of the forward's output
     shape = list(of.shape)
     layout = getattr(node, "layout", None)
     if layout is not None:  # of gather, scatter and weights with replicated units: the whole dim

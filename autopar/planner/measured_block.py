@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from autopar.foreign.autograd import sequence_number
+from autopar.foreign.trees import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.planner.collective_calls import collectives_of
 from autopar.planner.saved_storages import SavedStorages, alive
@@ -57,7 +58,7 @@ def measure_block(
     made = [x for x in tensors_in(values_of(out)) if x.requires_grad]
     outputs = saved_storages.numbered(made)
     halves = backward_halves(made, leaves)
-    late = alive(entries, {node._sequence_nr() for node in halves.freed}) if halves.rest else None
+    late = alive(entries, {sequence_number(node) for node in halves.freed}) if halves.rest else None
     calls = collectives_of(made, [inside for _, inside in copies.values()])
     backward_peak = 0
     if made and leaves:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import from_config
 from autopar.planner.candidate import Rows
 from autopar.planner.hardware import GPUS, Gpu, find_gpu
 from autopar.planner.planned_model import PlannedModel
@@ -79,7 +80,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
         raise ConfigError(f"metrics: {type(inner).__name__} is no Hugging Face model")
     kind: Any = next(each for each in type(inner).__mro__ if not each.__module__.startswith("autopar"))
     with lazy_init():
-        plain = kind._from_config(vars(inner).get("_autopar_config", inner.config))
+        plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = count.units()
     return 3 * sum(operation.flops for unit in units for operation in unit.operations)

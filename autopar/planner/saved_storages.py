@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.foreign.autograd import next_sequence_number
 from autopar.planner.storages import Storages
 from autopar.tensor_tracking import storage_key
 
@@ -55,7 +56,7 @@ class SavedStorages:
         if self.is_weight(tensor) or not tensor.is_meta:
             return tensor
         saved = _Saved(tensor)
-        node = torch._C._autograd._get_sequence_nr() - 1  # the node was made last
+        node = next_sequence_number() - 1  # the node was made last
         entry = Entry(weakref.ref(saved), self.number(tensor), self._storages.bytes(tensor), node)
         self._entries.append(entry)
         return saved

@@ -14,6 +14,7 @@ from autopar.data_parallel.master_weights import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy
+from autopar.foreign.transformers import ATTENTION, EXPERTS
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.planner.candidate import Rows
@@ -65,7 +66,7 @@ def make_shard(
     for parameter, original in zip(shard.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad and original.is_floating_point())
     for copied, module in zip(shard.modules(), model.modules(), strict=True):
-        for name in ("_attn_implementation", "_experts_implementation"):
+        for name in (ATTENTION, EXPERTS):
             own = getattr(getattr(module, "config", None), name, None)
             if own is not None:
                 setattr(copied.config, name, own if own == _EAGER or name[1] == "e" else "sdpa")

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autopar.dry_run.meta_results import on_meta
+from autopar.foreign.operators import GROUPED_MM, ITEM, operator_of, schema_of
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 __all__ = ["Operation", "Storages"]
@@ -70,12 +71,12 @@ class Storages(TensorTracking):
             self.operations.append(Operation(flops, moved, attention))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:  # "is anything padded?": some branch
+        if func is ITEM and args[0].is_meta:  # "is anything padded?": some branch
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype != torch.bfloat16:
+        if func is GROUPED_MM and args[0].is_meta and args[0].dtype != torch.bfloat16:
             halves = [x.to(torch.bfloat16) for x in args[:2]]  # without data torch knows it of bfloat16 only
             return on_meta(func, (*halves, *args[2:]), kwargs).to(args[0].dtype)
         return on_meta(func, args, kwargs)
@@ -87,7 +88,7 @@ class Storages(TensorTracking):
         new = [tensor for tensor in made if storage_key(tensor) not in known]
         for tensor in new:
             self._number(tensor, counted=True)
-        if self.operations is None or not (new or func._schema.is_mutable):
+        if self.operations is None or not (new or schema_of(func).is_mutable):
             return  # nobody asks, or a view
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *(made if new else ())))
         self.operations.append(Operation(_flops(func, args, kwargs, result), moved))
@@ -113,7 +114,7 @@ class Storages(TensorTracking):
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    packet = func._overloadpacket
+    packet = operator_of(func)
     if packet in flop_registry:
         try:
             return int(flop_registry[packet](*args, **kwargs, out_val=result))

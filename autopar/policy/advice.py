@@ -7,6 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from autopar.errors import nearest
+from autopar.foreign.modules import own_parameters
 from autopar.policy.files import reference
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy
@@ -63,7 +64,7 @@ class _Structure:
         modules = [(path.removeprefix(base), module) for path, module in model.named_modules() if path]
         self.modules = {_end(path): module for path, module in modules}
         self.around = {_end(path): {_end(outer) for outer in _and_around(path)} for path, _ in modules}
-        self.stored = {_end(path) for path, module in modules if module._parameters}
+        self.stored = {_end(path) for path, module in modules if own_parameters(module)}
         self.parameters = {_end(path) for path, _ in model.named_parameters()}
         configs = [type(model.config), *(getattr(kind, "config_class", None) for kind in type(model).mro())]
         self.types = {getattr(kind, "model_type", "") for config in configs if config for kind in config.mro()}

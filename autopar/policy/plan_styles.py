@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import UnsupportedModelError
+from autopar.foreign.modules import own_parameters
 from autopar.policy.plan_heads import Heads, heads_of
 from autopar.policy.schema import INFERRED, Part, Ratio, Rule, UnitSpec
 from autopar.policy.yaml_reader import Where
@@ -173,7 +174,7 @@ class StyleRules:
         holder, _, name = path.rpartition(".")
         if holder in styles or name in ("weight", "bias"):
             return  # of a layer or of experts that are sharded as a whole
-        parameter = self.modules[holder]._parameters[name]
+        parameter = own_parameters(self.modules[holder])[name]
         heads = group.heads
         if parameter is None or style != "colwise" or heads is None or tuple(parameter.shape) != (heads.count,):
             raise self.refused(path, style, "of bare parameters only one number for each head is known")
@@ -186,7 +187,7 @@ class StyleRules:
             raise self.refused(path, _EXPERTS, f"{kind} is not made by transformers' use_experts_implementation")
         unit = Part(self._single(group.single))
         self.rules[path] = Rule("region", self.where(path), (unit,))
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None:
                 continue
             own, style = f"{path}.{name}", styles.get(f"{path}.{name}") or self.style_of(f"{path}.{name}")

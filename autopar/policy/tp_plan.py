@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.transformers import tensor_plan
 from autopar.policy.described_model import base_of
 from autopar.policy.plan_styles import StyleRules, generic
 from autopar.policy.schema import SUPPORTED, Part, Policy, Ratio, Rule, Tower
@@ -32,7 +34,7 @@ def is_imported(where: object) -> bool:
 
 def shipped_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the plan that comes with a model and the models in it: pattern of a path from ``model`` -> style."""
-    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    plan: dict[str, str] = tensor_plan(model)
     name, base = base_of(model)
     start = f"{name}." if name else ""
     for pattern, style in (getattr(getattr(base, "config", None), "base_model_tp_plan", None) or {}).items():
@@ -90,7 +92,7 @@ class _Import:
         for path, module in self.modules.items():
             if path:
                 yield path
-            yield from (f"{path}.{name}".lstrip(".") for name, p in module._parameters.items() if p is not None)
+            yield from (f"{path}.{name}".lstrip(".") for name, p in own_parameters(module).items() if p is not None)
 
     def _lists(self) -> list[str]:
         """The outermost lists of blocks in the base model that the plan shards something in."""
@@ -135,7 +137,7 @@ class _Import:
         """What the plan does not name."""
         holders = {generic(path) for path, module in self.modules.items() if next(module.children(), None) is not None}
         for path, module in self.modules.items():
-            names = [name for name, parameter in module._parameters.items() if parameter is not None]
+            names = [name for name, parameter in own_parameters(module).items() if parameter is not None]
             left = [name for name in names if f"{path}.{name}".lstrip(".") not in self.rules]
             if path in self.rules or not left:
                 continue

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from autopar.errors import CheckpointError
+from autopar.foreign.modes import disabled_torch_function
+from autopar.foreign.operators import TO_COPY, UNSAFE_VIEW, schema_of
+from autopar.foreign.tensors import wrapper_subclass
+from autopar.foreign.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
 from autopar.storage.range_file import RangeFile
 from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped
@@ -70,14 +73,14 @@ class Sketch(torch.Tensor):
 
     @staticmethod
     def __new__(cls, lazy: LazyTensor) -> Sketch:
-        made = torch.Tensor._make_wrapper_subclass(cls, lazy.shape, dtype=lazy.dtype, device=torch.device("cpu"))
+        made = wrapper_subclass(cls, lazy.shape, dtype=lazy.dtype, device=torch.device("cpu"))
         made.lazy = lazy
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Sketch({type(self.lazy).__name__}, {list(self.shape)}, {self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -109,8 +112,8 @@ def _gives_tensors(func: Any, kwargs: Any) -> bool:
     """Tell whether the result can be described; not a number (``item``), a write into a real tensor, another device."""
     device = kwargs.get("device")
     elsewhere = device is not None and torch.device(device).type != "cpu"
-    tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in func._schema.returns)
-    return tensors and bool(func._schema.returns) and not func._schema.is_mutable and not elsewhere
+    tensors = all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema_of(func).returns)
+    return tensors and bool(schema_of(func).returns) and not schema_of(func).is_mutable and not elsewhere
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] | None:
@@ -119,13 +122,13 @@ def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] |
         return _side_by_side(func is _ATEN.stack.default, *args, **kwargs)
     if not args or not isinstance(args[0], Sketch):
         return None
-    lazy, first = args[0].lazy, func._schema.arguments[0]
+    lazy, first = args[0].lazy, schema_of(func).arguments[0]
     if func in (_ATEN.clone.default, _ATEN.lift_fresh.default):
         return lazy
-    if func is _ATEN._to_copy.default:
+    if func is TO_COPY.default:
         return _copied(lazy, kwargs)
-    is_view = first.alias_info is not None and not func._schema.is_mutable
-    if not is_view and func is not _ATEN._unsafe_view.default:
+    is_view = first.alias_info is not None and not schema_of(func).is_mutable
+    if not is_view and func is not UNSAFE_VIEW:
         return None
     made = func(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), *args[1:], **kwargs)
     views = [_view(lazy, one) for one in made] if isinstance(made, list | tuple) else _view(lazy, made)

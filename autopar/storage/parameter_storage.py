@@ -7,6 +7,8 @@ import weakref
 import torch
 from torch import nn
 
+from autopar.foreign.tensors import swap_implementation
+
 __all__ = ["replace_storage"]
 
 
@@ -18,6 +20,6 @@ def replace_storage(parameter: nn.Parameter, data: torch.Tensor) -> None:
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     vars(other).update(vars(parameter))
     if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they go on being right
-        torch._C._swap_tensor_impl(parameter, other)
+        swap_implementation(parameter, other)
     else:
         torch.utils.swap_tensors(parameter, other)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._dynamo.eval_frame import skip_code
 
+from autopar.foreign.modes import leave_alone
 from autopar.tensor_parallel.consistency import leaves
 
 __all__ = ["CompiledCheck", "checked_arguments", "no_graph_of_its_own"]
@@ -37,7 +37,7 @@ def no_graph_of_its_own(function: _Function) -> _Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (function if torch.compiler.is_compiling() else outside)(*args, **kwargs)
 
-    skip_code(call.__code__)
+    leave_alone(call.__code__)
     return cast("_Function", functools.wraps(function)(call))
 
 

@@ -14,6 +14,8 @@ from autopar.call_site import is_library, warn_user
 from autopar.distributed.axis import Axis, Group
 from autopar.distributed.collectives import gather, reduce_
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import assert_soon
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.parallel_layer import (
@@ -32,7 +34,7 @@ WARNED = "_autopar_warned"
 
 
 def _read(self: Any) -> Any:
-    weight = self._parameters.get("weight")
+    weight = own_parameters(self).get("weight")
     if weight is None:
         if "weight" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no weight")
@@ -148,7 +150,7 @@ def _check_ids(ids: torch.Tensor, size: int) -> None:
     if ids.is_meta:
         return
     if not ids.is_cpu or torch.compiler.is_compiling():  # looking at them would make the host wait
-        torch._assert_async(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
+        assert_soon(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
     elif ids.numel():
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= size:

@@ -21,6 +21,7 @@ from autopar.distributed.failures import FailureLog, first_line
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.errors import ConfigError
+from autopar.foreign.modules import remove_forward_hooks
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
@@ -84,11 +85,7 @@ def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     unbind(model, _OWNER)
     for module in _callable_alone(model):
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _HOOKS)]:
-                hooks.pop(key)
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        remove_forward_hooks(module, _HOOKS)
         for name in _NAMES:
             module.__dict__.pop(name, None)
 

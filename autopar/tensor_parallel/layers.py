@@ -28,6 +28,7 @@ from autopar.distributed.axis import Group
 from autopar.distributed.collectives import copy, gather, reduce_, scatter
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
+from autopar.foreign.modules import Convolution, convolve
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
@@ -255,7 +256,7 @@ class _Conv:
     """A convolution of a plain class, as the product of a parallel layer."""
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = self._conv_forward(x, weight, bias)  # type: ignore[attr-defined]
+        y: torch.Tensor = convolve(self, x, weight, bias)
         return y
 
 
@@ -294,7 +295,7 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
     Raises:
         PolicyError: the class computes something else than the layer that the rule is for.
     """
-    if plan.rule in ("column", "row") and issubclass(plain, nn.modules.conv._ConvNd):
+    if plan.rule in ("column", "row") and issubclass(plain, Convolution):
         return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, scatter
 from autopar.errors import ConsistencyError
+from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 
 __all__ = ["Change", "Head", "HeadState", "Shards", "after"]
@@ -43,7 +44,7 @@ class Head(NamedTuple):
     def check(self) -> None:
         """Raise ConsistencyError if the product would be another one than in the forward."""
         state = self.seen
-        if state.went_back or any(x._version != version for x, version in state.versions):
+        if state.went_back or any(version_of(x) != version for x, version in state.versions):
             raise ConsistencyError(
                 "logits are read after the backward pass or a step of the optimizer. With loss.chunk they are computed "
                 "when they are read,\n  from weights that are others by then: read them before, or use loss: {chunk: 0}"
@@ -54,7 +55,7 @@ class HeadState:
     """What a head's weights were when logits were asked for."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
-        self.versions = [(x, x._version) for x in weights]
+        self.versions = [(x, version_of(x)) for x in weights]
         self.went_back = False
 
 

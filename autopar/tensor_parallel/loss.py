@@ -21,6 +21,7 @@ from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import assert_soon
 from autopar.layout import even_shards
 
 __all__ = [
@@ -132,7 +133,7 @@ def check_targets(target: torch.Tensor, ignored: torch.Tensor, vocab_size: int) 
     if target.is_meta:
         return
     if not target.is_cpu:
-        torch._assert_async(fits.all(), f"a target is outside the vocabulary of {vocab_size}")
+        assert_soon(fits.all(), f"a target is outside the vocabulary of {vocab_size}")
     elif not fits.all():
         outside = target[~fits]
         raise ConfigError(
@@ -148,7 +149,7 @@ def _check_widths(found: torch.Tensor, widths: list[int]) -> None:
     if not found.is_cpu:
         expected = torch.tensor(widths, dtype=found.dtype).to(found.device, non_blocking=True)  # nobody waits for it
         right = found == expected
-        torch._assert_async(right.all(), f"the ranks' logits are not {widths} columns wide")
+        assert_soon(right.all(), f"the ranks' logits are not {widths} columns wide")
     elif found.tolist() != widths:
         columns = [int(width) for width in found.tolist()]
         raise ConfigError(

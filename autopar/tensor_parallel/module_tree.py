@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters.wrappers import tuner_layers
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_modules, own_parameters
 
 __all__ = ["ModuleTree"]
 
@@ -95,10 +96,10 @@ def _look(model: nn.Module) -> list[_Seen]:
             module,
             path,
             type(module),
-            list(module._modules.values()),
-            list(module._parameters),
-            list(module._parameters.values()),
-            [None if p is None else p.shape for p in module._parameters.values()],
+            list(own_modules(module).values()),
+            list(own_parameters(module)),
+            list(own_parameters(module).values()),
+            [None if p is None else p.shape for p in own_parameters(module).values()],
         )
         for path, module in model.named_modules()
     ]
@@ -122,7 +123,7 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
     }
     new = []
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             place = (id(module), name)
@@ -159,12 +160,12 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif list(seen.module._parameters) != seen.names:
+        elif list(own_parameters(seen.module)) != seen.names:
             _refuse(model, seen, f"holds {_listed(seen.module)} now, and held {', '.join(seen.names)}")
 
 
 def _listed(module: nn.Module) -> str:
-    return ", ".join(module._parameters) or "no parameter"
+    return ", ".join(own_parameters(module)) or "no parameter"
 
 
 def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import start_all_reduce
 from autopar.distributed.derivatives import is_watched, keep_none, single_backward
 from autopar.distributed.profiling import named_collective, record
+from autopar.foreign.autograd import is_forward_mode
 
 __all__ = ["CONV1D", "LINEAR", "WeightGradient", "attach", "can_overlap", "enter"]
 
@@ -68,7 +68,7 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
-        and forward_ad._current_level < 0
+        and not is_forward_mode()
         and not is_watched(x)  # what the layer returns was kept: it must not be written to
     )
 

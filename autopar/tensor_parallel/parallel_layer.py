@@ -20,6 +20,7 @@ from autopar.distributed.collectives import copy, sum_replicas
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.foreign.modules import own_parameters
 from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.megatron.parameter_marks import mark_shard
@@ -60,7 +61,7 @@ class ParallelLayer:
         None where a dry run follows tensors, where dropout draws, where the bias is returned beside the output, and
         where the parameters are not the module's own (parametrizations).
         """
-        own = self._parameters
+        own = own_parameters(self)
         if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):
             return None
         weight = own.get("weight")
@@ -159,7 +160,7 @@ def make_layer(
             for name, parameter in full.named_parameters():
                 how.init_method(parameter.data) if name == "weight" else parameter.zero_()
     layer.tp, layer.region, layer.autopar, layer.autopar_layouts = axis, _LayerRegion(axis), plan, dict(plan.layouts)
-    for name, tensor in full._parameters.items():
+    for name, tensor in own_parameters(full).items():
         layout = plan.layouts.get(name)
         if tensor is None:
             layer.register_parameter(name, None)
@@ -167,9 +168,9 @@ def make_layer(
             setattr(layer, name, nn.Parameter(tensor.data))
         else:
             setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
-            mark_shard(layer._parameters[name], layout.dim, how.stride)
+            mark_shard(own_parameters(layer)[name], layout.dim, how.stride)
             if axis.size > 1:
-                mark_layer(layer._parameters[name], type(layer).__name__)
+                mark_layer(own_parameters(layer)[name], type(layer).__name__)
     return full.get_parameter("weight").data
 
 

@@ -16,6 +16,8 @@ from autopar.distributed.digest import checksum
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
+from autopar.foreign.modules import BatchNorm, Convolution, own_buffers, own_parameters
+from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.own_forwards import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
@@ -45,15 +47,15 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
         drop_plain_forward(module)
         _swap(module, module_plan, axis, region)
         for name, layout in vars(module)["autopar_layouts"].items():
-            parameter = module._parameters.get(name)
+            parameter = own_parameters(module).get(name)
             if parameter is not None and id(parameter) not in done:  # tied weights are sharded once
                 done.add(id(parameter))
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = layout.shard(parameter.data, axis.rank)
                 parameter.grad = None if gradient is None else layout.shard(gradient, axis.rank)
-            buffer = module._buffers.get(name)
+            buffer = own_buffers(module).get(name)
             if buffer is not None:
-                module._buffers[name] = layout.shard(buffer, axis.rank)
+                own_buffers(module)[name] = layout.shard(buffer, axis.rank)
         resize(module, module_plan, axis.rank)
         show_sizes(module)
     for path, module_plan in plan.modules.items():
@@ -92,7 +94,7 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
     if weight is None:
         return
     size = weight.size if rank is None else weight.local_size(rank)
-    if isinstance(module, nn.modules.conv._ConvNd | nn.GroupNorm):  # depthwise filters; groups of channels
+    if isinstance(module, Convolution | nn.GroupNorm):  # depthwise filters; groups of channels
         names = ("in_channels", "out_channels", "groups", "num_channels", "num_groups")
         whole = vars(module).setdefault("_autopar_sizes", {n: vars(module)[n] for n in names if n in vars(module)})
         of = whole["out_channels"] if "out_channels" in whole else whole["num_channels"]
@@ -104,7 +106,7 @@ def _resize_plain(module: nn.Module, plan: ModulePlan, rank: int | None) -> None
                 setattr(module, name, size)
         if rank is None:
             del module._autopar_sizes
-    elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+    elif isinstance(module, BatchNorm):
         module.num_features = size
     elif isinstance(module, nn.Embedding):
         setattr(module, "embedding_dim" if weight.dim else "num_embeddings", size)
@@ -121,10 +123,10 @@ def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
 
 def _keep_runnable(experts: nn.Module) -> None:
     """Compute expert by expert where rows of the shards are not multiples of 16 bytes, as the grouped matmul needs."""
-    if getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm" and any(
+    if getattr(getattr(experts, "config", None), EXPERTS, None) == "grouped_mm" and any(
         size * parameter.element_size() % 16 for parameter in experts.parameters() for size in parameter.shape[-2:]
     ):
-        set_value(view_of_config(experts), "_experts_implementation", "eager")
+        set_value(view_of_config(experts), EXPERTS, "eager")
 
 
 def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
@@ -137,14 +139,14 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
     for path, module_plan in plan.modules.items():
         module = modules[path]
         for name, layout in vars(module)["autopar_layouts"].items():
-            parameter, buffer = module._parameters.get(name), module._buffers.get(name)
+            parameter, buffer = own_parameters(module).get(name), own_buffers(module).get(name)
             if parameter is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 gradient, parameter.grad = _gradient_of(parameter, axis), None
                 parameter.data = all_gather(parameter.data, axis, layout)
                 parameter.grad = None if gradient is None else all_gather(gradient, axis, layout)
             if buffer is not None:
-                module._buffers[name] = all_gather(buffer, axis, layout)
+                own_buffers(module)[name] = all_gather(buffer, axis, layout)
         resize(module, module_plan, None)
         module.__class__ = plain_class(module)
         for name in ("tp", "region", "autopar", "autopar_layouts", "chunk", WARNED):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from autopar.distributed.axis import Axis
+from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.model_methods import bind, unbind
 
@@ -30,8 +31,8 @@ def _extra_repr(self: Any) -> str:
     layouts: dict[str, Layout] = self.autopar_layouts
     sizes = []
     for name, layout in layouts.items():
-        tensor = self._parameters.get(name)
-        tensor = self._buffers.get(name) if tensor is None else tensor
+        tensor = own_parameters(self).get(name)
+        tensor = own_buffers(self).get(name) if tensor is None else tensor
         if tensor is not None:
             whole = list(tensor.shape)
             whole[layout.dim] = layout.size

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
+from autopar.foreign.modules import own_buffers, own_parameters
+from autopar.foreign.trees import tree_map
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
 from autopar.tensor_parallel.regions import Region
@@ -136,9 +137,9 @@ def _argument_names(kind: type[nn.Module]) -> list[str]:
 
 def _gradient_property(name: str) -> property:
     def read(self: Any) -> Any:
-        if name in self._buffers:
-            return self._buffers[name]  # has no gradient
-        parameter = self._parameters[name]
+        if name in own_buffers(self):
+            return own_buffers(self)[name]  # has no gradient
+        parameter = own_parameters(self)[name]
         if not self.region.depth or parameter is None:
             return parameter
         plan: ModulePlan = self.autopar

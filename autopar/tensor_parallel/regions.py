@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
+from autopar.foreign.tensors import version_of
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion
@@ -168,7 +169,7 @@ class Region(RowsOfRegion):
         if self._entered is not None and self.rows is not None and self._entered.is_whole(x):
             return self._enter_rows(self._entered, self.rows)
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
-        version = 0 if torch.compiler.is_compiling() else x._version
+        version = 0 if torch.compiler.is_compiling() else version_of(x)
         if self._source is not x or self._version != version or self._copied is None:
             self._source, self._version, self._copied = x, version, copy(x, self.axis)
         return self._copied
@@ -187,11 +188,11 @@ class Region(RowsOfRegion):
         if self.tracking is not None or not can_overlap(x, weight, self.axis) or self._is_copied(x):
             return self.enter(x), None
         copied, late = enter_overlapped(x, weight, gradient, self.axis)
-        self._source, self._version, self._copied = x, x._version, copied
+        self._source, self._version, self._copied = x, version_of(x), copied
         return copied, late
 
     def _is_copied(self, x: torch.Tensor) -> bool:
-        return self._source is x and self._version == x._version and self._copied is not None
+        return self._source is x and self._version == version_of(x) and self._copied is not None
 
     def leave(self) -> None:
         """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import nn
 
 from autopar.distributed.axis import Axis
+from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 
 __all__ = ["shards_named"]
@@ -53,7 +54,7 @@ def _fitting(path: str, module: nn.Module, sizes: set[int]) -> dict[int, str]:
     if axis is None:
         return lines
     for name, layout in layouts.items():
-        parameter = module._parameters.get(name)
+        parameter = own_parameters(module).get(name)
         if parameter is None or parameter.shape[layout.dim] == layout.size:
             continue
         if {parameter.shape[layout.dim], layout.size} <= sizes:

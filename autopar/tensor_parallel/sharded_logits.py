@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.derivatives import keep_none, single_backward
+from autopar.foreign.tensors import wrapper_subclass
+from autopar.foreign.trees import tree_map_only
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
 from autopar.tensor_parallel.logits_shards import Change, Shards, after
 from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
@@ -40,9 +41,7 @@ class ShardedLogits(WholeLogits):
     @staticmethod
     def __new__(cls, shards: Shards) -> ShardedLogits:
         """Make a tensor that has the shape of the whole logits and no memory; no graph, no family yet."""
-        made: ShardedLogits = torch.Tensor._make_wrapper_subclass(
-            cls, shards.shape, dtype=shards.dtype, device=shards.rows.device
-        )
+        made: ShardedLogits = wrapper_subclass(cls, shards.shape, dtype=shards.dtype, device=shards.rows.device)
         made.shards, made._whole = shards, None
         return made
 

@@ -13,12 +13,13 @@ from typing import Any
 from torch import nn
 
 from autopar.call_site import is_of_library, warn_user
+from autopar.foreign.modules import hooks_of, own_parameters
 from autopar.plan.plan import ModulePlan
 
 __all__ = ["UsersHooks"]
 
-_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SEEN = {"column": ("_forward_hooks", "_backward_pre_hooks"), "row": ("_forward_pre_hooks", "_backward_hooks")}
+_KINDS = ("forward", "forward_pre", "backward", "backward_pre")
+_SEEN = {"column": ("forward", "backward_pre"), "row": ("forward_pre", "backward")}
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _ROWS = (
     "the rows of the sequence that this rank computes, not all of them: {axis} shards\n  the sequence there. "
@@ -62,7 +63,7 @@ class UsersHooks:
             self._tell(name, module, kinds, text)
 
     def _tell(self, name: str, module: nn.Module, kinds: tuple[str, ...], text: str) -> None:
-        for hook in (hook for kind in kinds for hook in vars(module)[kind].values()):
+        for hook in (hook for kind in kinds for hook in hooks_of(module, kind).values()):
             if id(hook) not in self._told and not is_of_library(hook):
                 self._told.add(id(hook))
                 warn_user(f"the hook {_described(hook)} on {name} sees {text}")
@@ -89,7 +90,7 @@ def _modules_with_shards(model: nn.Module) -> Iterator[_Shard]:
         plan: ModulePlan | None = vars(module).get("autopar")
         if plan is None or plan.layout is None or plan.rule not in _SEEN or plan.gather_output:
             continue
-        weight = module._parameters.get("weight")
+        weight = own_parameters(module).get("weight")
         here, whole = 0 if weight is None else weight.shape[plan.layout.dim], plan.layout.size
         if here in (0, whole):
             continue

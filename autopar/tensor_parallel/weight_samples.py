@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 
 __all__ = ["WeightSamples", "local"]
@@ -100,7 +102,7 @@ class WeightSamples:
 
     def note_versions(self) -> None:
         """Take what was written into sharded weights until now for an optimizer's step."""
-        self._versions = sum(0 if weight.is_inference() else weight._version for weight in self._sharded)
+        self._versions = sum(version_of(weight) for weight in self._sharded)
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
@@ -132,7 +134,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         axis: Axis | None = vars(module).get("tp")
         for name, layout in vars(module).get("autopar_layouts", {}).items():
             if axis is not None and any(layout.ranges(rank) != layout.ranges(0) for rank in range(axis.size)):
-                sharded.add(id(module._parameters.get(name)))
+                sharded.add(id(own_parameters(module).get(name)))
     for name, parameter in model.named_parameters():
         if id(parameter) not in sharded and not parameter.is_meta and local(parameter).numel():
             yield name, parameter
@@ -160,7 +162,7 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
     """Weights of which each tp rank holds another part."""
     for module in model.modules():
         layout: Layout | None = vars(module).get("autopar_layouts", {}).get("weight")
-        weight = module._parameters.get("weight")
+        weight = own_parameters(module).get("weight")
         if weight is None or layout is None or layout.replicated or type(weight) is not nn.Parameter or weight.is_meta:
             continue
         yield weight

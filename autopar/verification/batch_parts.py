@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
+from autopar.foreign.modules import BatchNorm
 from autopar.pipeline_parallel.microbatch import default_reduction
 from autopar.verification.closeness import measure, tolerance_of
 from autopar.verification.outputs import named, reseed
@@ -38,7 +39,7 @@ def fit(plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch]) -> t
     micro-batches put together, nor is that of a model whose samples depend on each other: then there is one
     micro-batch, and the plain model's is the mean of the replicas'.
     """
-    apart = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
+    apart = any(isinstance(module, BatchNorm) for module in plain.modules())
     replicas = config.data_parallel_size(dist.get_world_size())
     try:
         if apart or "labels" not in batches[0]:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.context_parallel.rows_ahead import RowsAhead
 from autopar.context_parallel.state import RowState
+from autopar.foreign.autograd import in_backward
+from autopar.foreign.operators import safe_softmax
+from autopar.foreign.trees import tree_leaves
 from autopar.tensor_tracking import TensorTracking
 
 __all__ = ["DrawnMask", "DrawnStates", "MaskNotes", "Replay", "generator_state"]
@@ -105,7 +107,7 @@ class _Dropouts(TorchFunctionMode):
         if attn_mask is not None:
             hidden = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if hidden else scores + attn_mask
-        weights = torch.ops.aten._safe_softmax(scores, -1)
+        weights = safe_softmax(scores, -1)
         return (weights * self.multiplied(weights, dropout_p, F.dropout)) @ value
 
     def multiplied(self, x: torch.Tensor, rate: float, dropout: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -202,7 +204,7 @@ class DrawnStates(TensorTracking):
             given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
             if given is not None:
                 draw = str(func), tuple(given.shape), generator_state(given.device)
-                if torch._C._current_graph_task_id() == -1:
+                if not in_backward():
                     self.first.add(draw)
                 else:
                     self.again.append(draw)

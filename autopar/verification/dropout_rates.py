@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PretrainedConfig
 
+from autopar.foreign.modules import Dropout
+
 __all__ = ["Rate", "rates", "switch_off", "switched_on"]
 
 _USUAL = ("p", "dropout", "attention_dropout")
@@ -42,11 +44,7 @@ def rates(model: nn.Module) -> list[Rate]:
     seen = set[int]()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            called = (
-                "drop" in name
-                or "jitter" in name
-                or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
-            )
+            called = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, Dropout))
             if called and type(value) in (float, int):
                 found.append(Rate(path, module, name, value))
         config = getattr(module, "config", None)

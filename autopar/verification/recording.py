@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.foreign.autograd import in_backward
 from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_parallel.consistency import leaves
 
@@ -135,4 +136,4 @@ def _hooked(
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.errors import ConfigError, clip
+from autopar.foreign.transformers import from_config
 from autopar.verification.small_fields import small_fields
 
 __all__ = ["build_small", "randomise", "small_config"]
@@ -273,7 +274,7 @@ def build_small(
         small: Any = small_config(_config_for(wanted, config))
         if callable(getattr(small, "validate", None)):
             small.validate()  # what it would say only when it is saved
-        model: PreTrainedModel = kind._from_config(small)
+        model: PreTrainedModel = from_config(kind, small)
     except Exception as error:  # whatever a constructor stumbles over
         raise ConfigError(
             f"{kind.__name__} cannot be built small: {type(error).__name__}: {clip(' '.join(str(error).split()))}\n"

@@ -22,7 +22,11 @@ from tests.small import llama
 from tests.worlds import raises_everywhere
 
 # Autograd functions that communicate nothing.
-_LOCAL = {"autopar.planner.fused_kernels._Attention", "autopar.dry_run.block_reads._Again"}
+_LOCAL = {
+    "autopar.planner.fused_kernels._Attention",
+    "autopar.dry_run.block_reads._Again",
+    "autopar.foreign.probes._Double",
+}
 _TWICE = "create_graph=True: sharded layers exchange gradients in the backward, and that is not differentiated again"
 
 

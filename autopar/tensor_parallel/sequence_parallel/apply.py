@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.class_swap import swap, unswap
+from autopar.foreign.modules import own_parameters
 from autopar.plan.sequence import SequencePlan
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.blocks import Arguments, RowsBlock, RowsOfList
@@ -25,9 +26,9 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     owned = {block: tuple(_held(modules, names)) for block, names in plan.parameters.items()}
-    ids = {id(module._parameters[name]) for held in owned.values() for module, name in held}
+    ids = {id(own_parameters(module)[name]) for held in owned.values() for module, name in held}
     for module in modules.values():
-        own = tuple(sorted(name for name, parameter in module._parameters.items() if id(parameter) in ids))
+        own = tuple(sorted(name for name, parameter in own_parameters(module).items() if id(parameter) in ids))
         if own and not isinstance(module, ReadByRows):
             module.__class__ = reader_class(type(module), own)
             module.rows_region = region
@@ -49,7 +50,7 @@ def _held(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Iterator[tu
     """Yield modules and names of the parameters that this stage holds."""
     for name in names:
         path, _, own = name.rpartition(".")
-        if modules[path]._parameters.get(own) is not None:
+        if own_parameters(modules[path]).get(own) is not None:
             yield modules[path], own
 
 

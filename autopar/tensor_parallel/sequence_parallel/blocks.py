@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.trees import tree_leaves
 from autopar.layout import Layout
 from autopar.plan.sequence import SequencePlan
 from autopar.tensor_parallel.hook import Hook
@@ -157,6 +158,8 @@ class RowsBlock:
         if autopar_rows is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         region = self.rows_list.region
-        parameters = summed_over_rows([owner._parameters[name] for owner, name in self.rows_parameters], region.axis)
+        parameters = summed_over_rows(
+            [own_parameters(owner)[name] for owner, name in self.rows_parameters], region.axis
+        )
         with region.on_rows(autopar_rows, parameters, self.training):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]

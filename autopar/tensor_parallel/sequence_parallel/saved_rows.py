@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.derivatives import is_watched, keep_none, single_backward
 from autopar.distributed.profiling import named_collective
+from autopar.foreign.autograd import is_forward_mode
+from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 from autopar.tensor_parallel.overlap import WeightGradient
 
@@ -31,7 +32,7 @@ def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and forward_ad._current_level < 0
+        and not is_forward_mode()
         and not is_watched(x)
     )
 
@@ -46,13 +47,13 @@ class Entered:
     """
 
     def __init__(self, whole: torch.Tensor, rows: torch.Tensor, axis: Axis, layout: Layout) -> None:
-        self.whole, self.rows, self.version = whole, rows, whole._version
+        self.whole, self.rows, self.version = whole, rows, version_of(whole)
         self.inside: torch.Tensor | None = None
         self._again = _Again(axis, layout)
 
     def is_whole(self, x: torch.Tensor) -> bool:
         """Whether ``x`` is the sequence, unchanged."""
-        return self.whole is x and x._version == self.version
+        return self.whole is x and version_of(x) == self.version
 
     def late_weight(self, weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
         """Return what a layer attaches to its output, ``[tokens, out/tp]`` without memory: its weight's gradient."""

@@ -1,0 +1,72 @@
+"""torch.autograd: which pass runs, and what its nodes say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad, profiler
+
+__all__ = [
+    "after_backward",
+    "current_backward",
+    "forward_class",
+    "in_backward",
+    "input_metadata",
+    "is_forward_mode",
+    "is_functorch_active",
+    "is_profiler_on",
+    "next_sequence_number",
+    "sequence_number",
+]
+
+
+def current_backward() -> int:
+    """Return the number of the backward pass that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward pass that runs is through."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the graph gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """Return in which place among all nodes one was made."""
+    return int(node._sequence_nr())
+
+
+def input_metadata(node: Any) -> Any:
+    """Return shape, dtype and device of the gradients that come to a node."""
+    return node._input_metadata
+
+
+def forward_class(node: Any) -> type:
+    """Return the ``torch.autograd.Function`` that a node is of."""
+    return node._forward_cls
+
+
+def is_functorch_active() -> bool:
+    """Return whether a transform of torch.func runs."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_forward_mode() -> bool:
+    """Return whether tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
+def is_profiler_on() -> bool:
+    """Return whether a profiler of torch runs."""
+    return getattr(profiler, "_is_profiler_enabled", False)

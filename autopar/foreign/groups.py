@@ -1,0 +1,69 @@
+"""torch.distributed: the default group and store, backends and their time-outs, FSDP's groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.distributed_c10d import _get_default_group as default_group
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "HashStore",
+    "PrefixStore",
+    "backend_of",
+    "backends_of",
+    "default_group",
+    "default_store",
+    "group_named",
+    "has_timeout",
+    "is_flat_parameter",
+    "local_part",
+    "meshes_of_fsdp",
+    "set_timeout",
+]
+
+group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return the backend that carries a group's collectives of tensors on a device."""
+    return group._get_backend(device)
+
+
+def backends_of(group: Any) -> Iterator[Any]:
+    """Yield the backends of a group."""
+    for device in group._device_types:
+        yield group._get_backend(device)
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set how long collectives of a backend wait."""
+    backend._set_default_timeout(timeout)
+
+
+def has_timeout(backend: Any) -> bool:
+    """Return whether :func:`set_timeout` knows a backend."""
+    return hasattr(backend, "_set_default_timeout") and hasattr(backend, "options")
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return the local part of a DTensor, without a graph."""
+    return cast("torch.Tensor", tensor._local_tensor)
+
+
+def is_flat_parameter(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP1 has put several parameters into this one."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def meshes_of_fsdp(module: nn.Module) -> set[Any]:
+    """Return the meshes over which FSDP2 shards a module's own parameters."""
+    state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}

@@ -1,0 +1,244 @@
+"""Does this release of the libraries have the private names that autopar reads? ``python -m autopar.foreign.probes``.
+
+Each probe uses one reader of this package on something small. It fails when a library has renamed or changed what it
+reads, and says what would stop working.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from autopar.foreign import autograd, groups, modes, modules, operators, tensors, transformers, trees
+
+__all__ = ["PROBES", "Probe", "failures"]
+
+
+class Probe(NamedTuple):
+    """One private name.
+
+    Attributes:
+        check: returns whether it is what it was.
+        lost: what stops working without it.
+    """
+
+    check: Callable[[], bool]
+    lost: str
+
+
+def _held() -> bool:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    norm = modules.own_modules(module)["0"]
+    named = set(modules.own_parameters(norm)) == {"weight", "bias"}
+    return named and "running_mean" in modules.own_buffers(norm) and set(vars(module)) >= modules.HELD
+
+
+def _hooks() -> bool:
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(print, always_call=True)
+    module.register_forward_pre_hook(print, with_kwargs=True)
+    module.register_full_backward_hook(print)
+    seen = [len(modules.hooks_of(module, kind)) for kind in ("forward", "forward_pre", "backward", "backward_pre")]
+    modules.remove_forward_hooks(module, type(print))
+    return seen == [1, 1, 1, 0] and not list(modules.forward_hooks(module))
+
+
+def _state_dict_hooks() -> bool:
+    module = nn.Linear(1, 1)
+    modules.add_state_dict_hook(module, lambda *_: None)
+    saved, loaded = modules.state_dict_hooks(module)
+    return len(saved) == 1 and not loaded and not modules.unsaved_buffers(module)
+
+
+def _versions() -> bool:
+    x = torch.zeros(2)
+    view, before = x[:1], tensors.version_of(x)
+    view.add_(1)
+    x.data.add_(1)
+    return tensors.version_of(x) == before + 1 and tensors.base_of(view) is x and tensors.base_of(x) is None
+
+
+def _places() -> bool:
+    one, other = torch.zeros(1), torch.ones(1)
+    key = tensors.storage_id(one.untyped_storage())
+    tensors.swap_implementation(one, other)
+    return bool(one == 1) and tensors.storage_id(other.untyped_storage()) == key
+
+
+def _subclass() -> bool:
+    class Empty(torch.Tensor):
+        __torch_function__ = modes.disabled_torch_function  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            return torch.ones(1)
+
+    made: Any = tensors.wrapper_subclass(Empty, (2, 3), dtype=torch.float32, device=torch.device("cpu"))
+    with modes.no_overrides():
+        return tuple(made.shape) == (2, 3) and bool(made.neg() == 1)
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        if autograd.in_backward() and autograd.current_backward() >= 0:
+            autograd.after_backward(lambda: _RAN.append(1))
+        return 2 * gradient
+
+
+_RAN: list[int] = []
+
+
+def _backward() -> bool:
+    _RAN.clear()
+    y = _Double.apply(torch.ones(1, requires_grad=True))
+    y.sum().backward()
+    return _RAN == [1] and not autograd.in_backward()
+
+
+def _nodes() -> bool:
+    before = autograd.next_sequence_number()
+    node = _Double.apply(torch.ones(3, requires_grad=True)).grad_fn
+    known = autograd.forward_class(node) is _Double and autograd.sequence_number(node) >= before
+    return known and tuple(autograd.input_metadata(node)[0].shape) == (3,)
+
+
+def _transforms() -> bool:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd.is_functorch_active())
+        return x
+
+    torch.func.vmap(look)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(autograd.is_forward_mode())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        seen.append(autograd.is_profiler_on())
+    return seen == [True] * 3 and not autograd.is_forward_mode() and not autograd.is_functorch_active()
+
+
+def _modes() -> bool:
+    class Sees(modes.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            inside.append(len(modes.dispatch_modes()))
+            if operators.schema_of(func).name == "aten::add_" and operators.schema_of(func).is_mutable:
+                inside.append(str(operators.operator_of(func)))
+            return func(*args, **(kwargs or {}))
+
+    inside: list[Any] = []
+    x = torch.zeros(1)
+    with Sees():
+        alone = len(modes.dispatch_modes())
+        x.add_(1)
+        with modes.no_dispatch_modes():
+            x.add_(1)
+    return alone == 1 and inside == [0, "aten.add_"] and modes.function_modes() == []
+
+
+def _operators() -> bool:
+    scores = torch.full((1, 2), float("-inf"))
+    one = torch.ones(1)
+    return (
+        bool((operators.safe_softmax(scores, -1) == 0).all())
+        and operators.ITEM(one) == 1
+        and operators.TO_COPY.default(one, dtype=torch.float64).dtype == torch.float64
+        and operators.UNSAFE_VIEW(one, [1, 1]).shape == (1, 1)
+        and operators.schema_of(operators.GROUPED_MM).name == "aten::_grouped_mm"
+    )
+
+
+def _assertion() -> bool:
+    try:
+        tensors.assert_soon(torch.tensor(False), "said")
+    except RuntimeError as error:
+        return "said" in str(error)
+    return False
+
+
+def _convolution() -> bool:
+    layer, x = nn.Conv1d(1, 2, 3), torch.randn(1, 1, 8)
+    kinds = isinstance(layer, modules.Convolution) and issubclass(nn.BatchNorm2d, modules.BatchNorm)
+    same = torch.equal(modules.convolve(layer, x, layer.weight, layer.bias), F.conv1d(x, layer.weight, layer.bias))
+    return kinds and same and issubclass(nn.Dropout2d, modules.Dropout)
+
+
+def _trees() -> bool:
+    paths, _ = trees.tree_flatten_with_path({"a": [1, 2]})
+    return [trees.keystr(path) for path, _ in paths] == ["['a'][0]", "['a'][1]"] and trees.tree_leaves([1, (2,)]) == [
+        1,
+        2,
+    ]
+
+
+def _model() -> bool:
+    config = GPT2Config(n_layer=1, n_embd=4, n_head=1, vocab_size=8, bos_token_id=0, eos_token_id=0)
+    model = transformers.from_config(GPT2LMHeadModel, config, attn_implementation="eager")
+    transformers.initialize_weights(model, model.transformer.ln_f)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    blocks = transformers.unsplit_modules(model)
+    known = transformers.attention_of(model.config) == "eager" and blocks == {"GPT2Block"}
+    fp32 = transformers.fp32_modules(model, strict=True) | transformers.fp32_modules(model, strict=False)
+    recomputes = transformers.recompute_function(model.transformer.h[0]) is not None
+    return known and recomputes and not fp32 and not transformers.has_own_adapters(model)
+
+
+def _private_of_models() -> bool:
+    names = ("_keys_to_ignore_on_save", "_get_dtype_plan", "_tp_plan")
+    return all(hasattr(GPT2LMHeadModel, name) for name in names)
+
+
+def _groups() -> bool:
+    named = (groups.default_group, groups.default_store, groups.group_named, groups.PrefixStore)
+    return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1))
+
+
+PROBES: dict[str, Probe] = {
+    "parameters, buffers and children of a module": Probe(_held, "layers are swapped and sharded"),
+    "hooks around a forward": Probe(_hooks, "deparallelize, meta copies, warnings of hooks"),
+    "hooks of a state dict": Probe(_state_dict_hooks, "marks of partial state dicts, loading whole ones"),
+    "versions and bases of tensors": Probe(_versions, "gradients that are computed once, checks of weights"),
+    "two tensors that change places": Probe(_places, "lazy_init, parameters that keep their identity"),
+    "tensors without memory": Probe(_subclass, "logits that stay sharded, lazy conversions"),
+    "the backward pass that runs": Probe(_backward, "context parallelism, recomputation"),
+    "nodes of the graph": Probe(_nodes, "zero-bubble schedules, the planner's measurements"),
+    "transforms, forward mode, profilers": Probe(_transforms, "refusals of torch.func, names in profiles"),
+    "dispatch modes": Probe(_modes, "dry runs, verify, selective checkpointing"),
+    "operators without a public name": Probe(_operators, "dry runs, verify's dropout, resharding"),
+    "assertions on the device": Probe(_assertion, "errors of ids outside of the vocabulary"),
+    "convolutions": Probe(_convolution, "sharded convolutions and batch norms"),
+    "nested containers": Probe(_trees, "micro-batches, names of arguments in errors"),
+    "what a model of transformers says of itself": Probe(_model, "initialize of every model"),
+    "private attributes of models": Probe(_private_of_models, "saved form, dtypes, imported plans"),
+    "groups and stores": Probe(_groups, "collectives, deadlines, agreement between ranks"),
+}
+"""Name -> what reads it."""
+
+
+def failures() -> Iterator[str]:
+    """Yield a line for each probe that fails."""
+    for name, probe in PROBES.items():
+        try:
+            right = probe.check()
+            reason = "it is something else now"
+        except Exception as error:  # any: that is what is asked
+            right, reason = False, f"{type(error).__name__}: {error}"
+        if not right:
+            yield f"{name}: {reason}\n  stops working: {probe.lost}"
+
+
+if __name__ == "__main__":
+    found = list(failures())
+    for line in found:
+        print(line)
+    sys.exit(f"{len(found)} of {len(PROBES)} private names have changed" if found else 0)

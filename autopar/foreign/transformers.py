@@ -1,0 +1,122 @@
+"""transformers and peft: what a model says of itself in private names."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "INITIALIZED",
+    "RECOMPUTE",
+    "adapters_available",
+    "attention_of",
+    "dtype_plan",
+    "forget_own_adapters",
+    "fp32_modules",
+    "from_config",
+    "has_accelerate_hook",
+    "has_own_adapters",
+    "initialize_weights",
+    "is_initialized",
+    "recompute_function",
+    "set_loss_function",
+    "set_recompute_function",
+    "swaps_features",
+    "tensor_plan",
+    "unsaved_keys",
+    "unsplit_modules",
+]
+
+ATTENTION = "_attn_implementation"  # of a config: the name of the function that attends
+EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
+RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
+INITIALIZED = "_is_hf_initialized"  # of a module or tensor: it was loaded, and is not drawn
+
+
+def from_config(kind: Any, config: Any, **options: Any) -> Any:
+    """Make a model of a class with random weights, ``attn_implementation`` and dtype as ``from_pretrained`` chooses."""
+    return kind._from_config(config, **options)
+
+
+def initialize_weights(model: Any, module: nn.Module) -> None:
+    """Draw the weights of one module as its model does."""
+    model._init_weights(module)
+
+
+def unsaved_keys(model: Any) -> set[str]:
+    """Return patterns of the names that ``save_pretrained`` leaves out."""
+    return {str(key) for key in model._keys_to_ignore_on_save or ()}
+
+
+def fp32_modules(model: Any, *, strict: bool) -> set[str]:
+    """Return the names of modules that stay in fp32: in fp16, or with ``strict`` in bf16 too."""
+    listed = model._keep_in_fp32_modules_strict if strict else model._keep_in_fp32_modules
+    return set(listed or ())
+
+
+def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
+    """Return which parameters are loaded in which dtype, by name."""
+    return cast("dict[str, Any]", model._get_dtype_plan(dtype))
+
+
+def attention_of(config: Any) -> str | None:
+    """Return the name of the attention function that a config chooses; None if it chooses none."""
+    return getattr(config, ATTENTION, None)
+
+
+def recompute_function(module: Any) -> Any:
+    """Return what a module calls to run its forward again in the backward; None without activation checkpointing."""
+    return vars(module).get(RECOMPUTE)
+
+
+def set_recompute_function(module: nn.Module, function: Any) -> None:
+    """Let a module run its forward by ``function`` while it is trained with activation checkpointing."""
+    setattr(module, RECOMPUTE, function)
+
+
+def unsplit_modules(model: nn.Module) -> set[str]:
+    """Return the class names of modules that stay on one device: blocks."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def tensor_plan(model: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel plan that comes with a model: pattern of names -> style."""
+    return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def has_own_adapters(model: nn.Module) -> bool:
+    """Return whether ``add_adapter`` of transformers has put PEFT's layers into a model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def forget_own_adapters(model: nn.Module) -> None:
+    """Let a model say that it has no adapters of transformers' own."""
+    vars(model).pop("_hf_peft_config_loaded", None)
+
+
+def is_initialized(module: nn.Module) -> bool:
+    """Return whether the weights of a module were loaded, so that they are not drawn."""
+    return bool(getattr(module, INITIALIZED, False))
+
+
+def has_accelerate_hook(module: nn.Module) -> bool:
+    """Return whether accelerate has put a hook into a module's forward."""
+    return hasattr(module, "_hf_hook")
+
+
+def set_loss_function(model: nn.Module) -> Any:
+    """Return the loss that a user has set on a model; None if it is that of its class."""
+    return vars(model).get("_loss_function")
+
+
+def adapters_available(layer: Any) -> list[str]:
+    """Return the names of the adapters in a PEFT layer."""
+    return list(layer._get_available_adapters())
+
+
+def swaps_features(layer: Any) -> bool:
+    """Return whether a PEFT layer of an embedding has its input and output features exchanged."""
+    return bool(layer._did_swap_in_out_features)
