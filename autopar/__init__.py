@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autopar.deferred_init.context import lazy_init
     from autopar.distributed.mesh import MPU
     from autopar.distributed.stop_signal import StopSignal
+    from autopar.foreign.patches import patches
     from autopar.planner.memory_plan import plan_memory
     from autopar.planner.metrics import metrics
     from autopar.planner.summary import summary
@@ -62,6 +63,7 @@ __all__ = [
     "latest",
     "lazy_init",
     "metrics",
+    "patches",
     "plan_memory",
     "prepare_dataloader",
     "summary",
@@ -83,6 +85,7 @@ _HOMES = {
     "latest": "autopar.checkpoint.latest",
     "lazy_init": "autopar.deferred_init.context",
     "metrics": "autopar.planner.metrics",
+    "patches": "autopar.foreign.patches",
     "plan_memory": "autopar.planner.memory_plan",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
     "summary": "autopar.planner.summary",

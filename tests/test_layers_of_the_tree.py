@@ -6,7 +6,8 @@ import ast
 from pathlib import Path
 
 ROWS = [
-    ["errors", "foreign"],
+    ["errors"],
+    ["foreign"],
     ["class_swap", "model_methods", "tensor_tracking"],
     ["layout", "policy", "call_site", "adapters"],
     ["config", "plan"],

@@ -9,8 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.accelerate_calls import exchange_calls
-from autopar.data_parallel.deepspeed_engine import exchange_engine
 from autopar.data_parallel.fsdp import fully_shard
 from autopar.data_parallel.grad_norm import counted_here
 from autopar.data_parallel.grad_sync import held_alike
@@ -18,7 +16,7 @@ from autopar.data_parallel.master_weights import DTYPES
 from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
 from autopar.data_parallel.replica_check import StepCheck
-from autopar.data_parallel.torch_clippers import ReplicaNorm
+from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -49,9 +47,6 @@ class DataParallel:
                                whole_every=config.parameters_every)  # fmt: skip
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
-        if mpu.model.size > 1:
-            exchange_calls()
-            exchange_engine()
 
     def attach(self, optimizer: Any, blocks: Sequence[nn.Module] = ()) -> None:
         """Set up ZeRO, precision and clipping. The last step of ``initialize``: parameters are the final ones.

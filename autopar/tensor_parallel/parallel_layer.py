@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from autopar.data_parallel.torch_clippers import mark_layer
+from autopar.data_parallel.replica_norm import mark_layer
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
 from autopar.distributed.collectives import copy, sum_replicas
 from autopar.distributed.digest import extremes, of_text
@@ -170,7 +170,7 @@ def make_layer(
             setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
             mark_shard(own_parameters(layer)[name], layout.dim, how.stride)
             if axis.size > 1:
-                mark_layer(own_parameters(layer)[name], type(layer).__name__)
+                mark_layer(own_parameters(layer)[name], layer)
     return full.get_parameter("weight").data
 
 

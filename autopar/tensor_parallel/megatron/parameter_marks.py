@@ -6,7 +6,7 @@
 
 Of KV heads that several ranks hold, the first of these ranks counts. What is held twice only in part (a fused
 ``q | k | v`` with fewer KV heads than ranks) cannot be said by one flag: it counts on every rank. DeepSpeed's norms are
-given what counts (:mod:`autopar.data_parallel.deepspeed_engine`), one of your own is too large by the repeated heads;
+given what counts (:mod:`autopar.integrations.deepspeed`), one of your own is too large by the repeated heads;
 ``autopar.clip_grad_norm_`` is exact there, too.
 """
 

@@ -1,28 +1,27 @@
 """accelerate's calls, for which the replicas of a parallelized model are the processes.
 
-accelerate's inner functions are exchanged, once a process; those below ask which model is meant, and hand everything
+accelerate's inner functions are patched; those below ask which model is meant, and hand everything
 else to accelerate's.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopar.data_parallel.accelerate_mesh import alive, meaning, mesh, mesh_of, only
-from autopar.data_parallel.accelerate_prepare import Place, is_dealing, prepare, prepare_data_loader, prepare_model
-from autopar.data_parallel.exchange import exchange_body, exchange_member, exchange_name, when_imported
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.foreign.modules import steps_of
+from autopar.foreign.patches import patch_body, patch_member, patch_name
+from autopar.integrations.accelerate.meshes import alive, meaning, mesh, mesh_of, only
+from autopar.integrations.accelerate.prepare import Place, is_dealing, prepare, prepare_data_loader, prepare_model
 
-__all__ = ["exchange_calls"]
+__all__ = ["install"]
 
 # -- counting ----------------------------------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ def _reduced(tensor: torch.Tensor, reduction: str, dp: Axis) -> torch.Tensor:
     return result
 
 
-# -- the exchange ------------------------------------------------------------------------------------------------------
+# -- the patches ------------------------------------------------------------------------------------------------------
 
 _MEMBERS: dict[str, Callable[..., Any]] = {
     "num_processes": _num_processes,
@@ -168,13 +167,8 @@ _MEMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def exchange_calls() -> None:
-    """Let accelerate's calls ask those above; once a process, and as soon as accelerate is imported."""
-    when_imported("accelerate.accelerator", _exchange)
-
-
-@functools.cache
-def _exchange() -> None:
+def install() -> None:
+    """Patch accelerate, which has been imported."""
     import accelerate.accelerator
     import accelerate.scheduler
     import accelerate.state
@@ -182,10 +176,10 @@ def _exchange() -> None:
     from accelerate.utils import operations
 
     for name, body in _MEMBERS.items():
-        exchange_member(accelerate.accelerator.Accelerator, name, body)
-    exchange_member(accelerate.scheduler.AcceleratedScheduler, "step", _step)
-    exchange_member(accelerate.state.PartialState, "split_between_processes", _split)
-    exchange_name(operations, "_gpu_gather", _gather)
-    exchange_name(operations, "_gpu_gather_object", _gather_object)
+        patch_member(accelerate.accelerator.Accelerator, name, body)
+    patch_member(accelerate.scheduler.AcceleratedScheduler, "step", _step)
+    patch_member(accelerate.state.PartialState, "split_between_processes", _split)
+    patch_name(operations, "_gpu_gather", _gather)
+    patch_name(operations, "_gpu_gather_object", _gather_object)
     named = (operations, accelerate.utils, accelerate.accelerator)
-    exchange_body(operations.reduce, "function", _reduce, named, lambda function: function)
+    patch_body(operations.reduce, "function", _reduce, named, lambda function: function)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.call_site import frames_of
-from autopar.data_parallel.accelerate_mesh import inside, meaning, mesh_of, only
 from autopar.data_parallel.dataloader import ReplicaDataLoader
 from autopar.data_parallel.wrapper_check import in_trainer
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.integrations.accelerate.meshes import inside, meaning, mesh_of, only
 
 __all__ = ["Place", "is_dealing", "prepare", "prepare_data_loader", "prepare_model"]
 

@@ -2,12 +2,11 @@
 
 DeepSpeed counts a parameter on every rank or on the first one only, as its marks say. Of a fused ``q | k | v`` with
 fewer KV heads than ranks both would be wrong: several ranks hold the same KV heads. So what its norms are made of is
-exchanged, once a process, and the elements that a lower rank counts are left out.
+exchanged, and the elements that a lower rank counts are left out.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,28 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.data_parallel.accelerate_mesh import alive, inside
-from autopar.data_parallel.exchange import exchange_member, exchange_name, when_imported
-from autopar.data_parallel.torch_clippers import ReplicaNorm
+from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.errors import ConfigError
+from autopar.foreign.patches import patch_member, patch_name
+from autopar.integrations.accelerate.meshes import alive, inside
 from autopar.layout import Layout
 
-__all__ = ["exchange_engine"]
+__all__ = ["install"]
 
 
-def exchange_engine() -> None:
-    """Let DeepSpeed's engine ask those below; once a process, and as soon as it is imported."""
-    when_imported("deepspeed.runtime.engine", _exchange)
-
-
-@functools.cache
-def _exchange() -> None:
+def install() -> None:
+    """Patch DeepSpeed, which has been imported."""
     from deepspeed.runtime import engine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    exchange_member(engine.DeepSpeedEngine, "__init__", _init)
-    exchange_name(engine, "clip_grad_norm_", _clip_grad_norm)
-    exchange_member(DeepSpeedZeroOptimizer, "get_grad_norm_direct", _norm_of_partition)
+    patch_member(engine.DeepSpeedEngine, "__init__", _init)
+    patch_name(engine, "clip_grad_norm_", _clip_grad_norm)
+    patch_member(DeepSpeedZeroOptimizer, "get_grad_norm_direct", _norm_of_partition)
 
 
 def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
-from tests.data_parallel.test_accelerate import Sequences, accelerator_of, grouped
+from tests.integrations.test_accelerate import Sequences, accelerator_of, grouped
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2

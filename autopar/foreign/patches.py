@@ -1,0 +1,193 @@
+"""Patches of other libraries: functions of theirs that call autopar's, with the library's own as their first argument.
+
+The first model that needs them installs them, the last one that goes takes them away; :func:`autopar.patches` lists
+those that are installed. Function objects stay the same, also for those who have imported them before. Which modules
+of autopar patch which library is :data:`SETS`: the core imports none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from autopar.errors import ConfigError
+
+__all__ = ["SETS", "Patch", "hold", "patch_body", "patch_member", "patch_name", "patches", "release", "when_imported"]
+
+_Body = Callable[..., Any]
+
+SETS = {
+    "torch": "autopar.integrations.torch_clippers",
+    "accelerate.accelerator": "autopar.integrations.accelerate.calls",
+    "deepspeed.runtime.engine": "autopar.integrations.deepspeed",
+}
+"""Module of a library -> the module whose ``install()`` patches that library, as soon as the first one is imported."""
+
+TESTED = {"torch": "2.13", "accelerate": "1.15", "deepspeed": "0.19.8"}
+
+
+class Patch(NamedTuple):
+    """One function of a library that asks autopar.
+
+    Attributes:
+        name: of the function, from its library's name on.
+        version: of the library.
+        body: the function of autopar's that it calls.
+    """
+
+    name: str
+    version: str
+    body: str
+
+
+_installed: list[tuple[Patch, Callable[[], None]]] = []  # with what undoes each, in the order of installation
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+_pending: dict[str, Callable[[], None]] = {}
+
+
+def patches() -> list[Patch]:
+    """Return the functions of other libraries that are patched now: those of torch, accelerate, DeepSpeed.
+
+    They are while a model lives that several ranks share, and a list without any says that there is none.
+    """
+    return [patch for patch, _ in _installed]
+
+
+def hold(user: Any) -> None:
+    """Install the patches for a model, and keep them as long as ``user`` lives and has not called :func:`release`."""
+    first = not any(True for _ in _holders)
+    _holders.add(user)
+    weakref.finalize(user, _remove_unheld).atexit = False
+    if first:
+        for module, home in SETS.items():
+            when_imported(module, functools.partial(_install, home))
+
+
+def release(user: Any) -> None:
+    """Remove the patches, if nobody else holds them."""
+    _holders.discard(user)
+    _remove_unheld()
+
+
+def _install(home: str) -> None:
+    importlib.import_module(home).install()
+
+
+def _remove_unheld() -> None:
+    if any(True for _ in _holders):  # only living ones come
+        return
+    _pending.clear()
+    while _installed:
+        _installed.pop()[1]()
+
+
+# -- how a function is patched -----------------------------------------------------------------------------------------
+
+
+def patch_body(wrapper: Any, cell: str, body: _Body, modules: Iterable[Any], again: _Body) -> _Body:
+    """Patch the function inside a decorated one, also for those who have imported that before; return the plain one.
+
+    Args:
+        wrapper: the decorated function.
+        cell: the name of the decorator's argument, in whose closure the function lies.
+        modules: where names that mean ``wrapper`` are exchanged, if another version does not decorate it.
+        again: decorates what they then mean.
+    """
+    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+    found = cells.get(cell)
+    plain: _Body = found.cell_contents if found is not None else wrapper
+    ours = functools.wraps(plain)(functools.partial(body, plain))
+    where = f"{wrapper.__module__}.{wrapper.__name__}"
+    if found is not None:
+        found.cell_contents = ours
+        _note(where, body, functools.partial(setattr, found, "cell_contents", plain))
+        return plain
+    for module in modules:
+        for alias in [alias for alias, value in vars(module).items() if value is wrapper]:
+            setattr(module, alias, again(ours))
+            _note(f"{module.__name__}.{alias}", body, functools.partial(setattr, module, alias, wrapper))
+    return plain
+
+
+def patch_name(holder: Any, name: str, body: _Body) -> None:
+    """Patch a function that its own module looks up by name."""
+    plain = _member(holder, holder.__name__, name)
+    setattr(holder, name, functools.wraps(plain)(functools.partial(body, plain)))
+    _note(f"{holder.__name__}.{name}", body, functools.partial(setattr, holder, name, plain))
+
+
+def patch_member(kind: type, name: str, body: _Body) -> None:
+    """Patch a method of a class, or what one of its properties returns."""
+    where = f"{kind.__module__}.{kind.__name__}"
+    member = _member(kind, where, name)
+    plain: Any = member.fget if isinstance(member, property) else member
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return body(plain, self, *args, **kwargs)
+
+    setattr(kind, name, property(method) if isinstance(member, property) else method)
+    _note(f"{where}.{name}", body, functools.partial(setattr, kind, name, member))
+
+
+def _member(holder: Any, where: str, name: str) -> Any:
+    member = vars(holder).get(name)
+    if member is None:
+        library = where.partition(".")[0]
+        raise ConfigError(
+            f"{library} {_version(library)} has no {where}.{name}, which a parallelized model patches: its calls would "
+            f"be wrong.\n  Tested is {library} {TESTED.get(library, '(another version)')}."
+        )
+    return member
+
+
+def _note(name: str, body: _Body, undo: Callable[[], None]) -> None:
+    home = getattr(body, "func", body)
+    patch = Patch(name, _version(name.partition(".")[0]), f"{home.__module__}.{home.__qualname__}")
+    _installed.append((patch, undo))
+
+
+@functools.cache
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+# -- libraries that are imported later ---------------------------------------------------------------------------------
+
+
+class _AfterImport:
+    """A finder that finds nothing by itself, and does what waits for a module when others have loaded it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        action = _pending.pop(name, None)
+        spec = importlib.util.find_spec(name) if action is not None else None
+        if action is None or spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            load(module)
+            action()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def when_imported(module: str, action: Callable[[], None]) -> None:
+    """Call ``action`` now if ``module`` is imported, otherwise as soon as it is: nothing is imported for it."""
+    if module in sys.modules:
+        action()
+        return
+    _pending[module] = action
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)

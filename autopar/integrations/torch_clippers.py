@@ -1,0 +1,186 @@
+"""torch's own clippers and loss scalers, which see this rank's shards only, made right for a parallelized model.
+
+``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` (accelerate and transformers call
+them) and ``torch.amp.GradScaler`` get plain tensors, and nothing of torch's asks whose. So what these functions call is
+patched: the function objects stay, also those that somebody imported before. The new bodies look whether a tensor
+belongs to a parallelized model that is alive, and hand everything else to torch's.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad as torch_clip
+
+from autopar.data_parallel.grad_norm import clip_factor, scale_gradients
+from autopar.data_parallel.loss_scale import GradScaler
+from autopar.data_parallel.process_hooks import listeners
+from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
+from autopar.errors import ConfigError
+from autopar.foreign.patches import patch_body, patch_member
+
+__all__ = ["install"]
+
+_Given = list[tuple["ReplicaNorm", dict[str, torch.Tensor]]]
+
+
+def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
+    """Return the tensors of each parallelized model, in the order in which these were made, and what is left.
+
+    No tensors at all are the share of a pipeline stage that holds none of those that other stages give.
+
+    Raises:
+        ConfigError: there are none, and several models have stages.
+    """
+    given: _Given = [] if tensors else _empty_share()
+    for one in listeners(ReplicaNorm):
+        mine = one.mine(tensors)
+        if mine:
+            given.append((one, mine))
+    taken = {id(tensor) for _, mine in given for tensor in mine.values()}
+    return given, [tensor for tensor in tensors if id(tensor) not in taken]
+
+
+def _empty_share() -> _Given:
+    staged = [one for one in listeners(ReplicaNorm) if one.mpu.pp.size > 1 and one.is_alive]
+    if len(staged) > 1:
+        raise ConfigError(
+            f"this rank's stage holds none of the parameters, and {len(staged)} models have pipeline stages: which of "
+            "them the other stages\n  clip cannot be told. Use autopar.clip_grad_norm_(model, max_norm)."
+        )
+    return [(one, {}) for one in staged]
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _refuse_layers(parameters: Iterable[torch.Tensor], name: str, instead: str) -> None:
+    for parameter in parameters:
+        layer = getattr(parameter, LAYER, None)
+        if layer is not None:
+            raise ConfigError(
+                f"{name} sees only this rank's shard of a {layer}, so that ranks would drift apart.\n  Use {instead}."
+            )
+
+
+# -- the bodies --------------------------------------------------------------------------------------------------------
+
+
+def _clip_grad_norm(
+    plain: Callable[..., Any],
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Any:
+    """The body of ``torch.nn.utils.clip_grad_norm_``."""
+    listed = _listed(parameters)
+    given, rest = _find(listed)
+    _refuse_layers(rest, "torch.nn.utils.clip_grad_norm_", "autopar.clip_grad_norm_(model, max_norm)")
+    if not given:
+        again = (each for each in listed) if isinstance(parameters, types.GeneratorType) else listed
+        return plain(again, max_norm, norm_type, error_if_nonfinite, foreach)
+    gradients = [(one, {name: p.grad for name, p in mine.items() if p.grad is not None}) for one, mine in given]
+    others, single = [p.grad for p in rest if p.grad is not None], isinstance(parameters, torch.Tensor)
+    norm = _norm(gradients, others, float(norm_type), error_if_nonfinite, single=single)
+    scale_gradients(listed, clip_factor(float(max_norm), norm))
+    return norm
+
+
+def _get_total_norm(
+    plain: Callable[..., Any],
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Any:
+    """The body of ``torch.nn.utils.get_total_norm``."""
+    listed = _listed(tensors)
+    given, rest = _find(listed)
+    if not given:
+        return plain(listed, norm_type, error_if_nonfinite, foreach)
+    for one, _ in given:
+        if one.mpu.pp.size > 1:
+            raise ConfigError(
+                f"torch.nn.utils.get_total_norm sees one of {one.mpu.pp.size} pipeline stages: loops that call it add "
+                "up the stages themselves, and count tied weights twice.\n"
+                "  Use autopar.clip_grad_norm_(model, max_norm), which returns the norm of the whole model."
+            )
+    return _norm(given, rest, float(norm_type), error_if_nonfinite)
+
+
+def _clip_grads_with_norm(
+    plain: Callable[..., Any], parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+) -> None:
+    """The body of ``torch.nn.utils.clip_grads_with_norm_``."""
+    listed = _listed(parameters)
+    given, rest = _find(listed)
+    _refuse_layers(rest, "torch.nn.utils.clip_grads_with_norm_", "autopar.clip_grad_norm_(model, max_norm)")
+    if not given:
+        plain(listed, max_norm, total_norm, foreach)
+        return
+    whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+    factor = clip_factor(float(max_norm), torch.as_tensor(whole))
+    for one, _ in given:
+        one.check_factor(factor)
+    scale_gradients(listed, factor)
+
+
+def _norm(
+    given: _Given, rest: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool, *, single: bool = False
+) -> torch.Tensor:
+    """Return the norm over tensors of parallelized models, and over others, which each rank holds whole."""
+    norms = [one.of(mine, norm_type, single=single) for one, mine in given]
+    if rest:
+        norms.append(_PLAIN["_get_total_norm"](rest, norm_type).to(norms[0]))
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            f"clipped: it is {norm.item()} on every rank."
+        )
+    return norm
+
+
+def _unscale(plain: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``GradScaler._unscale_grads_``, which returns what overflowed: device -> 1.0 if something did."""
+    found = plain(scaler, optimizer, *args, **kwargs)
+    if isinstance(scaler, GradScaler):  # has agreed already
+        return found
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    given, rest = _find(parameters)
+    _refuse_layers(rest, f"torch's {type(scaler).__name__}", "autopar.GradScaler(mpu)")
+    for one, mine in given:
+        one.agree(found, mine.values())
+    return found
+
+
+# -- the patches ------------------------------------------------------------------------------------------------------
+
+_PLAIN: dict[str, Callable[..., Any]] = {}
+_BODIES: dict[str, Callable[..., Any]] = {
+    "_get_total_norm": _get_total_norm,
+    "_clip_grads_with_norm_": _clip_grads_with_norm,
+    "clip_grad_norm_": _clip_grad_norm,
+}
+
+
+def install() -> None:
+    """Patch torch's functions.
+
+    Each is a wrapper (``no_grad``) around a function in its closure: that is patched. Where another torch has no such
+    wrapper, the names in torch's modules are.
+    """
+    for name, body in _BODIES.items():
+        again = torch.no_grad()
+        _PLAIN[name] = patch_body(getattr(torch_clip, name), "func", body, (torch_clip, nn.utils), again)
+    for scaler in (torch.amp.GradScaler, ShardedGradScaler):
+        patch_member(scaler, "_unscale_grads_", _unscale)
