@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
     from autopar.distributed.stop_signal import StopSignal
     from autopar.foreign.patches import patches
-    from autopar.planner.memory_plan import plan_memory
-    from autopar.planner.metrics import metrics
-    from autopar.planner.summary import summary
     from autopar.pretrained import from_pretrained
-    from autopar.verification.verify import verify
+    from autopar.tools.planner.memory_plan import plan_memory
+    from autopar.tools.planner.metrics import metrics
+    from autopar.tools.planner.summary import summary
+    from autopar.tools.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -84,13 +84,13 @@ _HOMES = {
     "initialize": "autopar.api",
     "latest": "autopar.checkpoint.latest",
     "lazy_init": "autopar.deferred_init.context",
-    "metrics": "autopar.planner.metrics",
+    "metrics": "autopar.tools.planner.metrics",
     "patches": "autopar.foreign.patches",
-    "plan_memory": "autopar.planner.memory_plan",
+    "plan_memory": "autopar.tools.planner.memory_plan",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
-    "summary": "autopar.planner.summary",
+    "summary": "autopar.tools.planner.summary",
     "tensor_parallel": "autopar.tensor_parallel",
-    "verify": "autopar.verification.verify",
+    "verify": "autopar.tools.verification.verify",
     "checkpoint": "autopar.checkpoint",
 }
 

@@ -25,7 +25,6 @@ from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.replica_check import StepCheck
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
-from autopar.derivation.given_policy import given_policy
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
@@ -38,6 +37,7 @@ from autopar.dry_run.garbage import uncollected
 from autopar.dry_run.imported_plan import rehearse
 from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.errors import ConfigError
+from autopar.on_demand import tool
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.make_plan import make_plan
 from autopar.plan.own_forwards import check_forwards
@@ -45,8 +45,8 @@ from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, elements_of, make_stages
 from autopar.plan.summary import count, imported_notice, summarise
-from autopar.planner.allocated import allocated_line, planned_bytes
 from autopar.policy.described_model import model_inside
+from autopar.policy.given_policy import given_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import apply as tensor_parallel
@@ -334,7 +334,8 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
     blocks = [model.get_submodule(path) for path in stages.elements]
     whole, notice = count(model), imported_notice(model, plan) if mpu.is_master else None
     telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
-    planned = planned_bytes(model, inner, plan, stages, config, mpu, optimizer) if telling else None
+    allocated = tool("planner.allocated") if telling else None
+    planned = allocated.planned_bytes(model, inner, plan, stages, config, mpu, optimizer) if allocated else None
     mpu.failures = failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
         axis.explain, axis.read_timeout = failures.failure_of_layer, config.loss_read_timeout
@@ -378,5 +379,5 @@ def _apply(model: nn.Module, checked: _Call, plans: _Plans, mpu: MPU, optimizer:
         _log.info("%s", notice)
     if mpu.is_master:
         _log.info("%s", summarise(model, whole, mpu.sizes, mpu.device, checked.policy.where))
-    if planned is not None:
-        _log.debug("%s", allocated_line(model, planned, mpu.device))
+    if allocated is not None:
+        _log.debug("%s", allocated.allocated_line(model, planned, mpu.device))

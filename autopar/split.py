@@ -21,12 +21,12 @@ from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained
 from autopar.deferred_init.sources import sources_of
-from autopar.derivation.given_policy import given_policy
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, nearest
 from autopar.foreign.modules import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
+from autopar.policy.given_policy import given_policy
 from autopar.policy.match import find_policy
 from autopar.policy.schema import Policy
 from autopar.storage.lazy_tensor import InMemory, LazyTensor

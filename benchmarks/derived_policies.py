@@ -18,12 +18,12 @@ from typing import Any
 
 import transformers
 
-from autopar.derivation.derive import derive
 from autopar.dry_run.imported_plan import rehearse
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy, supported_model_types
+from autopar.tools.derivation.derive import derive
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind

@@ -31,12 +31,12 @@ import transformers
 
 import autopar
 from autopar import errors
-from autopar.cli.models import of_task
 from autopar.errors import AutoparError, ConfigError, PipelineError, UnsupportedModelError, clip
 from autopar.policy.match import find_policy, supported_model_types
-from autopar.verification.batches import make_batches
-from autopar.verification.report import Report, Row
-from autopar.verification.small_models import build_small
+from autopar.tools.cli.models import of_task
+from autopar.tools.verification.batches import make_batches
+from autopar.tools.verification.report import Report, Row
+from autopar.tools.verification.small_models import build_small
 from benchmarks.derived_policies import main_case
 from tests.pool import pooled
 from tests.random_models import batches as batches_of

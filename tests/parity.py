@@ -17,8 +17,8 @@ from torch import nn
 
 import autopar
 from autopar.layout import Layout
-from autopar.verification.outputs import named, reseed, total_loss
-from autopar.verification.small_models import randomise
+from autopar.tools.verification.outputs import named, reseed, total_loss
+from autopar.tools.verification.small_models import randomise
 from tests.exchange import everyones
 
 __all__ = ["TOLERANCE", "all_close", "check", "close", "language_batches", "randomise", "reseed", "total_loss", "whole"]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.checkpoint.format import Manifest
-from autopar.cli import app, in_words
+from autopar.tools.cli import app, in_words
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 
 
@@ -29,7 +29,7 @@ def run(*arguments: object):
 
 @pytest.mark.tier("all")
 def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
-    command = [sys.executable, "-m", "autopar.cli", "merge", str(ckpt), str(tmp_path / "merged")]
+    command = [sys.executable, "-m", "autopar.tools.cli", "merge", str(ckpt), str(tmp_path / "merged")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     plain = saved_state(save_alone(tmp_path / "again", 1))

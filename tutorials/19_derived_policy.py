@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
-from autopar.cli.policy_check import check_policy
-from autopar.derivation.derive import derive
-from autopar.derivation.yaml_text import composed, yaml_text
+from autopar.tools.cli.policy_check import check_policy
+from autopar.tools.derivation.derive import derive
+from autopar.tools.derivation.yaml_text import composed, yaml_text
 
 
 class QuillConfig(PretrainedConfig):

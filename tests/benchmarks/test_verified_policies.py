@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.verification.report import Report, Row
+from autopar.tools.verification.report import Report, Row
 from benchmarks.verified_policies import known, row_of, sizes, summary, verdict
 
 pytestmark = pytest.mark.tier("sweep")

@@ -14,8 +14,8 @@ from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from autopar.checkpoint import check_checkpoint, merge_checkpoint, reshard_checkpoint
-from autopar.cli import app
 from autopar.tensor_parallel import manual_seed
+from autopar.tools.cli import app
 from tests.checkpoint.kept import MESHES, Run, batch, extra, unpack
 from tests.checkpoint.test_plain_data import same
 from tests.pool import pooled

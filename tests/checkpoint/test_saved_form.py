@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
-from autopar.cli import app
 from autopar.errors import CheckpointError
 from autopar.plan import saved_form
 from autopar.plan.tensors import plan_tensors
@@ -30,6 +29,7 @@ from autopar.policy.match import supported_model_types
 from autopar.split import split_checkpoint
 from autopar.storage.lazy_tensor import InMemory
 from autopar.storage.views import open_piece
+from autopar.tools.cli import app
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 from tests.representatives import REPRESENTATIVES, first_types

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
+from autopar.tools.cli import app
 from tests.checkpoint.test_saved_form import JOINED, assert_same_tensors, files
 from tests.pool import pooled
 from tests.random_models import build, cases

@@ -28,7 +28,7 @@ import autopar.api
 from autopar.context_parallel.rows import rows_layout
 from autopar.errors import AutoparError, PipelineError
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.verification.outputs import floats_of, named, same_floats
+from autopar.tools.verification.outputs import floats_of, named, same_floats
 from tests.once import by_rank_0
 from tests.parity import all_close, close, reseed, total_loss, whole
 from tests.pipeline_parallel.oracle import whole_tensors

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.derivation.components import Components
-from autopar.derivation.decide import decide
-from autopar.derivation.decisions import Decisions
-from autopar.derivation.derive import derive
-from autopar.derivation.trace import traced
-from autopar.derivation.unit_shapes import check_units
-from autopar.derivation.yaml_text import composed, yaml_text
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from autopar.tools.derivation.components import Components
+from autopar.tools.derivation.decide import decide
+from autopar.tools.derivation.decisions import Decisions
+from autopar.tools.derivation.derive import derive
+from autopar.tools.derivation.trace import traced
+from autopar.tools.derivation.unit_shapes import check_units
+from autopar.tools.derivation.yaml_text import composed, yaml_text
 from tests.derivation.odd_model import OddConfig, OddForCausalLM, TangledModel, Unpredictable
 from tests.derivation.tricky_models import TrickyConfig, TrickyModel
 from tests.parity import check, language_batches, randomise

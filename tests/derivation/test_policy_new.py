@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app, policy_new
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
+from autopar.tools.cli import app, policy_new
 from tests.pool import pooled
 
 ODD = Path(__file__).with_name("odd_model.py")

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from autopar.cli import app
 from autopar.errors import ConfigError
+from autopar.tools.cli import app
 from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, README, codes
 from tests.integrations.runs import launched

@@ -14,9 +14,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from autopar.cli import app
-from autopar.verification.closeness import TOLERANCES
-from autopar.verification.ranks import CHECKS
+from autopar.tools.cli import app
+from autopar.tools.verification.closeness import TOLERANCES
+from autopar.tools.verification.ranks import CHECKS
 from tests.docs.pages import DOCS, codes
 from tests.verification.faults import FAULTS
 

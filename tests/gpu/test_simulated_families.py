@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 import autopar
 import autopar.api
 from autopar.errors import ConfigError
-from autopar.verification.outputs import named, reseed, total_loss
+from autopar.tools.verification.outputs import named, reseed, total_loss
 from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import Wait, waits

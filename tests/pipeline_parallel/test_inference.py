@@ -10,9 +10,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import autopar
-from autopar.cli.models import of_task
 from autopar.errors import ConfigError
-from autopar.verification.small_models import build_small
+from autopar.tools.cli.models import of_task
+from autopar.tools.verification.small_models import build_small
 from tests.parity import close, language_batches, randomise
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pool import pooled

@@ -9,7 +9,7 @@ import pytest
 from autopar.config.pipeline import PipelineConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import rank_of_stage
-from autopar.planner.bubbles import Played, play, step_time
+from autopar.tools.planner.bubbles import Played, play, step_time
 
 EQUAL = {"F": Fraction(1), "I": Fraction(1), "W": Fraction(1), "B": Fraction(2)}
 

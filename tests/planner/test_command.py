@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
+from autopar.tools.cli import app
 from tests.small import llama
 
 SIZES = ("--gpus", 4, "--sequence", 64, "--global-batch", 8, "--gpu-memory", 1.6)

@@ -11,8 +11,8 @@ import transformers
 import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import AutoparError, ConfigError
-from autopar.planner.model_states import RankBytes
-from autopar.planner.planned_model import PlannedModel
+from autopar.tools.planner.model_states import RankBytes
+from autopar.tools.planner.planned_model import PlannedModel
 from tests.pool import pooled
 from tests.random_models import Case, build, cases, kind
 from tests.representatives import REPRESENTATIVES, first_types

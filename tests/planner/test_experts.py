@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
+from autopar.tools.cli import app
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.small import llama

@@ -14,13 +14,13 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.planner.candidate import Candidate, Rows
-from autopar.planner.estimate import Estimator
-from autopar.planner.hardware import find_gpu
-from autopar.planner.planned_model import PlannedModel
-from autopar.planner.search import Space, search
-from autopar.planner.stage_costs import volume
-from autopar.planner.svg import draw
+from autopar.tools.planner.candidate import Candidate, Rows
+from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.hardware import find_gpu
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.planner.search import Space, search
+from autopar.tools.planner.stage_costs import volume
+from autopar.tools.planner.svg import draw
 from tests.context_parallel.test_exactness import made
 from tests.pool import pooled
 from tests.small import llama

@@ -9,11 +9,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.planner.candidate import Candidate, Rows
-from autopar.planner.estimate import Estimator
-from autopar.planner.hardware import find_gpu
-from autopar.planner.planned_model import PlannedModel
-from autopar.planner.search import Space, search
+from autopar.tools.planner.candidate import Candidate, Rows
+from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.hardware import find_gpu
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.planner.search import Space, search
 
 
 def _llama(**sizes: Any) -> LlamaForCausalLM:

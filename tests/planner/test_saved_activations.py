@@ -22,8 +22,8 @@ from transformers import (
 
 import autopar
 from autopar.pipeline_parallel.engine import Engine
-from autopar.planner.candidate import Rows
-from autopar.planner.planned_model import PlannedModel
+from autopar.tools.planner.candidate import Rows
+from autopar.tools.planner.planned_model import PlannedModel
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.small import gpt2, llama

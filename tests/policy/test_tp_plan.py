@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 from transformers.modeling_outputs import BaseModelOutput
 
 import autopar
-from autopar.cli.policy_check import check_policy
 from autopar.dry_run.imported_plan import rehearse
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.summary import imported_notice, whole_share
 from autopar.policy.match import find_policy
 from autopar.policy.tp_plan import import_tp_plan
+from autopar.tools.cli.policy_check import check_policy
 from tests.parity import check, language_batches
 from tests.pool import pooled
 from tests.random_models import batches, build, cases

@@ -15,7 +15,7 @@ from torch import nn
 from autopar.context_parallel.rows_ahead import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
-from autopar.verification.session import Session
+from autopar.tools.verification.session import Session
 
 After = Callable[[Session, ExitStack], None]
 """Plants in the model that ``initialize`` has made."""

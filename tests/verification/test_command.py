@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import app
+from autopar.tools.cli import app
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
-from autopar.verification.dropout_masks import DrawnMask
-from autopar.verification.mask_parts import Place, kept_too_few_or_many, sites_of, whole_mask, wrong_parts
-from autopar.verification.ranks import checks_of, verify_on_ranks
-from autopar.verification.report import Report
-from autopar.verification.session import Session
+from autopar.tools.verification.dropout_masks import DrawnMask
+from autopar.tools.verification.mask_parts import Place, kept_too_few_or_many, sites_of, whole_mask, wrong_parts
+from autopar.tools.verification.ranks import checks_of, verify_on_ranks
+from autopar.tools.verification.report import Report
+from autopar.tools.verification.session import Session
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama

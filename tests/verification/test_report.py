@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.verification.bisection import Event, first_difference
-from autopar.verification.closeness import TOLERANCES, Distance, measure, tolerance_of
-from autopar.verification.draws import Draw, wrong_draws
-from autopar.verification.report import Culprit, RankMemory, Report, Row, Traffic, merged
-from autopar.verification.traffic import Collective, counted
+from autopar.tools.verification.bisection import Event, first_difference
+from autopar.tools.verification.closeness import TOLERANCES, Distance, measure, tolerance_of
+from autopar.tools.verification.draws import Draw, wrong_draws
+from autopar.tools.verification.report import Culprit, RankMemory, Report, Row, Traffic, merged
+from autopar.tools.verification.traffic import Collective, counted
 
 ONE = torch.tensor([1.0, -4.0, 2.0])
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import autopar
-from autopar.cli.models import of_task
-from autopar.verification.batch_parts import halves_agree
-from autopar.verification.batches import make_batches
-from autopar.verification.outputs import size_of_loss, total_loss
-from autopar.verification.session import _Dtypes
-from autopar.verification.small_models import build_small
+from autopar.tools.cli.models import of_task
+from autopar.tools.verification.batch_parts import halves_agree
+from autopar.tools.verification.batches import make_batches
+from autopar.tools.verification.outputs import size_of_loss, total_loss
+from autopar.tools.verification.session import _Dtypes
+from autopar.tools.verification.small_models import build_small
 
 LARGEST = 5_000_000  # parameters
 

@@ -1,0 +1,243 @@
+"""``autopar merge | split | reshard | inspect | check``: one process, no GPU, no process group."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.tools.cli.app import Json, app, errors, size
+
+if TYPE_CHECKING:
+    from autopar.checkpoint import Manifest
+    from autopar.checkpoint.shard_index import FileRecord
+    from autopar.layout import Layout
+
+__all__ = ["in_words"]
+
+_Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
+_Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is whole.")]
+_Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the new shards.")]
+_Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the new shards.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint in DESTINATION.")]
+
+
+def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    total = sum(result["files"].values())
+    names = list(result["files"])
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    print(
+        f"{verb} {result['tensors']} tensors ({result['parameters']:,} parameters, {size(total)}) "
+        f"into {destination}: {shown}"
+    )
+
+
+@app.command()
+def merge(
+    source: _Source,
+    destination: _Target,
+    max_shard_size: Annotated[str, typer.Option(help="Split the weights into files of at most this size.")] = "5GB",
+    format: Annotated[str, typer.Option(help="safetensors or bin.")] = "safetensors",
+    dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums.")] = False,
+    force: _Force = False,
+    as_json: Json = False,
+) -> None:
+    """Merge a sharded checkpoint into a Hugging Face checkpoint, one tensor at a time."""
+    with errors(as_json):
+        from autopar.checkpoint.offline.merge import merge_checkpoint
+
+        result = merge_checkpoint(
+            source,
+            destination,
+            max_shard_size=max_shard_size,
+            format=format,
+            dtype=dtype,
+            force=force,
+            verify=not no_verify,
+            progress=False if as_json else None,
+        )
+    _report("merged", result, destination, as_json)
+
+
+@app.command()
+def split(
+    source: Annotated[Path, typer.Argument(help="Hugging Face checkpoint: a folder with config.json and weights.")],
+    destination: _Target,
+    tp: _Tp = 1,
+    pp: _Pp = 1,
+    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
+    force: _Force = False,
+    as_json: Json = False,
+) -> None:
+    """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
+    with errors(as_json):
+        from autopar.split import split_checkpoint
+
+        result = split_checkpoint(
+            source, destination, tp=tp, pp=pp, policy=policy, dtype=dtype, force=force,
+            progress=False if as_json else None,
+        )  # fmt: skip
+    _report("split", result, destination, as_json)
+
+
+@app.command()
+def reshard(
+    source: _Source,
+    destination: _Target,
+    tp: _Tp = 1,
+    pp: _Pp = 1,
+    no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer's state out.")] = False,
+    force: _Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
+    with errors(as_json):
+        from autopar.checkpoint.offline.reshard import reshard_checkpoint
+
+        result = reshard_checkpoint(
+            source, destination, tp=tp, pp=pp, optimizer=not no_optimizer, force=force,
+            progress=False if as_json else None,
+        )  # fmt: skip
+    _report("resharded", result, destination, as_json)
+
+
+@app.command()
+def check(directory: _Source, as_json: Json = False) -> None:
+    """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
+    with errors(as_json):
+        from autopar.checkpoint.offline.check import check_checkpoint
+
+        result = check_checkpoint(directory, progress=False if as_json else None)
+    problems = result["problems"]
+    if as_json:
+        print(json.dumps(result, indent=1))
+    elif not problems:
+        print(
+            f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
+            "every checksum as saved, every element in one place"
+        )
+    else:
+        for problem in problems:
+            print("error: " + " ".join(problem.split()), file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a sharded checkpoint holds: mesh, files, tensors and how they are sharded."""
+    with errors(as_json):
+        from autopar.checkpoint import Manifest
+
+        manifest = Manifest.read(directory)
+        files = [_file(directory / name, record) for name, record in manifest.files.items()]
+    if as_json:
+        print(json.dumps(_summary(manifest, files), indent=1))
+    else:
+        _show(manifest, files, directory)
+
+
+def _file(path: Path, record: FileRecord) -> dict[str, Any]:
+    actual = path.stat().st_size if path.is_file() else None
+    state = "ok" if actual == record.bytes else "missing" if actual is None else f"{actual} bytes on disk"
+    place = {"tp": record.tp, "pp": record.pp, "dp": record.dp}
+    return {"name": path.name, "bytes": record.bytes, "state": state, **place, "tensors": len(record.checksums)}
+
+
+def _mesh(manifest: Manifest) -> dict[str, int]:
+    """The sizes with which it was saved, cp only where there were several."""
+    tp, pp, replicas, _ = manifest.sizes
+    sizes = {"tensor": tp, "pipeline": pp, "data": replicas // manifest.cp, "context": manifest.cp}
+    return {f"{axis}_parallel_size": size for axis, size in sizes.items() if axis != "context" or size > 1}
+
+
+def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
+    mesh = _mesh(manifest)
+    return {
+        "model_type": manifest.model_type,
+        "policy": manifest.policy,
+        "mesh": mesh,
+        "parameters": manifest.total_parameters(),
+        "save_id": manifest.save_id,
+        "versions": dict(manifest.versions),
+        "training_state": sorted(manifest.training),
+        "files": files,
+        "tensors": [
+            {
+                "part": part.name,
+                "name": name,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "shared_out": in_words(tensor.layout),
+                "saved_as": tensor.saved_as,
+                "pieces": manifest.pieces_with(name) if part.name == "model" else [],
+                "aliases": list(tensor.aliases),
+                "held_by": [
+                    {"file": file, "tp": rank, "shape": list(tensor.local_shape(rank))}
+                    for rank, file in sorted(part.holders[name].items())
+                ],
+            }
+            for part in manifest.parts.values()
+            for name, tensor in part.tensors.items()
+        ],
+    }
+
+
+def in_words(layout: Layout | None) -> str:
+    """``dim 0: heads 4+4 | kv_heads 1+1 (x 64)``: units of each block on each rank, and elements per unit."""
+    if layout is None:
+        return "whole on every rank"
+    blocks = []
+    for block in layout.blocks:
+        counts = [stop - start for start, stop in block.ranges]
+        shown = f"{counts[0]} on each of {len(counts)}" if len(set(counts)) == 1 else "+".join(map(str, counts))
+        blocks.append(f"{block.unit} {shown}" + (f" (x {block.width})" if block.width > 1 else ""))
+    note = ", some on several ranks" if layout.replicated else ""
+    return f"dim {layout.dim}: " + " | ".join(blocks) + note
+
+
+def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    mesh = _mesh(manifest)
+    tp, pp, *others = mesh.values()
+    console.print(
+        f"[bold]{escape(str(directory))}[/]: {escape(manifest.model_type)}, {manifest.total_parameters():,} parameters"
+    )
+    names = [f"{name} {size}" for name, size in zip([*mesh][2:], others, strict=True)]
+    console.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with {', '.join(names)}")
+    console.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
+    if manifest.training:
+        console.print(f"to go on training: {', '.join(sorted(manifest.training))}")
+    table = Table("file", "size", "tensors", "state")
+    for file in files:
+        table.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
+    console.print(table)
+    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "sharded", "in", "merged as")
+    holders = manifest.parts["model"].holders
+    for name, tensor in manifest.tensors.items():
+        merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
+        if tensor.saved_as is None and (pieces := manifest.pieces_with(name)):
+            merged = f"in {pieces[0]}" if len(pieces) == 1 else f"{len(pieces)} parts, {pieces[0]} ..."
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        files_of = list(holders[name].values())
+        where = (
+            files_of[0].removeprefix("model-").removesuffix(".safetensors") if len(files_of) == 1 else "all tp ranks"
+        )
+        cells = (name, shape, tensor.dtype, in_words(tensor.layout), where, merged)
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    console.print(table)

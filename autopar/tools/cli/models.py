@@ -1,0 +1,266 @@
+"""Models that a command names: built without memory for weights, from a folder, a model type, or code of the user."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from autopar.deferred_init.context import lazy_init
+from autopar.errors import ConfigError, clip, nearest
+from autopar.foreign.transformers import from_config
+from autopar.tools.cli.remote_code import remote_classes
+
+__all__ = ["TASKS", "Head", "heads", "named_object", "of_task"]
+
+# The head that a model type is checked with by default: the first of these endings that one of its classes has.
+_USUAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining", "Model")
+
+
+class Head(NamedTuple):
+    """One class to build.
+
+    Attributes:
+        name: of the class.
+        build: builds a model of it on the meta device.
+        kind, config: the class of transformers and its config; None for code of the user.
+        folder: where its weights lie, if that is a folder or a model of the hub.
+        make: builds a model with memory; None for a class of transformers.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    kind: type[PreTrainedModel] | None = None
+    config: PretrainedConfig | None = None
+    folder: str = ""
+    make: Callable[[], nn.Module] | None = None
+
+
+def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head]:
+    """Find the models that ``source`` names.
+
+    Args:
+        source: a folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
+            default config), or code of the user,
+            ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a model.
+        every: every class of the same config, not only the one that is named (or, of a model type, the usual one).
+        trust: run code that comes with a folder.
+
+    Raises:
+        ConfigError: nothing is named like that, or it cannot be read.
+    """
+    path = Path(source)
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
+    if (path / "config.json").is_file():
+        return _of_folder(path, every, trust)
+    if ":" in source:
+        return _of_code(source, every)
+    if source not in CONFIG_MAPPING and source.count("/") == 1 and not path.exists():
+        return _of_hub(source, every)
+    if source not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"'{source}' is no folder with a config.json and no model type of transformers {transformers.__version__}."
+            f"{nearest(source, CONFIG_MAPPING)}\n  A class of your own is named by its file: my_model.py:MyForCausalLM."
+        )
+    return _of_config(CONFIG_MAPPING[source](), (), every)
+
+
+TASKS = {
+    "causal": ("ForCausalLM", "LMHeadModel"),
+    "masked": ("ForMaskedLM",),
+    "seq2seq": ("ForConditionalGeneration", "MTModel"),
+    "sequence-classification": ("ForSequenceClassification",),
+    "token-classification": ("ForTokenClassification",),
+    "question-answering": ("ForQuestionAnswering",),
+    "image-classification": ("ForImageClassification",),
+    "base": ("Model",),
+}
+"""Task -> endings of the classes for it."""
+
+
+def of_task(source: str, task: str | None, *, trust: bool = False) -> Head:
+    """Find the class of ``source`` for a task of :data:`TASKS`, or with that name; None: the usual one.
+
+    Raises:
+        ConfigError: there is none; lists those that there are.
+    """
+    if task is None:
+        return heads(source, trust=trust)[0]
+    found = {head.name: head for head in heads(source, every=True, trust=trust)}
+    if task in found:
+        return found[task]
+    named = sorted((name for ending in TASKS.get(task, ()) for name in found if name.endswith(ending)), key=len)
+    if named:
+        return found[named[0]]
+    if task not in TASKS:
+        raise ConfigError(
+            f"'{task}' is no task and no class of {source}.{nearest(task, [*TASKS, *found])}\n  Tasks: "
+            f"{', '.join(TASKS)}. Classes: {', '.join(sorted(found))}"
+        )
+    raise ConfigError(f"{source} has no class for the task '{task}'; it has {', '.join(sorted(found))}")
+
+
+def named_object(source: str) -> Any:
+    """Return what ``FILE.py:NAME`` or ``MODULE:NAME`` names. Raises ConfigError if there is no such thing."""
+    place, _, name = source.rpartition(":")
+    module = _module(place)
+    if not hasattr(module, name):
+        raise ConfigError(f"{place} has no '{name}'.{nearest(name, vars(module))}")
+    return getattr(module, name)
+
+
+def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kind, names = content.get("model_type"), content.get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if content.get("auto_map") and trust:
+        own, found = remote_classes(folder, content)
+        chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
+        return [Head(name, partial(_build, found[name], own), found[name], own, str(folder)) for name in chosen]
+    if kind not in CONFIG_MAPPING and content.get("auto_map"):
+        raise ConfigError(f"{folder} comes with code of its own: --trust-remote-code runs it")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{path} says model_type={kind!r}, which transformers {transformers.__version__} does not have."
+            f"{nearest(str(kind), CONFIG_MAPPING)}\n  A class of your own is named by its file: "
+            "my_model.py:MyForCausalLM."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers stumbles over
+        raise ConfigError(f"{path} is no config of transformers: {clip(str(error))}") from error
+    return _of_config(config, names, every, str(folder))
+
+
+def _of_hub(name: str, every: bool) -> list[Head]:
+    """The models of a config of the hub, or of transformers' cache of it; no weights are read."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # no network, no such model, a type that transformers does not have
+        raise ConfigError(
+            f"'{name}' is no folder with a config.json, and its config cannot be read from the hub: {clip(str(error))}"
+        ) from error
+    return _of_config(config, getattr(config, "architectures", None) or [], every, name)
+
+
+def _of_config(config: PretrainedConfig, names: Any, every: bool, folder: str = "") -> list[Head]:
+    """The classes of transformers that take ``config``: those in ``names``, else the usual one."""
+    found = _classes(config)
+    chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
+    if not chosen:
+        raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
+    return [Head(name, partial(_build, found[name], config), found[name], config, folder) for name in chosen]
+
+
+def _classes(config: PretrainedConfig) -> dict[str, type[PreTrainedModel]]:
+    """Every class of transformers whose config is of this type, by name."""
+    names: set[str] = set()
+    for name, table in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES":
+            listed = table.get(config.model_type, ())
+            names |= {listed} if isinstance(listed, str) else set(listed)
+    found = {name: getattr(transformers, name) for name in names if hasattr(transformers, name)}
+    try:
+        module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:  # the type uses another one's classes
+        return found
+    return {**found, **_siblings(module, type(config))}
+
+
+def _siblings(module: ModuleType, config_class: type) -> dict[str, type[PreTrainedModel]]:
+    """The models that ``module`` defines for one class of configs."""
+    return {
+        name: member
+        for name, member in vars(module).items()
+        if isinstance(member, type)
+        and issubclass(member, PreTrainedModel)
+        and member.__module__ == module.__name__
+        and getattr(member, "config_class", None) is config_class
+        and not name.endswith("PreTrainedModel")
+    }
+
+
+def _usual(found: Mapping[str, type]) -> list[str]:
+    for ending in _USUAL:
+        named = sorted((name for name in found if name.endswith(ending)), key=len)
+        if named:
+            return named[:1]
+    return sorted(found)[:1]
+
+
+def _of_code(source: str, every: bool) -> list[Head]:
+    place, _, name = source.rpartition(":")
+    module = _module(place)
+    made = getattr(module, name, None)
+    if not callable(made):
+        raise ConfigError(f"{place} has no class or function '{name}'.{nearest(name, vars(module))}")
+    if not (isinstance(made, type) and issubclass(made, PreTrainedModel)):
+        return [Head(name, partial(_call, made, name), make=partial(_call, made, name, nullcontext))]
+    kinds = _siblings(module, made.config_class) if every and made.config_class else {}
+    found = {name: made, **kinds}
+    return [Head(head, partial(_build, kind, None), kind) for head, kind in sorted(found.items())]
+
+
+def _module(place: str) -> ModuleType:
+    path = Path(place)
+    before = list(sys.path)
+    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(place)
+        if not path.is_file():
+            raise ConfigError(f"{place} does not exist")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and transformers look it up
+        spec.loader.exec_module(module)
+        return module
+    except ImportError as error:
+        raise ConfigError(f"{place} cannot be imported: {error}") from error
+    finally:
+        sys.path[:] = before
+
+
+def _build(kind: type[PreTrainedModel], config: PretrainedConfig | None) -> nn.Module:
+    if config is None:
+        config_class: Any = kind.config_class
+        if config_class is None:
+            raise ConfigError(f"{kind.__name__} has no config_class, so no default config; name a function instead")
+        config = config_class()
+    with lazy_init():
+        model: nn.Module = from_config(kind, config)
+    return model
+
+
+def _call(made: Callable[[], Any], name: str, inside: Callable[[], Any] = lazy_init) -> nn.Module:
+    required = [
+        parameter.name
+        for parameter in inspect.signature(made).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise ConfigError(f"{name} needs {', '.join(required)}; name a function without arguments that returns a model")
+    with inside():
+        model = made()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{name}() returns {type(model).__name__}, not a model")
+    return model

@@ -1,0 +1,209 @@
+"""``autopar plan``: meshes that fit a model on so many GPUs, the fastest first. No weights, no GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.tools.cli.app import Json, Trust, app, errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from autopar.tools.planner.estimate import Estimator
+    from autopar.tools.planner.hardware import Gpu
+    from autopar.tools.planner.search import Found, Space
+
+__all__ = ["plan"]
+
+_SHOWN = 12  # meshes that fall out
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder with config.json, a model of the hub, a model type of transformers, or my_model.py:CLASS.",
+        ),
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs in all.")],
+    sequence: Annotated[int, typer.Option(help="Tokens of each sample.")],
+    global_batch: Annotated[int, typer.Option(help="Samples of a step, of all replicas.")],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node; tp stays within one.")] = 8,
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200 or b200.")] = "h100",
+    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, where it has another memory.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum.")] = "adamw",
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage 0, 1 or 3; by default any.")] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks; by default either.")
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option("--cp", min=1, help="Context-parallel size; by default any that long sequences want.")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="By default either.")
+    ] = None,
+    by_expert: Annotated[
+        bool | None,
+        typer.Option("--by-expert/--no-by-expert", help="Whole experts on each rank; by default either, in mixtures."),
+    ] = None,
+    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
+    with errors(as_json):
+        from autopar.tools.planner.hardware import find_gpu
+
+        machine = find_gpu(gpu, gpu_memory)
+        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
+        from autopar.tools.planner.report import to_json
+        from autopar.tools.planner.search import Space, rehearsed, search
+
+        space = Space(
+            *(gpus, gpus_per_node, global_batch, zero, checkpointing),
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+            by_expert=by_expert if by_expert is not None or estimator.model.has_experts else False,
+        )
+        found = search(estimator, space)
+        rehearsed(estimator, found)
+        if as_json:
+            print(json.dumps(to_json(estimator, space, found), indent=1))
+        else:
+            _show(estimator, space, found)
+        if found.best:
+            _write(estimator, space, found, output, svg)
+    if not found.best:
+        raise typer.Exit(1)
+
+
+def _estimator(
+    source: str,
+    sequence: int,
+    precision: str,
+    optimizer: str,
+    zero: int | None,
+    policy: Path | None,
+    gpu: Gpu,
+    gpus_per_node: int,
+    trust: bool,
+) -> Estimator:
+    from autopar.config import ParallelConfig
+    from autopar.errors import ConfigError
+    from autopar.tools.cli.models import heads
+    from autopar.tools.planner.estimate import Estimator
+    from autopar.tools.planner.planned_model import PlannedModel
+
+    if sequence < 1:
+        raise ConfigError(f"sequence must be at least 1, not {sequence}")
+    ParallelConfig(precision=precision, zero_stage=zero or 0)
+    head = heads(source, trust=trust)[0]
+    planned = PlannedModel(
+        head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False
+    )
+    return Estimator(planned, gpu, gpus_per_node)
+
+
+def _write(estimator: Estimator, space: Space, found: Found, output: Path | None, svg: Path | None) -> None:
+    from autopar.tools.planner.report import gigabytes, yaml_of
+    from autopar.tools.planner.svg import draw
+
+    best, model = found.best[0], estimator.model
+    title = f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}"
+    if output is not None:
+        comments = [
+            f"{title}, global batch {space.global_batch}: data-parallel size {best.candidate.dp}",
+            f"planned: {gigabytes(best.peak.total)} GB a GPU, {best.time:.2f} s a step, {best.mfu:.0%} of the peak",
+        ]
+        output.write_text(yaml_of(best.candidate, model.precision, comments), encoding="utf-8")
+    if svg is not None:
+        shown = min(best.candidate.microbatches, 3 * best.candidate.pp + 2)
+        if best.candidate.schedule == "dualpipev":
+            shown = min(best.candidate.microbatches, max(shown, 2 * best.candidate.pp))
+        svg.write_text(draw(best, estimator.played(best.candidate, shown), estimator.gpu.memory, title), "utf-8")
+
+
+def _show(estimator: Estimator, space: Space, found: Found) -> None:
+    from rich.console import Console
+
+    from autopar.tools.planner.report import assumptions, gigabytes, rejected
+
+    model, gpu = estimator.model, estimator.gpu
+    count = sum(parameter.numel() for parameter in model.model.parameters())
+    print(f"{type(model.inner).__name__}: {count:,} parameters, policy {model.policy.name}")
+    tokens = space.global_batch * model.sequence
+    print(
+        f"{space.gpus} x {gpu.name} with {gigabytes(gpu.memory)} GB, {space.gpus_per_node} a node; sequence "
+        f"{model.sequence}, global batch {space.global_batch} ({tokens:,} tokens a step); {model.precision}, "
+        f"{model.optimizer}"
+    )
+    if not found.best:
+        print(f"nothing fits, of {found.tried} candidates", file=sys.stderr)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for table in _tables(found, space) if found.best else ():
+        with console.capture() as captured:
+            console.print(table)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+    lines = list(rejected(found, space))
+    if lines:
+        print(f"the others, of {found.tried} candidates:")
+        for line in lines[:_SHOWN]:
+            print(f"  {line}")
+        if len(lines) > _SHOWN:
+            print(f"  ... and {len(lines) - _SHOWN} more: --json lists all")
+    print("assumed:")
+    for line in assumptions(estimator):
+        print(f"  {line}")
+
+
+def _tables(found: Found, space: Space) -> Iterator[Table]:
+    from rich import box
+    from rich.table import Table
+
+    from autopar.tools.planner.report import gigabytes
+
+    def table(*columns: str) -> Table:
+        return Table("", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
+
+    rare = {
+        "cp": 1,
+        "sequence_parallel": False,
+        "by_expert": False,
+    }  # columns that are left out where no candidate has it
+    rare = {name: value for name, value in rare.items() if all(getattr(b.candidate, name) == value for b in found.best)}
+    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "by_expert": "EP", "pp": "pp", "dp": "dp"}
+    axes = {name: title for name, title in titles.items() if name not in rare}
+    sent = [axis for axis, _ in found.best[0].bytes if axis not in rare]
+    run = ("schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU", "bubble")
+    chosen = table(*axes.values(), *run)
+    memory = table(*found.best[0].peak.parts(), "GB in all")
+    spent = [name for name, _ in found.best[0].parts if name not in rare]
+    time = table("s/step:", *spent, *(f"GB sent: {axis}" if axis == sent[0] else axis for axis in sent))
+    for number, best in enumerate(found.best, 1):
+        c = best.candidate
+        cells: list[Any] = [
+            *(number, *(_word(getattr(c, name)) for name in axes)),
+            *(c.schedule if c.pp > 1 else "-", f"{c.microbatches} x {c.microbatch}"),
+            *(c.zero, "blocks" if c.checkpointing else "-", f"{best.time:.2f}"),
+            *(f"{best.tokens_per_second / space.gpus:,.0f}", f"{best.mfu:.1%}", f"{best.bubble:.1%}"),
+        ]
+        chosen.add_row(*map(str, cells))
+        memory.add_row(str(number), *map(gigabytes, best.peak.parts().values()), gigabytes(best.peak.total))
+        seconds = [f"{dict(best.parts).get(name, 0.0):.2f}" for name in spent]
+        time.add_row(str(number), "", *seconds, *(gigabytes(dict(best.bytes)[axis]) for axis in sent))
+    yield from (chosen, memory, time)
+
+
+def _word(value: Any) -> str:
+    return {True: "yes", False: "-"}[value] if isinstance(value, bool) else str(value)

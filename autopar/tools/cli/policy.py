@@ -1,0 +1,140 @@
+"""``autopar policy check | list``: a policy tried on a model, as tables or as JSON. The group of all its commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.errors import AutoparError, ConfigError
+from autopar.tools.cli.app import Json, Trust, app, errors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autopar.tools.cli.models import Head
+
+__all__ = ["BY_EXPERT", "MODEL", "PP", "TP", "build", "policy", "policy_and_model"]
+
+policy = typer.Typer(help="Work with policies, which say how the weights of a model are sharded.", no_args_is_help=True)
+app.add_typer(policy, name="policy")
+
+MODEL = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder with config.json, a model of the hub, a model type of transformers (its default config), or "
+        "my_model.py:CLASS. By default the first model type in the policy's match."
+    ),
+]
+TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
+PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Shard mixtures by expert.")]
+
+
+@policy.command("list")
+def list_types(as_json: Json = False) -> None:
+    """Print every model type that has a policy, and the file of that policy."""
+    with errors(as_json):
+        from autopar.policy.load import own_policies, policy_folder
+
+        listed = [(kind, Path(own.where.file).name) for own in own_policies().values() for kind in own.model_types]
+        found = {kind: str(policy_folder() / file) for kind, file in sorted(listed)}
+    print(json.dumps(found, indent=1) if as_json else "\n".join(f"{kind} {file}" for kind, file in found.items()))
+
+
+@policy.command()
+def check(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|MODEL", help="A policy (YAML); or a model as in --model: the policy found for it is checked."
+        ),
+    ],
+    model: MODEL = None,
+    tp: TP = 2,
+    pp: PP = 1,
+    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size, which must fit.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Sequence parallelism must fit.")
+    ] = False,
+    heads: Annotated[bool, typer.Option("--heads", help="Every class of the model's config, not only one.")] = False,
+    by_expert: BY_EXPERT = False,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Try a policy on a model without weights: plan, shards of each rank, dry run, stages. Exit code 0 if all holds.
+
+    Without --heads it also says whether sequence and context parallelism fit, which makes no difference to the exit
+    code unless --sequence-parallel and --cp ask for them.
+    """
+    with errors(as_json):
+        if sequence_parallel and tp == 1:
+            raise ConfigError("--sequence-parallel needs --tp of at least 2, not 1: it shards over the same ranks")
+        if sequence_parallel and cp > 1:
+            raise ConfigError(f"--sequence-parallel and --cp {cp} shard the same sequences; check one at a time")
+        file, named = policy_and_model(source, model)
+        from autopar.tools.cli.models import heads as find_heads
+
+        found = find_heads(named, every=heads, trust=trust)
+        options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "by_expert": by_expert}
+        reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
+    if as_json:
+        print(json.dumps(reports if heads else reports[0], indent=1))
+    else:
+        from autopar.tools.cli.policy_tables import print_report
+
+        for report in reports:
+            print_report(report, brief=len(reports) > 1)
+    if not all(report["holds"] is not False for report in reports) or not any(report["holds"] for report in reports):
+        raise typer.Exit(1)
+
+
+def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
+    """Return the policy file of the user, if that is what ``source`` is, and what names the model.
+
+    Raises:
+        ConfigError: neither names a model, or both do.
+        PolicyError: the file is no policy.
+    """
+    if Path(source).suffix not in (".yaml", ".yml"):
+        if model is not None:
+            raise ConfigError(
+                f"'{source}' is no policy file (.yaml), and --model names a model besides; give one of both"
+            )
+        return None, source
+    from autopar.policy.load import read_user_policy
+
+    read = read_user_policy(Path(source))
+    if model is None and not read.model_types:
+        raise ConfigError(f"{source} has no 'match', so it names no model: add --model my_model.py:CLASS")
+    return Path(source), model or read.model_types[0]
+
+
+def build(head: Head) -> nn.Module:
+    """Build a model without memory for its weights.
+
+    Raises:
+        ConfigError: its constructor fails.
+    """
+    try:
+        return head.build()
+    except AutoparError:
+        raise
+    except Exception as error:  # whatever a constructor stumbles over
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{head.name} cannot be built: {type(error).__name__}: {text}") from error
+
+
+def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) -> dict[str, Any]:
+    """The verdict on one class; ``holds`` is None for one of several that cannot be built from this config."""
+    from autopar.tools.cli.policy_check import check_policy
+
+    try:
+        built = build(head)
+    except ConfigError as error:
+        if not skip or error.__cause__ is None:
+            raise
+        return {"model": head.name, "holds": None, "skipped": str(error)}
+    return check_policy(built, file, **options)

@@ -1,0 +1,219 @@
+"""What a policy makes of a model: plan, shard sizes, dry run, stages. One process, no weights, no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.imported_plan import rehearse
+from autopar.dry_run.sequence_parallel import plan_sequence
+from autopar.errors import AutoparError
+from autopar.plan.listing import rule_of
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan, make_stages
+from autopar.plan.summary import imported_notice
+from autopar.policy.described_model import model_inside
+from autopar.policy.given_policy import given_policy
+from autopar.policy.match import find_policy
+from autopar.policy.schema import Policy
+
+__all__ = ["check_policy", "resolve_policy"]
+
+_CP = 2  # the size with which context parallelism is tried where none is given
+
+
+def resolve_policy(
+    model: nn.Module,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    by_expert: bool = False,
+) -> dict[str, Any]:
+    """Resolve a policy for a model and a mesh; nothing is run but what stages are made from.
+
+    Args:
+        model: on the meta device, or with weights; only read.
+        policy: as in :func:`autopar.initialize`; None finds the one that lists the model type.
+        tp, pp: tensor- and pipeline-parallel size.
+        by_expert: shard mixtures by expert (``expert_parallel_size`` above 1).
+
+    Returns:
+        ``policy``, ``notice`` (of a ``tp_plan`` that stands in for one), ``attributes``, ``tensors`` (one a
+        parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, ``ranks`` of the pipeline),
+        ``ranks`` (``parameters`` and ``bytes`` of each) and ``stages``.
+
+    Raises:
+        AutoparError: as :func:`autopar.initialize`, with the same text.
+    """
+    _, _, found = _find(model, policy)
+    plan = make_plan(model, found, tp, by_expert=by_expert)
+    stages = _stages(model, found, pp)
+    report = {**_empty_report(model, tp, pp), "policy": _named(found), "stages": _stage_report(stages)}
+    report["notice"] = imported_notice(model, plan)
+    return {**report, **_holdings(model, plan, stages, tp, pp)}
+
+
+def check_policy(
+    model: nn.Module,
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    cp: int = 1,
+    by_expert: bool = False,
+    sequence_parallel: bool = False,
+    long_sequences: bool = False,
+) -> dict[str, Any]:
+    """Do what ``initialize`` does before it changes anything, and report it as plain data.
+
+    Args:
+        model, policy, tp, pp, by_expert: as in :func:`resolve_policy`.
+        cp: context-parallel size; above 1 it must fit.
+        sequence_parallel: whether sequence parallelism must fit.
+        long_sequences: also try both where they need not fit, context parallelism on 2 ranks.
+
+    Returns:
+        What :func:`resolve_policy` does, as far as it holds, and ``dry_run``, ``stages``, ``sequence_parallel`` and
+        ``context_parallel`` (each ``ok``, or why not), ``errors`` (the library's texts) and ``holds``: whether there
+        are none.
+    """
+    report = {**_empty_report(model, tp, pp), "dry_run": "not run"}
+    report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}
+    try:
+        prefix, inner, found = _find(model, policy)
+        report["policy"] = _named(found)
+        plan = make_plan(model, found, tp, by_expert=by_expert)
+        report["notice"] = imported_notice(model, plan)
+    except AutoparError as error:
+        report["errors"].append(str(error))
+        return {**report, "holds": False}
+    stages: list[StagePlan] = []
+
+    def dry_run() -> str:
+        return "ok" if rehearse(inner, prefix, plan) else _why_not_run(inner, tp)
+
+    def split() -> Any:
+        stages.append(_stages(model, found, pp))
+        return _stage_report(stages[0])
+
+    def rows_between_regions() -> str:
+        plan_sequence(inner, prefix, plan, stages[0])
+        return "ok"
+
+    def rows_of_sequences() -> str:
+        plan_rows(inner, found, prefix, cp if cp > 1 else _CP)
+        return "ok"
+
+    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", dry_run, True), ("stages", split, True)]
+    if sequence_parallel or (long_sequences and tp > 1):
+        tries.append(("sequence_parallel", rows_between_regions, sequence_parallel))
+    if cp > 1 or long_sequences:
+        tries.append(("context_parallel", rows_of_sequences, cp > 1))
+    for name, step, needed in tries:
+        if report["errors"] and name not in ("dry_run", "stages"):
+            break
+        try:
+            report[name] = step()
+        except AutoparError as error:
+            report[name] = "fails" if needed else f"refused: {error}"
+            report["errors"] += [str(error)] if needed else []
+    report |= _holdings(model, plan, stages[0] if stages else None, tp, pp)
+    return {**report, "holds": not report["errors"]}
+
+
+def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
+    return {
+        "model": type(model).__name__,
+        "policy": None,
+        "notice": None,
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "attributes": [],
+        "tensors": [],
+        "ranks": [],
+        "stages": None,
+    }
+
+
+def _find(model: nn.Module, policy: Any) -> tuple[str, nn.Module, Policy]:
+    given = given_policy(model, policy)
+    prefix, inner = model_inside(model, given)
+    return prefix, inner, find_policy(inner, given)
+
+
+def _named(policy: Policy) -> dict[str, Any]:
+    return {"name": policy.name, "where": str(policy.where), "model_types": list(policy.model_types)}
+
+
+def _why_not_run(model: nn.Module, tp: int) -> str:
+    if tp == 1:
+        return "not run: one rank holds the whole model"
+    if not isinstance(model, PreTrainedModel):
+        return "not run: it needs the arguments of a forward; initialize does it in the first one"
+    return "not run: the plain model does not run without data; compare loss and gradients with the plain model's"
+
+
+def _stages(model: nn.Module, policy: Policy, pp: int) -> StagePlan:
+    return make_stages(model, policy, pp, reads=find_reads(model, policy) if pp > 1 else None)
+
+
+def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": stage,
+            "rank": stages.rank_of[stage],
+            "modules": list(stages.elements[stages.bounds[stage] : stages.bounds[stage + 1]]),
+            "parameters": stages.costs[stage] if stages.costs else None,
+        }
+        for stage in range(stages.stages)
+    ]
+
+
+def _holdings(model: nn.Module, plan: Plan, stages: StagePlan | None, tp: int, pp: int) -> dict[str, Any]:
+    """What each rank holds."""
+    tensors = list(_tensors(model, plan, stages))
+    attributes = [
+        {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole, "local": list(a.values)}
+        for a in plan.attributes
+    ]
+    return {"attributes": attributes, "tensors": tensors, "ranks": list(_ranks(tensors, tp, pp if stages else 1))}
+
+
+def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:
+    """The parameters, tied ones once."""
+    parameters = {plan.canonical(name) for name, _ in model.named_parameters()}
+    for name, tensor in plan.tensors.items():
+        if name in parameters:
+            yield {
+                "name": name,
+                "tied": list(tensor.aliases),
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "rule": rule_of(plan, tensor),
+                "where": tensor.where,
+                "local_shapes": [list(tensor.local_shape(rank)) for rank in range(plan.tp)],
+                "ranks": list(stages.holders(name)) if stages is not None else [0],
+            }
+
+
+def _ranks(tensors: list[dict[str, Any]], tp: int, pp: int) -> Iterator[dict[str, int]]:
+    for stage in range(pp):
+        for rank in range(tp):
+            held = [tensor for tensor in tensors if stage in tensor["ranks"]]
+            sizes = [(torch.Size(tensor["local_shapes"][rank]).numel(), tensor["dtype"]) for tensor in held]
+            yield {
+                "tp": rank,
+                "pp": stage,
+                "parameters": sum(count for count, _ in sizes),
+                "bytes": sum(count * getattr(torch, dtype).itemsize for count, dtype in sizes),
+            }

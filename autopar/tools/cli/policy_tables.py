@@ -1,0 +1,117 @@
+"""What a policy makes of a model, as tables in a terminal: for ``autopar policy show`` and ``check``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from autopar.plan.listing import ranges, rows
+from autopar.tools.cli.app import size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["print_report"]
+
+
+def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
+    """Print a report of :mod:`autopar.tools.cli.policy_check`: tables, and the verdict where it has one.
+
+    Args:
+        brief: without tables.
+        places: with the place of each rule.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(width=None if sys.stdout.isatty() else 200 if places else 160, highlight=False, soft_wrap=True)
+    if "skipped" in report:
+        console.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
+        return
+    used = report["policy"]
+    console.print(
+        f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
+        + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
+    )
+    if report["notice"]:
+        console.print(escape(report["notice"]))
+    if report["tensors"] and not brief:
+        for table in _tables(report, places):
+            with console.capture() as captured:
+                console.print(table)
+            print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+    for line in _verdict(report):
+        console.print(escape(line))
+    if "holds" not in report:
+        return
+    console.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
+    for error in report["errors"]:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _verdict(report: dict[str, Any]) -> Iterator[str]:
+    staged = report["pipeline_parallel_size"] > 1
+    for rank in report["ranks"]:
+        place = f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
+        yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
+    if not report["tensors"]:
+        return
+    whole = [tensor for tensor in report["tensors"] if tensor["rule"].startswith(("replicated", "once"))]
+    count = sum(prod(tensor["shape"]) for tensor in whole)
+    yield f"replicated: {count:,} parameters in {len(whole)} of {len(report['tensors'])} tensors"
+    if "dry_run" in report:
+        yield f"dry run: {report['dry_run']}"
+    if report["stages"] == "fails":
+        yield "stages: fails"
+    elif staged:
+        for stage in report["stages"]:
+            yield f"stage {stage['stage']}: {', '.join(_runs(stage['modules']))} ({stage['parameters']:,} parameters)"
+    for name in ("sequence_parallel", "context_parallel"):
+        if report.get(name):
+            yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
+
+
+def _tables(report: dict[str, Any], places: bool) -> Iterator[Table]:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
+    further = [*(["rule in"] if places else []), "on each tp rank", *(["pp rank"] if staged else [])]
+    table = Table(Column("parameter", overflow="fold"), "shape", "rule", *further, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, tensor in rows(report["tensors"]):
+        local = _alike([_shape(shape) for shape in tensor["local_shapes"]])
+        cells = [name, _shape(tensor["shape"]), tensor["rule"], *([tensor["where"]] if places else []), local]
+        table.add_row(*map(escape, [*cells, *([", ".join(map(str, tensor["ranks"]))] if staged else [])]))
+    yield table
+    if report["attributes"]:
+        attribute = Column("attribute", overflow="fold")
+        columns = ["value", *(["rule in"] if places else []), "on each tp rank"]
+        table = Table(attribute, *columns, box=box.SIMPLE_HEAD, pad_edge=False)
+        for name, entry in rows(report["attributes"]):
+            local = _alike([str(value) for value in entry["local"]])
+            cells = [name, str(entry["whole"]), *([entry["where"]] if places else []), local]
+            table.add_row(*map(escape, cells))
+        yield table
+
+
+def _alike(values: list[str]) -> str:
+    """What all ranks have, or what each has."""
+    return values[0] if len(set(values)) == 1 else " | ".join(values)
+
+
+def _runs(paths: list[str]) -> list[str]:
+    """Paths of blocks, one entry for each run of numbers."""
+    split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
+    result: list[str] = []
+    for parent, group in groupby(split, key=lambda pair: pair[0] if pair[1].isdigit() else ".".join(pair)):
+        numbers = [int(last) for _, last in group if last.isdigit()]
+        result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
+    return result
+
+
+def _shape(shape: list[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

@@ -1,0 +1,157 @@
+"""``autopar verify``: a model run plain and parallelized on the same inputs, and whether they are the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopar.tools.cli.app import Json, Trust, app, errors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autopar.tools.cli.models import Head
+    from autopar.tools.verification.report import Report
+
+__all__ = ["verify"]
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder with config.json, a model of the hub, a model type of transformers (small, random weights), "
+            "or my_model.py:NAME, a class or a function that returns a model.",
+        ),
+    ],
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")] = 1,
+    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="causal, masked, sequence-classification ..., or the name of a class.")
+    ] = None,
+    checks: Annotated[
+        str | None,
+        typer.Option(help="Of forward, backward, step, generate, save, reshard, dropout, with commas. All by default."),
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="Small sizes and random weights, whatever MODEL is.")] = False,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    sequence: Annotated[int, typer.Option(min=4, help="Tokens of each sample.")] = 16,
+    batches: Annotated[str | None, typer.Option(help="my_model.py:NAME, a list of dicts, or what returns one.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda with a GPU for each rank.")] = "cpu",
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Prove that parallelism leaves a model what it is: outputs, gradients, a step, tokens, checkpoints.
+
+    It starts tp x pp x dp x cp processes on this machine. Exit code 0 if all of it holds, else 1.
+    """
+    with errors(as_json):
+        sections = _sections(config, tp, pp, cp, sp)
+        if tp * pp * dp * cp == 1 and config is None:
+            from autopar.errors import ConfigError
+
+            raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
+        report = _verified(model, sections, task, small, dtype, batches, trust, policy=policy, checks=_listed(checks),
+                           data_parallel_size=dp, sequence=sequence, device=device)  # fmt: skip
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=1))
+    else:
+        _show(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _sections(config: Path | None, tp: int, pp: int, cp: int, sp: bool) -> Any:
+    from autopar.errors import ConfigError
+
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
+    given = {name: size for name, size in sizes.items() if size > 1} | ({"sequence_parallel": True} if sp else {})
+    if config is not None and given:
+        raise ConfigError(f"--config {config} has the sizes: leave out --tp, --pp, --cp and --sp")
+    if sp and tp == 1:
+        raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
+    return config if config is not None else {"model_parallelism": given}
+
+
+def _listed(checks: str | None) -> list[str] | None:
+    return None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
+
+
+def _verified(
+    source: str,
+    sections: Any,
+    task: str | None,
+    small: bool,
+    dtype: str,
+    batches: str | None,
+    trust: bool,
+    **options: Any,
+) -> Report:
+    import torch
+    import transformers
+
+    from autopar.errors import ConfigError, nearest
+    from autopar.tools.cli.models import named_object, of_task
+    from autopar.tools.verification.ranks import checks_of
+    from autopar.tools.verification.verify import verify as compare
+
+    checks_of(options["checks"])  # before a model is built
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype} must be one of {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)}")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    given = None if batches is None else named_object(batches)
+    built = _build(of_task(source, task, trust=trust), small, getattr(torch, dtype))
+    return compare(built, sections, batches=given() if callable(given) else given, **options)
+
+
+def _build(head: Head, small: bool, dtype: torch.dtype) -> nn.Module:
+    """The model with memory: with its weights if there are any, else small and random."""
+    from autopar.errors import ConfigError, clip
+    from autopar.tools.verification.small_models import build_small
+
+    if head.make is not None:
+        return head.make().to(dtype)
+    assert head.kind is not None
+    kind: Any = head.kind
+    if small or not _has_weights(head.folder):
+        config = head.config if head.config is not None else kind.config_class()
+        return build_small(kind, config, dtype=dtype)
+    try:
+        model: nn.Module = kind.from_pretrained(head.folder, dtype=dtype, local_files_only=Path(head.folder).is_dir())
+    except Exception as error:  # whatever transformers stumbles over
+        raise ConfigError(
+            f"the weights of {head.folder} cannot be loaded: {clip(' '.join(str(error).split()), 200)}\n"
+            "  --small verifies its structure with random weights."
+        ) from error
+    return model
+
+
+def _has_weights(folder: str) -> bool:
+    """Whether a folder holds weights; of a model of the hub it is found out by loading."""
+    path = Path(folder)
+    return bool(folder) and (not path.is_dir() or any(next(path.glob(kind), None) for kind in _WEIGHTS))
+
+
+def _show(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    with console.capture() as captured:
+        console.print(report)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))

@@ -1,0 +1,332 @@
+"""Follow single features of layers through a forward: which of them are computed with one another.
+
+A candidate for a column gives every output feature a number. Whatever moves elements (views, slices, concatenation)
+moves the numbers; whatever combines two of them puts them into one component: a product of queries and keys those of
+a head, a softmax or a mean all that it runs over. A layer that is called with numbered features along its input could
+be a row: its sum over ranks ends the region. What is left at the end are the units: components that never meet.
+
+A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.foreign.operators import schema_of
+from autopar.foreign.tensors import base_of
+from autopar.foreign.trees import tree_leaves, tree_map
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.derivation.marked_tensors import MarkedTensors
+from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
+from autopar.tools.derivation.operators import MOVES, SHAPE_ONLY, matrices_of, reduced_dims
+
+__all__ = ["FeatureTracking"]
+
+_LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clone", "neg"}
+
+
+class FeatureTracking(MarkedTensors):
+    """A dispatch mode that gives each tensor its mark: what operators do to numbered features.
+
+    Args:
+        bare_source: asked whether a product with this parameter may number features.
+        record: called behind each operator with its arguments and the tensors that it has made.
+    """
+
+    def __init__(
+        self, names: dict[int, str], bare_source: Callable[[str], bool], record: Callable[..., None] | None = None
+    ) -> None:
+        super().__init__(names)
+        self._bare_source, self._record = bare_source, record
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self.suspended or func in SHAPE_ONLY:
+            return
+        self._follow(func, args, kwargs, result)
+        if self._record is not None:
+            self._record(func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        marked = [(x, mark) for x in tensors_in((args, kwargs)) if (mark := self.mark_of(x)) is not None]
+        if not marked:
+            return
+        marks = [mark for _, mark in marked]
+        kind = max(mark.kind for mark in marks)
+        acts = [m for m in marks if m.kind == ACTIVATION]
+        producers = frozenset().union(*(m.producers for m in marks))
+        if kind == INSIDE and acts:
+            self.meet(frozenset().union(*(m.producers for m in acts)), [m for m in marks if m.kind == INSIDE])
+        outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        base = Mark(kind, None, producers, partial=any(m.partial for m in marks))
+        numbered = any(m.features is not None for m in marks)
+        if kind == INSIDE and not numbered:
+            for mark in marks:
+                self.inside.update(mark.places)
+                if base.partial and _name(func) in ("add", "add_"):
+                    self.once.update(mark.places)
+        if not numbered and not any(m.places for m in marks):
+            for output in outputs:
+                self.mark(output, base)
+            return
+        for output, made in zip(outputs, self._marks_of(func, args, kwargs, outputs, base), strict=True):
+            self.mark(output, made)
+            if schema_of(func).is_mutable and base_of(output) is not None and made.features is not None:
+                self.write_into(base_of(output), output, made)
+
+    def _marks_of(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
+    ) -> list[Mark]:
+        name = _name(func)
+        if name in MOVES:
+            return self._moved(func, args, kwargs, outputs, base)
+        if name.startswith("upsample_"):
+            return [self._resized(args[0], outputs[0], base)]
+        if name == "convolution" and (made := self._per_channel(args, outputs[0], base)) is not None:
+            return [made]
+        matrices = matrices_of(name, args)
+        if matrices is not None:
+            return [self._product(*matrices, outputs[0], base)]
+        dims = reduced_dims(func, args, kwargs)
+        if dims is not None:
+            return self._reduced(args, dims, outputs, base)
+        if torch.Tag.pointwise in func.tags:
+            return [self._pointwise(name, args, kwargs, output, base) for output in outputs]
+        return self._mixed_up(name, args, kwargs, outputs, base)
+
+    def _moved(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
+    ) -> list[Mark]:
+        """Do with the numbers what is done with the elements."""
+        leaves = list(tensors_in((args, kwargs)))
+        fresh = all(m is None or m.fresh or m.kind <= PARAMETER for m in map(self.mark_of, leaves))
+        kept = {
+            k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "memory_format")
+        }
+
+        def run(take: Callable[[torch.Tensor], torch.Tensor | None], none: int) -> list[torch.Tensor] | None:
+            def stand_in(value: Any) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                if not value.is_floating_point() and not value.is_complex():
+                    return torch.zeros(value.shape, dtype=torch.long)
+                found = take(value)
+                return torch.full(value.shape, none, dtype=torch.int32) if found is None else found
+
+            try:
+                if _name(func) in ("_to_copy", "clone", "contiguous"):
+                    made: Any = stand_in(args[0])
+                elif _name(func) == "embedding":
+                    made = torch.ops.aten.embedding.default(stand_in(args[0]), stand_in(args[1]))
+                elif _name(func) == "view_as_complex":
+                    made = stand_in(args[0]).select(-1, 0)
+                elif _name(func) == "view_as_real":
+                    made = stand_in(args[0])[..., None].expand(*args[0].shape, 2)
+                elif _name(func) == "constant_pad_nd":
+                    made = func(stand_in(args[0]), args[1], none)
+                else:
+                    made = func(*tree_map(stand_in, args), **tree_map(stand_in, kept))
+            except (RuntimeError, IndexError, TypeError, NotImplementedError):
+                return None
+            listed = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+            same = len(listed) == len(outputs) and all(a.shape == b.shape for a, b in zip(listed, outputs, strict=True))
+            return listed if same else None
+
+        indexed = _indexed_dims(func, args) or ([-1] if _name(func) == "view_as_complex" else [])  # pairs
+
+        def features(x: torch.Tensor) -> torch.Tensor | None:
+            found = self.features_of(x)
+            if found is not None and indexed and x is args[0]:
+                return self.components.join_along(found, indexed).expand(found.shape).contiguous()
+            return found
+
+        numbered = any(self.features_of(x) is not None for x in leaves)
+        moved = run(features, 0) if numbered else None
+        if numbered and moved is None:
+            return self._mixed_up(_name(func), args, kwargs, outputs, base)
+        made = [
+            replace(base, features=None if moved is None else moved[n], fresh=fresh, places={})
+            for n in range(len(outputs))
+        ]
+        for name in {name for x in leaves for name in (self.mark_of(x) or base).places}:
+            for dim in range(len(self.shapes[name])):
+                places = run(lambda x, n=name, d=dim: _place(self.mark_of(x), n, d), -1)  # type: ignore[misc]
+                for mark, found in zip(made, places or (), strict=False):
+                    mark.places.setdefault(name, []).append(found)
+        return made
+
+    def _pointwise(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor, base: Mark
+    ) -> Mark:
+        found: torch.Tensor | None = None
+        places: dict[str, list[torch.Tensor]] = {}
+        fresh = name in _LINEAR
+        for x in tensors_in((args, kwargs)):
+            mark = self.mark_of(x)
+            if mark is None or math.prod(x.shape) > output.numel():
+                continue
+            for parameter, indices in mark.places.items():
+                places[parameter] = [index.expand(output.shape) for index in indices]
+            if mark.features is None:
+                fresh = fresh and mark.kind <= PARAMETER
+                continue
+            features = self.components.of(mark.features).expand(output.shape)
+            if found is not None:
+                self.components.join(found, features)
+                fresh = False
+                features = torch.where(found == 0, features, found)
+            fresh, found = fresh and mark.fresh, features
+        if found is not None:
+            for parameter, indices in places.items():
+                for dim, index in enumerate(indices):
+                    self.touch(parameter, dim, index, found)
+            return replace(base, features=found, fresh=fresh)
+        if len(places) > 4 or base.kind > PARAMETER:
+            places = {}
+        return replace(base, places=places)
+
+    def _reduced(self, args: tuple[Any, ...], dims: list[int], outputs: list[torch.Tensor], base: Mark) -> list[Mark]:
+        features = self.features_of(args[0])
+        for x in tensors_in(args[1:]):  # weights of a norm
+            for name in (self.mark_of(x) or base).places if base.kind == INSIDE else ():
+                self.inside.add(name)
+        if features is None:
+            return [replace(base) for _ in outputs]
+        joined = self.components.join_along(features, dims)
+        for name, places in (self.mark_of(args[0]) or base).places.items():  # beside them in the same tensor
+            for dim, index in enumerate(places):
+                self.touch(name, dim, index, joined.expand(index.shape))
+        for x in tensors_in(args[1:]):
+            self.near |= dict.fromkeys((self.mark_of(x) or base).places, int(joined.max()))
+        made = []
+        for output in outputs:
+            if output.ndim == joined.ndim:
+                own = joined.expand(output.shape) if _fits(joined, output) else None
+            else:
+                own = joined.reshape(output.shape) if joined.numel() == output.numel() else None
+            made.append(replace(base, features=own, fresh=False))
+        return made
+
+    def _product(
+        self, one: torch.Tensor, other: torch.Tensor, added: torch.Tensor | None, output: torch.Tensor, base: Mark
+    ) -> Mark:
+        """A product of matrices: [..., m, k] and [..., k, n]."""
+        marks = [self.mark_of(x) or Mark(CONSTANT) for x in (one, other)]
+        for weight, mark in ((1, marks[1]), (0, marks[0])):
+            if mark.kind == PARAMETER and marks[1 - weight].kind >= ACTIVATION:
+                made = self._by_parameter(mark, marks[1 - weight], output, weight == 1, base)
+                return made if added is None else self._pointwise("add", (added,), {}, output, made)
+        rows, columns = self.features_of(one), self.features_of(other)
+        total = torch.zeros(output.shape, dtype=torch.int32)
+        joined = [None if x is None else self.components.join_along(x, [dim]) for x, dim in ((rows, -1), (columns, -2))]
+        for part in joined:
+            if part is not None:
+                found = self.components.of(part).expand(output.shape)
+                self.components.join(total, found)
+                total = torch.where(total == 0, found, total)
+        return replace(base, features=total if base.kind == INSIDE and bool((total != 0).any()) else None, fresh=False)
+
+    def _by_parameter(self, weight: Mark, x: Mark, output: torch.Tensor, right: bool, base: Mark) -> Mark:
+        """A product with a bare parameter: it numbers features, or sums over them, or works on each unit by itself."""
+        (name, places), *more = weight.places.items() or [("", [])]
+        if more or not name:
+            return replace(base, features=None)
+        inner, outer = (-2, -1) if right else (-1, -2)  # dims of the weight; of x and the output the other way round
+        if x.features is not None:
+            features = self.components.of(x.features)
+            along = -1 if right else -2
+            first = features.narrow(along, 0, 1)
+            if bool((features != first).any()):  # a sum over numbered features
+                features = self.components.of(features).select(-2 if right else -1, 0)  # [..., k]
+                for dim, listed in enumerate(places):
+                    index = listed.select(outer, 0)
+                    if index.shape[-1] == features.shape[-1] and bool((index != index[..., :1]).any()):
+                        self.touch(name, dim, index, features)
+                self.bare_sinks[name] = features.unique()
+                return Mark(INSIDE, None, base.producers, partial=True)
+            self.inside.add(name)
+            for dim, index in enumerate(places):
+                self.touch(name, dim, index.flatten()[:, None], features.unique()[None])
+            return replace(base, features=first.expand(output.shape), fresh=False)
+        if not self._bare_source(name):
+            if x.kind == INSIDE:
+                self.inside.add(name)
+            return replace(base, features=None)
+        lines = [index.select(inner, 0) for index in places]  # [..., n]
+        varying = [dim for dim, index in enumerate(lines) if bool((index != index[..., :1]).any())]
+        if not varying:
+            return replace(base, features=None)
+        sizes = [self.shapes[name][dim] for dim in varying]
+        number, stride = torch.zeros_like(lines[0]), 1
+        for dim, size in reversed(list(zip(varying, sizes, strict=True))):
+            number, stride = number + lines[dim] * stride, stride * size
+        features = self.number(name, math.prod(sizes)) + number
+        for dim in varying:
+            self.touch(name, dim, lines[dim], features)
+        self.bare_sources.add(name)
+        features = features.unsqueeze(-2 if right else -1).expand(output.shape).to(torch.int32)
+        return Mark(INSIDE, features, base.producers, fresh=True)
+
+    def _per_channel(self, args: tuple[Any, ...], output: torch.Tensor, base: Mark) -> Mark | None:
+        """A convolution of each channel by itself with a bare weight."""
+        x, weight, groups = args[0], args[1], args[8]
+        features = self.features_of(x)
+        if features is None or groups != x.shape[1] or weight.shape[0] != groups:
+            return None
+        line = self.components.join_along(features.movedim(1, -1).reshape(-1, groups), [0])[0]
+        for parameter in args[1:3]:
+            for name in (self.mark_of(parameter) or base).places if isinstance(parameter, torch.Tensor) else ():
+                self.touch(name, 0, torch.arange(groups), line)
+        shape = [-1 if dim == 1 else 1 for dim in range(output.ndim)]
+        return replace(base, features=line.to(torch.int32).reshape(shape).expand(output.shape), fresh=False)
+
+    def _resized(self, x: torch.Tensor, output: torch.Tensor, base: Mark) -> Mark:
+        """Interpolation along all dims but the first two: what varies along those has no place any more."""
+        features, spatial = self.features_of(x), list(range(2, x.ndim))
+        if features is not None:
+            features = self.components.join_along(features, spatial).expand(output.shape)
+        places = {}
+        for name, listed in (self.mark_of(x) or base).places.items():
+            first = [index.flatten(2)[..., :1].reshape(*index.shape[:2], *[1] * len(spatial)) for index in listed]
+            same = [bool((index == one).all()) for index, one in zip(listed, first, strict=True)]
+            found = [one if alike else torch.full_like(one, -1) for one, alike in zip(first, same, strict=True)]
+            places[name] = [one.expand(output.shape) for one in found]
+        return replace(base, features=features, places=places, fresh=False)
+
+    def _mixed_up(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
+    ) -> list[Mark]:
+        """An operator that nothing is known of: all belongs together."""
+        some = [x.flatten() for t in tensors_in((args, kwargs)) if (x := self.features_of(t)) is not None]
+        for x in tensors_in((args, kwargs)):
+            self.inside.update((self.mark_of(x) or base).places if base.kind == INSIDE else ())
+        if not some:
+            return [replace(base) for _ in outputs]
+        joined = self.components.join_along(torch.cat(some), [0])
+        return [replace(base, features=joined.reshape([1] * x.ndim).expand(x.shape), fresh=False) for x in outputs]
+
+
+def _name(func: Any) -> str:
+    return str(schema_of(func).name).split("::")[-1]
+
+
+def _fits(small: torch.Tensor, large: torch.Tensor) -> bool:
+    return all(a in (1, b) for a, b in zip(small.shape, large.shape, strict=True))
+
+
+def _place(mark: Mark | None, name: str, dim: int) -> torch.Tensor | None:
+    return None if mark is None or name not in mark.places else mark.places[name][dim]
+
+
+def _indexed_dims(func: Any, args: tuple[Any, ...]) -> list[int]:
+    """The dims of the first argument of which elements are picked by a tensor without data."""
+    name = _name(func)
+    if name in ("index", "index_put", "index_put_"):
+        return [dim for dim, index in enumerate(args[1]) if index is not None]
+    if name in ("gather", "index_select", "scatter", "scatter_add", "index_add", "take_along_dim"):
+        return [args[1]] if isinstance(args[1], int) else []
+    return []

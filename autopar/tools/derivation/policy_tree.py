@@ -1,0 +1,220 @@
+"""Families and what surrounds them -> a policy, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.foreign.modules import own_modules, own_parameters
+from autopar.plan.matching import join
+from autopar.policy.described_model import base_of, config_of
+from autopar.tools.derivation.block_lists import BlockList
+from autopar.tools.derivation.block_rules import rule_of, rules_of_block
+from autopar.tools.derivation.decisions import Decisions, Trace
+from autopar.tools.derivation.families import Family
+from autopar.tools.derivation.named_families import Named, named_families
+from autopar.tools.derivation.surroundings import note_vocabulary, sections_around
+
+__all__ = ["marked", "missing", "policy_tree"]
+
+
+def policy_tree(
+    root: PreTrainedModel,
+    lists: list[BlockList],
+    found: list[Family],
+    seen: Trace,
+    decisions: Decisions,
+    *,
+    words: bool = True,
+) -> tuple[dict[str, Any], list[list[Named]]]:
+    """Return the policy of a model in the form of ``policies/README.md``, without attributes, and the families.
+
+    Args:
+        words: whether tables of words and of their logits are sharded.
+    """
+    base_path, _ = base_of(root)
+    start = f"{base_path}." if base_path else ""
+    by_list = [(each, named_families(root, each, found, seen)) for each in lists]
+    rules: dict[str, Any] = {}
+    towers: list[dict[str, Any]] = []
+    vocab = note_vocabulary(root, rules) if words else ""
+    for each, named in by_list:
+        towers.append(_tower(root, each, named, seen, decisions, start))
+    names_taken = {unit for tower in towers for unit in tower["units"]}
+    inside_blocks = tuple(block + "." for each in lists for block in each.blocks)
+    _outside(root, found, by_list, seen, inside_blocks, rules)
+    covered = _covered(root, rules, inside_blocks)
+    before, after, head = sections_around(seen, covered, lists, start)
+    units = {"vocab": vocab} if vocab else {}
+    assert not names_taken & set(units)
+    tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
+    if not towers:
+        tree |= {"units": units or {"ffn": "inferred"}, "prefix": {**before, **after}, "head": head}
+        return {name: value for name, value in tree.items() if value}, []
+    if len(towers) == 1 and "config" not in towers[0]:
+        only = towers[0]
+        tree["units"] = {**only.pop("units"), **units}
+        tree["prefix"] = before
+        tree |= only
+        tree["suffix"] = after
+    else:
+        tree["units"] = units
+        tree["prefix"] = before
+        tree["towers"] = dict(zip(_tower_names(lists), towers, strict=True))
+        last = list(tree["towers"].values())[-1]
+        last["suffix"] = after
+    tree["head"] = head
+    tree.setdefault("units", {})
+    tree["units"] = tree["units"] or {"ffn": "inferred"}
+    return {name: value for name, value in tree.items() if value}, [named for _, named in by_list]
+
+
+def _tower_names(lists: list[BlockList]) -> list[str]:
+    result: list[str] = []
+    for each in lists:
+        words = [
+            part
+            for part in each.path.split(".")
+            if part not in ("*", "layers", "layer", "blocks", "block", "model", "h")
+        ]
+        name = next((word for word in reversed(words) if word not in result), f"tower{len(result)}")
+        result.append(name)
+    return result
+
+
+def _tower(
+    root: nn.Module, each: BlockList, named: list[Named], seen: Trace, decisions: Decisions, start: str
+) -> dict[str, Any]:
+    modules: dict[str, Any] = {}
+    lacking: dict[str, set[str]] = {}
+    shared = {block: _shared(seen, block) for block in each.blocks}
+    rules = {block: rules_of_block(root, block, named, seen, decisions) for block in each.blocks}
+    split = {shared[block](path) for block, own in rules.items() for path in own}
+    for block in each.blocks:
+        start_of_block = len(block) + 1
+        below = [p for p, _ in root.get_submodule(block).named_modules() if p]
+        below += [p for p, _ in root.get_submodule(block).named_parameters()]
+        busy = {path for path in below if any(one.startswith(shared[block](f"{block}.{path}") + ".") for one in split)}
+        own_rules = {path[start_of_block:]: rule for path, rule in rules[block].items()}
+        for path, rule in _covered(root.get_submodule(block), own_rules, (), busy).items():
+            key = shared[block](f"{block}.{path}")
+            if modules.get(key, "replicated") == "replicated":
+                modules[key] = rule
+    for key in modules:
+        lacking[key] = {path for block in each.blocks for path in missing(root.get_submodule(block), key)}
+    units: dict[str, Any] = {}
+    for n in named:
+        units |= n.counts
+    tower: dict[str, Any] = {"units": units}
+    config = _config_path(root, each)
+    if config:
+        tower["config"] = config
+    path = each.path[len(start) :] if each.path.startswith(start) else each.path
+    tower["blocks"] = {"path": path, "modules": {marked(key, lacking[key]): rule for key, rule in modules.items()}}
+    return tower
+
+
+def _shared(seen: Trace, block: str) -> Callable[[str], str]:
+    """What gives a path below a block the name below all blocks."""
+    length = len(block.split("."))
+    return lambda path: ".".join(seen.names(path).split(".")[length:])
+
+
+def missing(block: nn.Module, key: str) -> set[str]:
+    """The beginnings of a path at which some module of a block has nothing."""
+    found: list[Any] = [block]
+    parts, lacking = key.split("."), set[str]()
+    for end, part in enumerate(parts):
+        below: list[Any] = []
+        for module in found:
+            if part == "*":
+                below += list(module.children())
+                continue
+            child = own_modules(module).get(part)
+            child = own_parameters(module).get(part) if child is None else child
+            if child is None:
+                lacking.add(".".join(parts[: end + 1]))
+            elif isinstance(child, nn.Module):
+                below.append(child)
+        found = below
+    return lacking
+
+
+def marked(key: str, lacking: set[str]) -> str:
+    parts = key.split(".")
+    return ".".join(part + ("?" if ".".join(parts[: n + 1]) in lacking else "") for n, part in enumerate(parts))
+
+
+def _config_path(root: nn.Module, each: BlockList) -> str:
+    """The part of the model's config that the blocks' model has."""
+    wanted, own = config_of(root.get_submodule(each.owner)), config_of(root)
+    if wanted is own:
+        return ""
+    for name, value in vars(own).items():
+        if value is wanted:
+            return name
+        for inner, below in vars(value).items() if hasattr(value, "model_type") else ():
+            if below is wanted:
+                return f"{name}.{inner}"
+    return ""
+
+
+def _covered(
+    root: nn.Module, rules: Mapping[str, Any], blocks: tuple[str, ...], more: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Rules for all parameters below ``root``: those given, and ``replicated`` for the largest modules without one."""
+    busy = {"", *more}
+    for path in (*rules, *(block[:-1] for block in blocks)):
+        parts = path.split(".")
+        busy |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    result: dict[str, Any] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        if path in rules:
+            result[path] = rules[path]
+            opens = isinstance(rules[path], dict) and {"region", "column", "row", "embedding"} & set(rules[path])
+            if not opens:
+                return
+        for name, parameter in own_parameters(module).items():
+            own = join(path, name)
+            of_layer = path in rules and name in ("weight", "bias") and own not in rules
+            if parameter is not None and not of_layer:
+                result[own] = rules.get(own, "replicated")
+        for name, child in own_modules(module).items():
+            if child is None:
+                continue
+            own = join(path, name)
+            if own + "." in blocks:
+                continue
+            if own in busy:
+                visit(own, child)
+            elif any(True for _ in child.parameters()):
+                result[own] = "replicated"
+
+    visit("", root)
+    return result
+
+
+def _outside(
+    root: nn.Module,
+    found: list[Family],
+    by_list: list[tuple[BlockList, list[Named]]],
+    seen: Trace,
+    blocks: tuple[str, ...],
+    rules: dict[str, Any],
+) -> None:
+    """Note the rules of parameters outside of all blocks that their units shard."""
+    for family in (f for f in found if not f.block):
+        live = (n for _, many in by_list for n in many if not n.gathered)
+        named = next((n for n in live if set(n.first.units) & set(family.units)), None)
+        for member in family.members if named is not None else ():
+            assert named is not None
+            rules.update(rule_of(root, member, named, seen))
+    units = [n.unit for _, many in by_list for n in many if not n.gathered]
+    for name in sorted(seen.tracking.inside):
+        holder = name.rpartition(".")[0]
+        if not name.startswith(blocks) and name not in rules and holder not in rules and units:
+            rules[name] = {"replicated": units[0]}

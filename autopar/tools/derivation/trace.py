@@ -1,0 +1,216 @@
+"""One forward of the plain model on the meta device, with hooks that say what each layer does to numbered features."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.tensor_parallel import run
+from autopar.foreign.modes import no_dispatch_modes
+from autopar.foreign.modules import own_modules, own_parameters
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.derivation.decisions import Decisions, Names, Trace, is_linear
+from autopar.tools.derivation.feature_tracking import FeatureTracking
+from autopar.tools.derivation.layer_marks import LayerMarks, is_depthwise, is_norm, is_over_features, mark_norm
+from autopar.tools.derivation.marks import ACTIVATION, INPUT, INSIDE, PARAMETER, Mark
+
+__all__ = ["Traced", "trace", "traced"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model that a trace runs, with its path and its inputs."""
+
+    path: str
+    model: nn.Module
+    inputs: dict[str, Any]
+
+
+def traced(model: PreTrainedModel) -> list[Traced]:
+    """Return the model and the models inside of it, each with small inputs, on the meta device."""
+    copied = meta_copy(model)
+    found, configs = [], set[int]()
+    for path, module in copied.named_modules():
+        if isinstance(module, PreTrainedModel) and id(module.config) not in configs:
+            configs.add(id(module.config))
+            try:
+                found.append(Traced(path, module, sample_inputs(module)))
+            except ValueError:
+                continue
+    return found
+
+
+def trace(
+    models: list[Traced],
+    blocks: tuple[str, ...],
+    decisions: Decisions,
+    known: Trace | None = None,
+    record: Callable[..., None] | None = None,
+) -> Trace:
+    """Run the models.
+
+    Args:
+        blocks: paths of the blocks; layers outside of them stay replicated.
+        known: a trace of the same decisions, of which the components are taken: all that ever met are together from
+            the start.
+        record: called behind each operator with the tracking, its arguments and the tensors that it has made.
+
+    Returns:
+        what was seen.
+    """
+    root = models[0].model
+    shared = Names(root, blocks)
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    inside = tuple(path + "." for path in blocks)
+
+    def bare_source(name: str) -> bool:
+        return name.startswith(inside) and decisions.may_be_column(shared(name))
+
+    tracking = FeatureTracking(names, bare_source, record and (lambda *operator: record(tracking, *operator)))
+    if known is not None:
+        tracking.components = known.tracking.components
+        tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
+    seen = Trace(tracking, shared)
+    hooks = list(_hooks(root, blocks, inside, decisions, seen))
+    ran = seen.ran
+    try:
+        for each in models:
+            if each.path and _blocks_ran(each.path, blocks, seen):
+                ran.append(each.path)
+                continue  # a model around it has called it
+            for tensor in tensors_in(each.inputs):
+                tracking.set_mark(tensor, Mark(INPUT))
+            before = len(seen.order)
+            try:
+                with tracking:
+                    out = run(each.model, (), each.inputs)
+            except Exception as error:  # whatever it stumbles over without data
+                seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                tracking.stack.clear()
+                tracking.suspended = 0
+                base: Any = each.model.base_model
+                if base is each.model or each.path:
+                    continue
+                before = len(seen.order)
+                try:
+                    with tracking:
+                        out = run(base, (), each.inputs)
+                except Exception:
+                    tracking.stack.clear()
+                    tracking.suspended = 0
+                    continue
+                seen.runs.append((_path_in(root, base), each.inputs))
+            else:
+                seen.runs.append((each.path, each.inputs))
+            ran.append(each.path)
+            seen.proven.update(seen.order[before:])
+            for tensor in tensors_in(out):
+                features = tracking.features_of(tensor)
+                if features is not None:
+                    tracking.spoil("an output of the model", features)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _path_in(root: nn.Module, wanted: nn.Module) -> str:
+    return next(path for path, module in root.named_modules() if module is wanted)
+
+
+def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
+    own = [block for block in blocks if block.startswith(path + ".")]
+    return bool(own) and seen.proven.issuperset(own)
+
+
+def _hooks(
+    root: nn.Module, blocks: tuple[str, ...], inside: tuple[str, ...], decisions: Decisions, seen: Trace
+) -> Iterator[Any]:
+    tracking = seen.tracking
+    starts = set(blocks)
+    for path, module in root.named_modules():
+        layer = is_linear(module) or is_depthwise(module)
+        norm = not layer and is_norm(module)
+        region = seen.names(path) in decisions.regions
+        state: list[bool] = []
+        entered: list[list[tuple[Any, Mark]]] = []
+
+        def before(
+            m: nn.Module, args: Any, kwargs: Any, path: str = path, layer: bool = layer, norm: bool = norm,
+            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
+        ) -> None:  # fmt: skip
+            seen.order.append(path)
+            tracking.stack.append(path)
+            if tracking.suspended:
+                state.append(False)
+                return
+            tensors = list(tensors_in((args, kwargs)))
+            if region:
+                entered.append([(x, mark) for x in tensors if (mark := tracking.mark_of(x)) is not None])
+            if path in starts or region:
+                for x in tensors if region else tensors[:1]:
+                    mark = tracking.mark_of(x)
+                    if mark is not None and x.is_floating_point() and mark.kind in (PARAMETER, ACTIVATION):
+                        kind = INSIDE if region else ACTIVATION
+                        tracking.set_mark(
+                            x, Mark(kind, None, mark.producers if mark.kind == ACTIVATION else frozenset([path]))
+                        )
+            taken = layer or (norm and is_over_features(m, tensors, tracking))
+            state.append(taken)
+            if taken:
+                seen.suspended.add(path)
+                tracking.suspended += 1
+
+        def after(
+            m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path, layer: bool = layer,
+            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
+        ) -> None:  # fmt: skip
+            tracking.stack.pop()
+            taken = state.pop()
+            if taken:
+                tracking.suspended -= 1
+            if tracking.suspended:
+                return
+            for x, known in entered.pop() if region else ():  # what others compute with it is outside
+                tracking.set_mark(x, known)
+            results = [x for x in tensors_in(out) if x.is_floating_point()]
+            if taken and layer:
+                tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+                LayerMarks(path, m, inside, decisions, seen).mark(tensors[0], results)
+            elif taken:
+                mark_norm(path, m, [x for x in tensors_in((args, kwargs)) if x.is_floating_point()], results, seen)
+            elif region:
+                for x in results:
+                    features = tracking.features_of(x)
+                    if features is not None:
+                        tracking.spoil(f"the output of {path}", features)
+                    tracking.set_mark(x, Mark(ACTIVATION, None, frozenset([path])))
+            elif own_parameters(m) and not own_modules(m):  # a norm on the residual stream, a table
+                for x in results:
+                    mark = tracking.mark_of(x)
+                    if mark is not None and mark.kind == ACTIVATION:
+                        if seen.names(path) in decisions.enters:
+                            seen.entered.add(path)
+                            tracking.set_mark(x, Mark(INSIDE))
+                        else:
+                            tracking.set_mark(x, replace(mark, producers=frozenset([path])))
+
+        yield module.register_forward_pre_hook(_untracked(before), with_kwargs=True)
+        yield module.register_forward_hook(_untracked(after), with_kwargs=True)
+
+
+def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook whose own computations are not followed."""
+
+    @functools.wraps(hook)
+    def run_hook(*args: Any) -> None:
+        with no_dispatch_modes():
+            hook(*args)
+
+    return run_hook

@@ -1,0 +1,286 @@
+"""What a forward keeps for its backward, counted on the meta device: block by block, with operations and collectives.
+
+One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
+is counted by ``saved_tensors_hooks``, each storage once, weights not. Of equal blocks one computes
+(:mod:`autopar.dry_run.block_replay`), so the size of a model makes no difference to the time. Each block is also run
+backward, to see how much memory that needs beside what is saved.
+
+Everything that differs by block is in its :class:`Unit`. A rank that holds only a part of each sequence would be a
+third argument beside batch and sequence: of the units, nothing here looks at either.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from autopar.distributed.rng import kept
+from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
+from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.foreign.autograd import sequence_number
+from autopar.pipeline_parallel.backward import backward_halves
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.planner.collective_calls import collectives_of
+from autopar.tools.planner.fused_kernels import FusedKernels
+from autopar.tools.planner.measured_block import measure_block, values_of
+from autopar.tools.planner.saved_storages import Entry, SavedStorages, alive
+from autopar.tools.planner.storages import Storages
+from autopar.tools.planner.units import ForwardCount, Unit
+
+__all__ = ["count_forward"]
+
+_BEHIND = -1  # place of what comes behind the last element
+
+
+def count_forward(
+    shard: nn.Module,
+    inputs: dict[str, Any],
+    elements: Sequence[str],
+    equal: Sequence[EqualBlocks],
+    encoder: int | None = None,
+) -> ForwardCount:
+    """Run a shard's forward on the meta device, and count.
+
+    Args:
+        shard: on the meta device, sharded, in training mode, in the precision of the run; its region has begun.
+        inputs: on the meta device, with labels.
+        elements: paths of its blocks in forward order.
+        equal: blocks that are.
+        encoder: place of the encoder among the elements.
+
+    Raises:
+        Exception: whatever the forward raises where it does not run on the meta device.
+    """
+    storages = Storages()
+    count = _Count(shard, elements, equal, storages, encoder)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for context in (kept(), torch.enable_grad(), storages, FusedKernels(storages), count):
+            stack.enter_context(context)
+        return count.run(inputs)
+
+
+class _Segment(NamedTuple):
+    """Code outside of blocks, until it is known what of it stays saved.
+
+    Attributes:
+        unit: what else is known of it; with what blocks in it have saved that are no elements.
+        freed: sequence numbers of nodes of which nothing is left between the halves of a backward.
+    """
+
+    unit: Unit
+    entries: list[Entry]
+    freed: frozenset[int]
+
+    def closed(self) -> Unit:
+        """Return its unit, with what is saved now."""
+        late = self.unit.late
+        if late is not None:
+            late = {**late, **alive(self.entries, self.freed)}
+        return replace(self.unit, saved={**self.unit.saved, **alive(self.entries)}, late=late)
+
+
+class _Count(BlockReplay):
+    """Counts a forward: computed blocks are measured, equal ones are like them."""
+
+    def __init__(
+        self,
+        shard: nn.Module,
+        elements: Sequence[str],
+        equal: Sequence[EqualBlocks],
+        storages: Storages,
+        encoder: int | None,
+    ) -> None:
+        super().__init__(shard, equal)
+        self._shard, self._storages, self._encoder = shard, storages, encoder
+        self._places: dict[int, list[int]] = {}
+        for place, path in enumerate(elements):
+            self._places.setdefault(id(shard.get_submodule(path)), []).append(place)
+        inside = [f"{path}." for path in elements]
+        for number, path in enumerate(elements):
+            block = shard.get_submodule(path)
+            around = any(other.startswith(f"{path}.") for other in inside if other != f"{path}.")
+            if "forward" not in vars(block) and not around:  # not the encoder around its blocks
+                self._attach(block, -1 - number, ())
+        self._around = None if encoder is None else shard.get_submodule(elements[encoder])
+        self._saved = SavedStorages(storages, (*shard.parameters(), *shard.buffers()))
+        self._found: dict[int, Unit] = {}
+        self._segments: dict[int, _Segment] = {}  # by the element behind it, in the order of the forward
+        self._towers = Unit()  # blocks that are no elements, since the last segment
+        self._unit: Unit | None = None
+        self._last: list[torch.Tensor] = []  # what the last block returned
+        self._given: list[Any] = []  # nodes that lead to blocks: they hold the graph of the code outside
+        self._inside_a_block = False
+        self._replays = self._first_inside = 0
+        self._renumbered: dict[int, int] = {}
+        self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
+
+    def run(self, inputs: dict[str, Any]) -> ForwardCount:
+        storages = self._storages
+        storages.start_operations()
+        self._start = storages.reset_peak()
+        leaving = None if self._around is None else self._around.register_forward_hook(self._leave_encoder)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+                out = self._shard(**inputs)
+        finally:
+            if leaving is not None:
+                leaving.remove()
+        loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
+        has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
+        roots: list[Any] = [loss] if has_loss else [x for x in tensors_in(values_of(out)) if x.requires_grad]
+        del out  # execute_pipeline keeps no outputs
+        if not self._segments:  # no block was called
+            self._end_segment(0, roots)
+        self._end_segment(_BEHIND, roots)
+        first, *fronts = self._segments
+        units = {place: segment.closed() for place, segment in self._segments.items()}
+        found = {**self._found, **({self._encoder: units[self._encoder]} if self._encoder in fronts else {})}
+        between = {
+            place: unit
+            for place in fronts
+            if place not in (self._encoder, _BEHIND) and ((unit := units[place]).saved or unit.operations)
+        }
+        after = self._with_backward(units[_BEHIND], roots)
+        return ForwardCount(found, units[first], after, has_loss, between, self._encoder)
+
+    # -- outside of blocks -----------------------------------------------------------------------------------------
+
+    def _end_segment(self, place: int, made: Sequence[torch.Tensor]) -> None:
+        """End the code in front of the element ``place``, which is given ``made``."""
+        storages, entries = self._storages, self._saved.take()
+        made = [x for x in made if x.requires_grad]
+        first, behind = not self._segments, place == _BEHIND
+        held = sum(alive(entries).values())
+        halves = backward_halves(made, [] if first else self._last)
+        towers, self._towers = self._towers, Unit()
+        unit = replace(
+            towers,
+            late={} if halves.rest else None,
+            halves=halves.apart,
+            gradients=halves.gradients,
+            outputs=self._saved.numbered(made),
+            forward_peak=max(storages.peak - (self._start if first else self._base) - held, 0),
+            operations=[*(storages.operations or []), *towers.operations],
+            collectives=collectives_of(made, self._last if behind else (), () if behind else self._given),
+        )
+        known = self._segments.get(place)
+        if known is not None:  # of a block that stands for all layers
+            unit, entries = known.unit.followed_by(unit), [*known.entries, *entries]
+        self._segments[place] = _Segment(unit, entries, frozenset(map(sequence_number, halves.freed)))
+        storages.start_operations()
+
+    def _leave_encoder(self, encoder: nn.Module, args: Any, output: Any) -> None:
+        """Count what an encoder does behind its blocks as the element that it is."""
+        assert self._encoder is not None
+        made = list(tensors_in(values_of(output)))
+        self._end_segment(self._encoder, made)
+        self._give(made)
+        self._last = [x for x in made if x.requires_grad]
+        self._base = self._storages.reset_peak()
+
+    def _give(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._given += [x.grad_fn for x in tensors if x.grad_fn is not None]
+
+    def _with_backward(self, after: Unit, roots: list[Any]) -> Unit:
+        """What lies behind the blocks, with the memory of its backward."""
+        if not roots or not self._last:
+            return replace(after, backward_peak=after.forward_peak)
+        storages, held = self._storages, self._base + sum(after.saved.values())
+        storages.reset_peak()
+        try:
+            torch.autograd.grad(roots, self._last, [torch.empty_like(x) for x in roots], allow_unused=True)
+            peak = max(storages.peak - held, 0)
+        except (RuntimeError, NotImplementedError):  # an operation whose backward has no shapes
+            peak = after.forward_peak + sum(after.saved.values())
+        return replace(after, backward_peak=peak)
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def _call(self, block: nn.Module, group: int, differing: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside_a_block:
+            return forward(*args, **kwargs)
+        given = [x for x in tensors_in((args, kwargs)) if x.is_meta]
+        places = self._places.get(id(block))
+        place = None if not places else places.pop(0) if len(places) > 1 else places[0]
+        if place is not None:
+            self._end_segment(place, given)
+        self._give(given)
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            return self._measure(block, forward, args, kwargs)
+
+        self._unit = None
+        out = super()._call(block, group, differing, measured, args, kwargs)
+        unit: Unit | None = self._unit
+        if unit is not None and place is not None:
+            known = self._found.get(place)  # of a block that stands for all layers
+            self._found[place] = unit if known is None else known.followed_by(unit)
+        elif unit is not None:  # of a tower before the blocks
+            operations = [*self._towers.operations, *unit.operations]
+            self._towers = Unit({**self._towers.saved, **unit.saved}, operations=operations)
+        self._last = [x for x in tensors_in(values_of(out)) if x.requires_grad]
+        self._base = self._storages.reset_peak()
+        return out
+
+    def _measure(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        outside, self._first_inside = self._saved.take(), self._storages.count
+        self._inside_a_block = True
+        try:
+            unit, out = measure_block(forward, args, kwargs, self._storages, self._saved)
+        finally:
+            self._inside_a_block = False
+        self._saved.put(outside)
+        recomputed = isinstance(block, GradientCheckpointingLayer) or not isinstance(self._shard, PreTrainedModel)
+        self._unit = replace(unit, recomputed=recomputed)
+        return out
+
+    # -- replay ----------------------------------------------------------------------------------------------------
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        return (tensor.requires_grad,)
+
+    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        assert self._unit is not None
+        before = [self._saved.number(x) for x in arguments]
+        own = self._saved.number(output)
+        return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
+
+    def make(self, kept: _Kept, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
+        if self._unit is None:
+            now = [self._saved.number(x) for x in arguments]
+            known = dict(zip(kept.before, now, strict=True))
+            self._replays += 1
+            fresh = -self._replays * 1_000_000  # what the block makes by itself is made again
+            inside = {*kept.unit.saved, *kept.unit.outputs} - known.keys()
+            known |= {number: fresh - number for number in inside if number > kept.first}
+            self._renumbered, self._unit = known, kept.unit.renumbered(known)
+        number = self._saved.number(made)
+        self._unit = self._unit.renumbered({self._renumbered.get(kept.own, kept.own): number})
+        return made
+
+
+class _Kept(NamedTuple):
+    """An output of a block that others repeat.
+
+    Attributes:
+        before: numbers of the block's arguments; ``own``: of the output.
+        first: the last number that was given before the block ran.
+    """
+
+    form: Form
+    requires_grad: bool
+    unit: Unit
+    before: list[int]
+    own: int
+    first: int

@@ -1,0 +1,270 @@
+"""Memory and time of one candidate: states from the plan, activations as counted, the schedule played."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.config import ParallelConfig
+from autopar.pipeline_parallel.schedule import Action, make_schedule
+from autopar.plan.stages import StagePlan
+from autopar.tools.planner.bubbles import Played, play, step_time
+from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, Rows
+from autopar.tools.planner.hardware import Gpu
+from autopar.tools.planner.model_states import RankBytes
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.planner.stage_costs import StageCost, stage_costs, volume
+from autopar.tools.planner.waiting import ActivationBytes, State, most_kept, peak_of, states_of
+
+__all__ = ["Estimator"]
+
+_RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
+_BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
+_STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
+
+
+def _kind(candidate: Candidate) -> tuple[Rows, int, str, int, bool]:
+    """What the costs of a stage follow from."""
+    return candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+
+
+def _enough(candidate: Candidate) -> int:
+    """As many micro-batches as show the most that waits: with more of them a schedule goes on as before."""
+    if candidate.schedule == "gpipe":
+        return candidate.microbatches
+    return min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
+
+
+@dataclass
+class Estimator:
+    """Estimates candidates of one model on one kind of machine.
+
+    Attributes:
+        device: ``cuda``, or ``cpu``: there nothing is reserved, and AdamW works tensor by tensor.
+        given: the configuration that is estimated; None: those of the candidates.
+    """
+
+    model: PlannedModel
+    gpu: Gpu
+    gpus_per_node: int = 8
+    device: str = "cuda"
+    given: ParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        self._costs = functools.cache(self._stage_costs)
+        self._peaks = functools.cache(self._activation_peaks)
+        self._moments = functools.cache(self._rank_states)
+        self._bytes = functools.cache(self._rank_bytes)
+        self._played = functools.cache(self._play)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def memory(self, candidate: Candidate) -> tuple[RankMemory, ...]:
+        """Return the memory of each rank of the pipeline, of the tp and dp rank that hold most.
+
+        Raises:
+            AutoparError: the sizes do not fit the model, or it does not run on the meta device.
+        """
+        states = self._states_of(candidate)
+        peaks = self._peaks(*_kind(candidate), _enough(candidate))
+        return tuple(
+            self._memory(candidate, rank, held, peak)
+            for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
+        )
+
+    def kept(self, candidate: Candidate, tp: int, cp: int) -> list[int]:
+        """Return the most bytes that wait for backwards at one time, of each rank of the pipeline.
+
+        Args:
+            tp, cp: place of the rank on these axes.
+
+        Raises:
+            AutoparError: as :meth:`memory`.
+        """
+        c = candidate
+        costs = self._costs(c.rows._replace(tp_rank=tp, cp_rank=cp), c.pp, c.schedule, c.microbatch, c.checkpointing)
+        moments = self._moments(c.pp, c.schedule, _enough(c), c.checkpointing)
+        return [most_kept(states, costs) for states in moments]
+
+    def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
+        buffers = held.buffers
+        if candidate.pp > 1:
+            costs = self._costs(*_kind(candidate))
+            buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
+        if candidate.zero == 3 and candidate.replicas > 1:
+            buffers += self._gathered(candidate)
+        elif candidate.replicas > 1:
+            buffers += min(max(_BUCKET, held.largest), held.gradients)
+        foreach = 4 * held.stepped if self.device == "cuda" and self.model.optimizer.startswith("adam") else 0
+        return RankMemory(
+            held.weights,
+            held.gradients,
+            held.optimizer,
+            peak.activations,
+            peak.logits,
+            peak.work,
+            buffers,
+            foreach,
+            _RESERVE if self.device == "cuda" else 0,
+        )
+
+    def _gathered(self, candidate: Candidate) -> int:
+        """What FSDP2 holds of other ranks: two blocks, the weights around them, and a gradient of each on its way."""
+        width = 4 if self.model.precision == "fp32" else 2
+        elements = self._stages(1, "1f1b").elements
+        largest, outside = self.model.states(candidate.tp, candidate.by_expert).unsharded(elements, 0, width)
+        return 2 * largest + outside + largest + largest * 4 // width
+
+    def _config(self, pp: int, schedule: str, zero: int = 0) -> ParallelConfig:
+        if self.given is not None:
+            return self.given
+        return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False).config(self.model.precision)
+
+    def _stages(self, pp: int, schedule: str) -> StagePlan:
+        return self.model.stages(self._config(pp, schedule))
+
+    def _rank_bytes(
+        self, tp: int, pp: int, dp: int, schedule: str, zero: int, by_expert: bool = False
+    ) -> list[RankBytes]:
+        states, stages = self.model.states(tp, by_expert), self._stages(pp, schedule)
+        config = self._config(pp, schedule, zero)
+        return [states.most(stages, config, rank, dp) for rank in range(pp)]
+
+    def _states_of(self, candidate: Candidate) -> list[RankBytes]:
+        c = candidate
+        return self._bytes(c.tp, c.pp, c.replicas, c.schedule, c.zero, c.by_expert)
+
+    def _stage_costs(self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool) -> list[StageCost]:
+        return stage_costs(
+            self.model.count(rows, batch),
+            self._stages(pp, schedule),
+            self.gpu,
+            precision=self.model.precision,
+            rows=rows,
+            gpus_per_node=self.gpus_per_node,
+            checkpointing=checkpointing,
+        )
+
+    def _activation_peaks(
+        self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool, microbatches: int
+    ) -> list[ActivationBytes]:
+        costs = self._costs(rows, pp, schedule, batch, checkpointing)
+        return [peak_of(states, costs) for states in self._moments(pp, schedule, microbatches, checkpointing)]
+
+    def _rank_states(self, pp: int, schedule: str, microbatches: int, checkpointing: bool) -> list[list[State]]:
+        return [states_of(row, recomputed=checkpointing) for row in self._lists(pp, schedule, microbatches)]
+
+    def _lists(self, pp: int, schedule: str, microbatches: int) -> list[list[Action]]:
+        return make_schedule(schedule, self._stages(pp, schedule).rank_of, microbatches)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def least_time(self, candidate: Candidate) -> float:
+        """Return the seconds of a step without bubbles: of the rank that works most, and what comes behind it."""
+        busy = self._busy(candidate)
+        return candidate.microbatches * max(busy) + sum(self._behind(candidate).values())
+
+    def _busy(self, candidate: Candidate) -> list[float]:
+        """Seconds that each rank works on a micro-batch."""
+        costs = self._costs(*_kind(candidate))
+        busy = [0.0] * candidate.pp
+        for cost, rank in zip(costs, self._stages(candidate.pp, candidate.schedule).rank_of, strict=True):
+            busy[rank] += sum(cost.time_of(Action(k, 0, 0), recomputed=candidate.checkpointing) for k in "FB")
+        return busy
+
+    def played(self, candidate: Candidate, microbatches: int) -> Played:
+        """Play the candidate's schedule."""
+        return self._played(replace(candidate, microbatches=microbatches, zero=0))
+
+    def _play(self, candidate: Candidate) -> Played:
+        costs = self._costs(*_kind(candidate))
+        output = max((cost.output for cost in costs), default=0)
+        message = output / (self._between_stages(candidate) * self.gpu.network) + self.gpu.latency if output else 0.0
+        return play(
+            self._lists(candidate.pp, candidate.schedule, candidate.microbatches),
+            len(costs),
+            lambda action: costs[action.stage].time_of(action, recomputed=candidate.checkpointing),
+            message,
+        )
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Estimate a candidate. Raises as :meth:`memory`."""
+        memory = self.memory(candidate)
+        run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
+        behind = self._behind(candidate)
+        busy = max(self._busy(candidate)) * candidate.microbatches
+        costs = self._costs(*_kind(candidate))
+        times = candidate.microbatches * (len(costs) // candidate.pp)
+        tp_time = max(cost.forward_tp + cost.backward_tp for cost in costs) * times
+        cp_time = max(cost.forward_cp + cost.backward_cp for cost in costs) * times
+        time = run + sum(behind.values())
+        ranks = candidate.tp * candidate.cp * candidate.dp
+        flops = sum(cost.flops for cost in costs) * ranks * candidate.microbatches
+        samples = candidate.microbatch * candidate.microbatches * candidate.dp
+        parts = {"compute": busy - tp_time - cp_time, "tp": tp_time, "cp": cp_time, "bubble": run - busy, **behind}
+        return Estimate(
+            candidate,
+            memory,
+            time,
+            tuple(parts.items()),
+            max(0.0, 1 - busy / run) if run else 0.0,
+            self._bytes_sent(candidate, costs),
+            flops,
+            flops / (time * candidate.gpus * self.gpu.peak(self.model.precision)) if time else 0.0,
+            samples * self.model.sequence / time if time else 0.0,
+        )
+
+    def _behind(self, candidate: Candidate) -> dict[str, float]:
+        """Seconds of what comes behind the last backward: averaging over replicas, the optimizer."""
+        states = self._states_of(candidate)
+        speed = self._between_replicas(candidate) * self.gpu.network
+        optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * self.gpu.stream)
+        found = {"dp": 0.0, "optimizer": optimizer}
+        if candidate.replicas == 1:
+            return found
+        if candidate.zero == 3:
+            calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
+            travel = self._fsdp_bytes(candidate) / speed + calls * (candidate.replicas - 1) * self.gpu.hop
+            found["dp"] = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
+            return found
+        found["dp"] = max(self._replica_bytes(s, candidate) for s in states) / speed
+        return found
+
+    def _replica_bytes(self, held: RankBytes, candidate: Candidate) -> int:
+        sent = volume("all_reduce", held.gradients, candidate.replicas)
+        return sent + (volume("all_gather", held.weights, candidate.replicas) if candidate.zero == 1 else 0)
+
+    def _fsdp_bytes(self, candidate: Candidate) -> int:
+        """What a rank sends for FSDP2 in a step: weights twice, gradients once, for each micro-batch."""
+        [held] = self._bytes(candidate.tp, 1, candidate.replicas, "1f1b", 3, candidate.by_expert)
+        whole = held.parameters * candidate.replicas
+        width = 4 if self.model.precision == "fp32" else 2
+        return candidate.microbatches * volume("all_gather", whole * (2 * width + 4), candidate.replicas)
+
+    def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
+        states = self._states_of(candidate)
+        rank_of = self._stages(candidate.pp, candidate.schedule).rank_of
+        tp, cp, pp = ([0] * candidate.pp for _ in range(3))
+        for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
+            tp[rank] += cost.tp_bytes * candidate.microbatches
+            cp[rank] += cost.cp_bytes * candidate.microbatches
+            if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
+                pp[rank] += cost.output * candidate.microbatches
+                pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
+        dp = (
+            self._fsdp_bytes(candidate)
+            if candidate.zero == 3
+            else max(self._replica_bytes(s, candidate) for s in states)
+        )
+        return (("tp", max(tp)), ("cp", max(cp)), ("pp", max(pp)), ("dp", dp if candidate.replicas > 1 else 0))
+
+    def _between_replicas(self, candidate: Candidate) -> float:
+        """Bytes a second of a rank to those that hold the same shard: ranks count tp first, then dp."""
+        if candidate.tp * candidate.replicas <= self.gpus_per_node:
+            return self.gpu.within
+        return min(self.gpu.within, self.gpu.between * max(1, self.gpus_per_node // candidate.tp))
+
+    def _between_stages(self, candidate: Candidate) -> float:
+        fits = candidate.gpus <= self.gpus_per_node
+        return self.gpu.within if fits else self.gpu.between

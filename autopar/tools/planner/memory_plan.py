@@ -1,0 +1,142 @@
+"""``plan_memory``: what one given configuration needs on every rank, before it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopar.config import ParallelConfig
+from autopar.errors import ConfigError
+from autopar.policy.schema import Policy
+from autopar.tools.planner.candidate import Candidate, RankMemory
+from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.model_states import RankBytes
+from autopar.tools.planner.planned_model import PlannedModel
+
+__all__ = ["MemoryPlan", "plan_memory"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a configuration needs.
+
+    Attributes:
+        ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact. With context
+            parallelism the second counts dp x cp, cp first.
+        kept: likewise, the most bytes that wait for backwards at one time: what autograd has saved, and what was sent
+            on. Exact for micro-batches of one size.
+        stages: for each rank of the pipeline all parts, of the tp and dp rank that hold most.
+    """
+
+    ranks: Mapping[tuple[int, int, int], RankBytes]
+    kept: Mapping[tuple[int, int, int], int]
+    stages: tuple[RankMemory, ...]
+
+    @property
+    def peak(self) -> RankMemory:
+        """The memory of the rank that holds most."""
+        return max(self.stages, key=lambda memory: memory.total)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        ranks = [
+            {"pp": p, "dp": d, "tp": t, **held._asdict(), "kept": self.kept[p, d, t]}
+            for (p, d, t), held in self.ranks.items()
+        ]
+        return {"ranks": ranks, "stages": [{**asdict(memory), "total": memory.total} for memory in self.stages]}
+
+    def __str__(self) -> str:
+        lines = []
+        for rank, memory in enumerate(self.stages):
+            parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory.parts().items() if size >= 5e6)
+            lines.append(f"pp rank {rank}: {memory.total / 1e9:.2f} GB: {parts}")
+        return "\n".join(lines)
+
+
+def plan_memory(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path | ParallelConfig | None = None,
+    *,
+    sequence: int,
+    batch: int = 1,
+    gpus: int | None = None,
+    optimizer: str = "adamw",
+    policy: str | Path | Mapping[str, Any] | Policy | None = None,
+    device: str = "cuda",
+) -> MemoryPlan:
+    """Plan the memory of each rank for a step of ``execute_pipeline``; no process group, no weights, nothing changes.
+
+    Weights, gradients and the optimizer's state are exact. Activations are what each rank's forward saves, counted on
+    the meta device at these sizes; what runs beside them is the largest of any block. Experts get equally many tokens.
+
+    Args:
+        model: a Hugging Face model, in memory or built inside :func:`autopar.lazy_init`; only read.
+        config: as in :func:`autopar.initialize`.
+        sequence: tokens of each sample; ``batch``: samples of a replica in a step.
+        gpus: ranks; by default one replica.
+        optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``, given to ``initialize``.
+        policy: as in :func:`autopar.initialize`.
+        device: ``cuda``: with what CUDA and NCCL reserve; or ``cpu``.
+
+    Raises:
+        ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
+    """
+    parsed = ParallelConfig.parse(config)
+    tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
+    cp = parsed.context_parallel_size
+    replicas = parsed.data_parallel_size(tp * cp * pp if gpus is None else gpus)
+    planned = PlannedModel(
+        model,
+        parsed.policy or None if policy is None else policy,
+        sequence=sequence,
+        precision=parsed.precision,
+        optimizer=optimizer,
+        loss_chunk=parsed.loss_chunk,
+        method=parsed.context_parallel_method,
+    )
+    if parsed.activation_checkpointing:
+        planned.check_checkpointing()
+    count, size = _microbatches(parsed, batch)
+    candidate = Candidate(
+        *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage, parsed.activation_checkpointing),
+        cp=cp,
+        sequence_parallel=parsed.sequence_parallel and tp > 1,
+        by_expert=parsed.expert_parallel_size > 1,
+    )
+    estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
+    stages, states = planned.stages(parsed), planned.states(tp, candidate.by_expert)
+    ranks = {
+        (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
+        for p in range(pp)
+        for d in range(candidate.replicas)
+        for t in range(tp)
+    }
+    kept = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(cp)}
+    by_rank = {(p, d, t): kept[t, d % cp][p] for p, d, t in ranks}
+    return MemoryPlan(ranks, by_rank, estimator.memory(candidate))
+
+
+def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, cp: int) -> Sequence[int]:
+    """What waits on each rank of the pipeline; tp ranks whose shards are equal are counted once."""
+    if not candidate.by_expert:
+        plan = planned.plan(candidate.tp)
+        shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]
+        tp = shapes.index(shapes[tp])
+    return estimator.kept(candidate, tp, cp)
+
+
+def _microbatches(config: ParallelConfig, batch: int) -> tuple[int, int]:
+    """The number of micro-batches of a replica's batch, and the samples of the largest."""
+    if batch < 1:
+        raise ConfigError(f"batch must be at least 1, not {batch}")
+    size, count = config.pipeline.microbatch_size, config.pipeline.num_microbatches
+    if count is not None:
+        count = min(count, batch)
+        return count, -(-batch // count)
+    size = batch if size is None else min(size, batch)
+    return -(-batch // size), size

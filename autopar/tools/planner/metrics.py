@@ -1,0 +1,99 @@
+"""``metrics``: tokens a second, operations and their part of the GPUs' peak, of a step that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.deferred_init.context import lazy_init
+from autopar.errors import ConfigError
+from autopar.foreign.transformers import from_config
+from autopar.tools.planner.candidate import Rows
+from autopar.tools.planner.hardware import GPUS, Gpu, find_gpu
+from autopar.tools.planner.planned_model import PlannedModel
+
+__all__ = ["metrics"]
+
+_KNOWN = "_autopar_flops"
+
+
+def metrics(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], seconds: float, *, gpu: str | None = None
+) -> dict[str, float | None]:
+    """Return what a training step came to: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
+
+    Operations are those of the products of the model's forward and backward, counted on the meta device once for each
+    length; what activation checkpointing computes again does not count, and padding does. No communication.
+
+    Args:
+        model: parallelized.
+        batch: of this replica, with ``input_ids``; the other replicas' are taken to be as large.
+        seconds: of the step.
+        gpu: ``a100``, ``h100`` ...; by default that of this process. None known: ``mfu`` is None.
+
+    Returns:
+        Numbers of all ranks together; ``tokens_per_second_per_gpu`` of one.
+
+    Raises:
+        ConfigError: the model is not parallelized or no Hugging Face model, the batch has no ``input_ids``, ``seconds``
+            is not above 0, the GPU is unknown.
+    """
+    state = vars(model).get("_autopar")
+    if state is None:
+        raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+    if not seconds > 0:
+        raise ConfigError(f"metrics: seconds must be above 0, not {seconds}")
+    ids = batch.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        raise ConfigError(
+            f"metrics: the batch has no input_ids [batch, sequence]; it has {', '.join(batch) or 'nothing'}"
+        )
+    samples, sequence = ids.shape
+    world = state.mpu.world_size
+    known: dict[int, int] = vars(model).setdefault(_KNOWN, {})
+    if sequence not in known:
+        known[sequence] = _flops_of_sample(state.inner_of(model), sequence, state.own_policy)
+    replicas = state.mpu.dp.size
+    flops = known[sequence] * samples * replicas
+    found = _own_gpu() if gpu is None else find_gpu(gpu)
+    peak = (
+        None
+        if found is None
+        else found.peak(state.config.precision if state.config.precision != "fp32" else _kind(model))
+    )
+    return {
+        "tokens_per_second": samples * sequence * replicas / seconds,
+        "tokens_per_second_per_gpu": samples * sequence * replicas / seconds / world,
+        "flops": float(flops),
+        "flops_per_second": flops / seconds,
+        "mfu": None if peak is None else flops / seconds / world / peak,
+    }
+
+
+def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
+    """Operations of forward and backward of one sample of the plain model."""
+    if not isinstance(inner, PreTrainedModel):
+        raise ConfigError(f"metrics: {type(inner).__name__} is no Hugging Face model")
+    kind: Any = next(each for each in type(inner).__mro__ if not each.__module__.startswith("autopar"))
+    with lazy_init():
+        plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
+    count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
+    units = count.units()
+    return 3 * sum(operation.flops for unit in units for operation in unit.operations)
+
+
+def _own_gpu() -> Gpu | None:
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name().lower()
+    return next((gpu for key, gpu in GPUS.items() if key in name), None)
+
+
+def _kind(model: nn.Module) -> str:
+    """The precision of a model that was given no section ``precision``."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")

@@ -1,0 +1,242 @@
+"""A model as the planner sees it: its plan, stages, states and activations for any mesh, each made once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.activation_checkpoint import check as check_checkpointing
+from autopar.config import ParallelConfig
+from autopar.context_parallel.state import RowPlan
+from autopar.distributed.failures import first_line
+from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.context_parallel import plan_rows
+from autopar.dry_run.imported_plan import rehearse
+from autopar.dry_run.inputs import sample_inputs
+from autopar.dry_run.sequence_parallel import plan_sequence
+from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
+from autopar.plan.sequence import SequencePlan
+from autopar.plan.stages import Reads, StagePlan, make_stages, rank_of_stage
+from autopar.policy.described_model import model_inside
+from autopar.policy.given_policy import given_policy
+from autopar.policy.match import find_policy
+from autopar.policy.schema import Policy
+from autopar.tools.planner.activations import count_forward
+from autopar.tools.planner.candidate import Rows
+from autopar.tools.planner.model_states import ModelStates
+from autopar.tools.planner.shards import Shard, make_shard
+from autopar.tools.planner.units import ForwardCount
+
+__all__ = ["PlannedModel"]
+
+
+class PlannedModel:
+    """Facts about one model for all meshes.
+
+    Args:
+        model: whole, only read; on the meta device it needs no memory.
+        policy: as in :func:`autopar.initialize`.
+        sequence: tokens of each sample.
+        precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
+        optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
+        loss_chunk, method: as in the configuration; the method of context parallelism.
+        fp32_gradients: see :class:`~autopar.tools.planner.model_states.ModelStates`.
+        dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
+            one forward. A search does that for what it has found (:meth:`rehearse`).
+
+    Raises:
+        ConfigError, PolicyError, UnsupportedModelError: it is no Hugging Face model, or has no policy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: str | Path | Mapping[str, Any] | Policy | None = None,
+        *,
+        sequence: int,
+        precision: str = "bf16",
+        optimizer: str = "adamw",
+        loss_chunk: int = 0,
+        method: str = "auto",
+        fp32_gradients: bool = True,
+        dry_run: bool = True,
+    ) -> None:
+        own = given_policy(model, policy)
+        self.prefix, inner = model_inside(model, own)
+        self.policy = find_policy(inner, own)
+        if not isinstance(inner, PreTrainedModel):
+            raise ConfigError(
+                f"{type(model).__name__} is no Hugging Face model: what its forward takes is not known, so what it "
+                "keeps cannot be counted"
+            )
+        self.model, self.inner = model, inner
+        self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
+        self._chunk, self._method, self._fp32_gradients, self._dry_run = loss_chunk, method, fp32_gradients, dry_run
+        self._shard: tuple[Rows, Shard] | None = None
+        self._plans: dict[tuple[int, bool], Plan | AutoparError] = {}
+        self._stages: dict[Any, StagePlan | AutoparError] = {}
+        self._states: dict[tuple[int, bool], ModelStates] = {}
+        self._counts: dict[tuple[Rows, int], ForwardCount] = {}
+        self._sequence_plans: dict[tuple[int, bool], SequencePlan | AutoparError] = {}
+        self._row_plans: dict[int, RowPlan | AutoparError] = {}
+
+    def plan(self, tp: int, by_expert: bool = False) -> Plan:
+        """Return the plan for a tensor-parallel size, experts sharded or whole. Raises what ``make_plan`` does."""
+        return self._once(
+            self._plans, (tp, by_expert), lambda: make_plan(self.model, self.policy, tp, by_expert=by_expert)
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts that ranks can hold whole."""
+        try:
+            self.plan(1, True)
+        except ConfigError:
+            return False
+        return True
+
+    def stages(self, config: ParallelConfig) -> StagePlan:
+        """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
+        pipeline, ranks = config.pipeline, config.pipeline_parallel_size
+        key = (ranks, pipeline.chunks, pipeline.layers_per_stage)
+
+        def make() -> StagePlan:
+            return make_stages(
+                self.model,
+                self.policy,
+                ranks,
+                reads=self._reads if ranks > 1 else None,
+                chunks=pipeline.chunks,
+                layers_per_stage=pipeline.layers_per_stage,
+            )
+
+        def folded() -> StagePlan:  # the same stages on other ranks
+            straight: StagePlan = self._once(self._stages, key, make)
+            return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))
+
+        if pipeline.folded and ranks > 1:
+            return self._once(self._stages, (*key, "folded"), folded)
+        return self._once(self._stages, key, make)
+
+    def states(self, tp: int, by_expert: bool = False) -> ModelStates:
+        """Return what the ranks hold of the model."""
+        key = (tp, by_expert)
+        if key not in self._states:
+            self._states[key] = ModelStates(
+                self.model, self.inner, self.plan(*key), self.optimizer, fp32_gradients=self._fp32_gradients
+            )
+        return self._states[key]
+
+    def sequence_plan(self, tp: int, by_expert: bool = False) -> SequencePlan:
+        """Return what runs over rows with sequence parallelism. Raises ConfigError if the rehearsal refuses it."""
+        return self._once(
+            self._sequence_plans,
+            (tp, by_expert),
+            lambda: plan_sequence(self.inner, self.prefix, self.plan(tp, by_expert), self._one_stage),
+        )
+
+    def row_plan(self, cp: int) -> RowPlan:
+        """Return what runs over rows with context parallelism. Raises ConfigError if the rehearsal refuses it."""
+        return self._once(self._row_plans, cp, lambda: plan_rows(self.inner, self.policy, self.prefix, cp))
+
+    def count(self, rows: Rows, batch: int) -> ForwardCount:
+        """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
+
+        Raises:
+            ConfigError: sequence or context parallelism does not fit the model.
+            UnsupportedModelError: the model does not run on the meta device.
+        """
+        if (rows, batch) not in self._counts:
+            self._counts[rows, batch] = self._counted(rows, batch)
+        return self._counts[rows, batch]
+
+    def check_checkpointing(self) -> None:
+        """Raise ConfigError if the blocks cannot be recomputed."""
+        check_checkpointing(self.inner, (), self.policy.where)
+
+    def rehearse(self, config: ParallelConfig) -> None:
+        """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
+        rehearse(self.inner, self.prefix, self.plan(config.tensor_parallel_size, config.expert_parallel_size > 1))
+        if config.pipeline_parallel_size > 1:
+            make_stages(
+                self.model,
+                self.policy,
+                config.pipeline_parallel_size,
+                reads=find_reads(self.model, self.policy),
+                chunks=config.pipeline.chunks,
+                folded=config.pipeline.folded,
+                layers_per_stage=config.pipeline.layers_per_stage,
+            )
+
+    @functools.cached_property
+    def _reads(self) -> Reads | None:
+        reads = find_reads(self.model, self.policy)
+        return reads if reads is None or self._dry_run else replace(reads, dry_run=None)
+
+    @staticmethod
+    def _once(known: dict[Any, Any], key: Any, make: Any) -> Any:
+        if key not in known:
+            try:
+                known[key] = make()
+            except AutoparError as error:
+                known[key] = error
+        if isinstance(known[key], AutoparError):
+            raise known[key]
+        return known[key]
+
+    def _counted(self, rows: Rows, batch: int) -> ForwardCount:
+        shard = self._shard_of(rows)
+        inner, region = shard.inner, shard.region
+        start = f"{self.prefix}." if self.prefix else ""
+        elements = [path.removeprefix(start) for path in self._one_stage.elements]
+        encoder = self._one_stage.encoder
+        region.expect_logits(True)
+        region.start()
+        try:
+            inputs = _with_labels(inner, batch, self.sequence)
+            return count_forward(inner, inputs, elements, shard.equal, encoder)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        finally:
+            region.finish()
+
+    def _shard_of(self, rows: Rows) -> Shard:
+        """The shard of a rank; the last one that was asked for is kept."""
+        if self._shard is None or self._shard[0] != rows:
+            made = make_shard(
+                self.model,
+                self.prefix,
+                self.plan(rows.tp, rows.by_expert),
+                rows,
+                precision=self.precision,
+                loss_chunk=self._chunk,
+                method=self._method,
+                sequence=self.sequence_plan(rows.tp, rows.by_expert) if rows.sequence_parallel else None,
+                context=self.row_plan(rows.cp) if rows.cp > 1 else None,
+            )
+            self._shard = (rows, made)
+        return self._shard[1]
+
+    @functools.cached_property
+    def _one_stage(self) -> StagePlan:
+        return make_stages(self.model, self.policy, 1)
+
+
+def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Any]:
+    inputs = sample_inputs(model, batch, sequence)
+    ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
+        inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
+    return inputs

@@ -1,0 +1,229 @@
+"""The search over meshes, micro-batches, schedules and ZeRO stages: what fits, fastest first, and why others do not."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar.errors import AutoparError, ConfigError
+from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
+from autopar.tools.planner.estimate import Estimator
+
+__all__ = ["Found", "Space", "rehearsed", "search"]
+
+_SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
+_MICROBATCHES = (1, 2, 4, 8, 16)
+_FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
+_MOST_CP = 64
+
+Mesh = tuple[int, int, int, int]
+"""Sizes of tp, cp, pp and dp."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        gpus: of the run; ``gpus_per_node``: tp stays within a node.
+        global_batch: samples of a step, of all replicas.
+        zero, checkpointing, schedules: what may be chosen; None: any.
+        cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
+        sequence_parallel: with it, without it; None: both, where tp is above 1 and cp is 1.
+        by_expert: whether tp ranks hold whole experts, sharded ones; None: both, where tp is above 1.
+    """
+
+    gpus: int
+    gpus_per_node: int
+    global_batch: int
+    zero: int | None = None
+    checkpointing: bool | None = None
+    schedules: Sequence[str] = _SCHEDULES
+    cp: int | None = None
+    sequence_parallel: bool | None = None
+    by_expert: bool | None = False
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "gpus_per_node", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+
+    def meshes(self, sequence: int) -> Iterator[Mesh]:
+        """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens."""
+        for tp in _divisors(self.gpus):
+            if tp <= self.gpus_per_node:
+                for cp in self._cp_sizes(sequence, self.gpus // tp):
+                    for pp in _divisors(self.gpus // tp // cp):
+                        yield tp, cp, pp, self.gpus // tp // cp // pp
+
+    def _cp_sizes(self, sequence: int, left: int) -> Iterator[int]:
+        if self.cp is not None:
+            yield from (self.cp,) if left % self.cp == 0 else ()
+            return
+        size = 1
+        while size <= _MOST_CP and left % size == 0 and (size == 1 or sequence // size >= _FEWEST_ROWS):
+            yield size
+            size *= 2
+
+    def candidates(self, mesh: Mesh) -> Iterator[list[Candidate]]:
+        """Yield what may be run on a mesh, for one size of micro-batches after the other."""
+        for batch in _MICROBATCHES:
+            if self.global_batch % (mesh[3] * batch) == 0:
+                yield list(self._with_batch(mesh, batch))
+
+    def _with_batch(self, mesh: Mesh, batch: int) -> Iterator[Candidate]:
+        tp, cp, pp, dp = mesh
+        count = self.global_batch // (dp * batch)
+        for schedule in self.schedules if pp > 1 else ("1f1b",):
+            if count < (2 * pp if schedule == "dualpipev" else pp) and pp > 1:
+                continue
+            for zero in _zero_stages(self.zero, pp, cp * dp):
+                for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
+                    for rows, whole in itertools.product(self._rows(tp, cp), self._experts(tp)):
+                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, whole)
+
+    def _rows(self, tp: int, cp: int) -> Sequence[bool]:
+        """Whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
+        if tp == 1 or cp > 1:
+            return () if self.sequence_parallel else (False,)
+        return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
+
+    def _experts(self, tp: int) -> Sequence[bool]:
+        """Whether experts are whole; one rank holds all of them."""
+        if tp == 1:
+            return () if self.by_expert else (False,)
+        return (False, True) if self.by_expert is None else (self.by_expert,)
+
+
+def _zero_stages(wanted: int | None, pp: int, dp: int) -> Sequence[int]:
+    fitting = [0] if dp == 1 else [0, 1, 3] if pp == 1 else [0, 1]
+    return fitting if wanted is None else [stage for stage in fitting if stage == wanted]
+
+
+@dataclass
+class Found:
+    """The result of a search.
+
+    Attributes:
+        best: the fastest that fit, of each mesh with and without checkpointing the fastest one.
+        slower: others that fit and were estimated.
+        bounded: others that fit: a time that they need at least.
+        too_large: meshes of which nothing fits: what needs least memory there.
+        refused: meshes that the model does not have, and why.
+        tried: number of candidates.
+    """
+
+    best: list[Estimate] = field(default_factory=list)
+    slower: list[Estimate] = field(default_factory=list)
+    bounded: list[tuple[Candidate, float]] = field(default_factory=list)
+    too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
+    refused: list[tuple[Mesh, str]] = field(default_factory=list)
+    tried: int = 0
+
+
+def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
+    """Search a space for the ``count`` fastest candidates that fit the GPU.
+
+    Raises:
+        UnsupportedModelError: the model cannot be counted on any mesh.
+    """
+    found = Found()
+    fitting: list[tuple[float, int, Candidate]] = []
+    for mesh in space.meshes(estimator.model.sequence):
+        _try_mesh(estimator, space, mesh, found, fitting)
+    if not fitting and not found.too_large and found.refused:
+        raise ConfigError(f"no mesh of {space.gpus} GPUs fits: {found.refused[0][1]}")
+    heapq.heapify(fitting)
+    kinds: dict[tuple[int, int, int, bool], Estimate] = {}
+    while fitting:
+        least, number, candidate = heapq.heappop(fitting)
+        best = sorted(estimate.time for estimate in kinds.values())
+        kind = (candidate.tp, candidate.cp, candidate.pp, candidate.checkpointing)
+        known = kinds.get(kind)
+        if known is not None and least >= known.time:
+            continue  # all others of its kind are slower
+        if known is None and len(best) >= 2 * count and least >= best[count - 1]:
+            heapq.heappush(fitting, (least, number, candidate))
+            break
+        estimate = estimator.estimate(candidate)
+        if known is None or estimate.time < known.time:
+            kinds[kind] = estimate
+    found.bounded = [(candidate, time) for time, _, candidate in sorted(fitting)]
+    ranked = sorted(kinds.values(), key=lambda estimate: estimate.time)
+    found.best, found.slower = ranked[:count], ranked[count:]
+    return found
+
+
+def rehearsed(estimator: Estimator, found: Found) -> None:
+    """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
+    holds: dict[tuple[int, int, bool, str], str] = {}
+    for estimate in list(found.best):
+        candidate = estimate.candidate
+        config = candidate.config(estimator.model.precision)
+        split = str(config.pipeline.chunks) + str(config.pipeline.folded)
+        kind = (candidate.tp, candidate.pp, candidate.by_expert, split)
+        if kind not in holds:
+            try:
+                estimator.model.rehearse(config)
+                holds[kind] = ""
+            except AutoparError as error:
+                holds[kind] = str(error).splitlines()[0]
+        if holds[kind]:
+            found.best.remove(estimate)
+            found.refused.append(((candidate.tp, candidate.cp, candidate.pp, candidate.dp), holds[kind]))
+
+
+def _try_mesh(
+    estimator: Estimator,
+    space: Space,
+    mesh: Mesh,
+    found: Found,
+    fitting: list[tuple[float, int, Candidate]],
+) -> None:
+    smallest: tuple[int, Candidate, RankMemory] | None = None
+    reason = ""
+    fits = False
+    for candidates in space.candidates(mesh):
+        one_fits = False
+        for candidate in candidates:
+            try:
+                if candidate.checkpointing:
+                    estimator.model.check_checkpointing()
+                memory = max(estimator.memory(candidate), key=lambda rank: rank.total)
+            except AutoparError as error:
+                reason = reason or str(error).splitlines()[0]
+                continue
+            found.tried += 1
+            if memory.total <= estimator.gpu.memory:
+                one_fits = True
+                fitting.append((estimator.least_time(candidate), found.tried, candidate))
+            elif smallest is None or memory.total < smallest[0]:
+                smallest = (memory.total, candidate, memory)
+        fits = fits or one_fits
+        if not one_fits:
+            break  # larger micro-batches need more
+    if fits:
+        return
+    if smallest is not None:
+        found.too_large.append(smallest[1:])
+    else:
+        found.refused.append((mesh, reason or _no_batch(space, mesh)))
+
+
+def _no_batch(space: Space, mesh: Mesh) -> str:
+    tp, cp, pp, dp = mesh
+    if space.sequence_parallel and not space._rows(tp, cp):
+        return f"sequence_parallel needs tp above 1 and cp 1, not tp {tp} and cp {cp}"
+    if space.by_expert and not space._experts(tp):
+        return f"whole experts need tp above 1, not {tp}"
+    if space.global_batch % dp:
+        return f"the global batch of {space.global_batch} does not divide over {dp} replicas"
+    if space.global_batch // dp < pp:
+        return f"{space.global_batch // dp} samples a replica are fewer than {pp} stages"
+    return f"ZeRO stage {space.zero} does not go with pp {pp} x dp {dp}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

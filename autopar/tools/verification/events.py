@@ -1,0 +1,174 @@
+"""Events of two recordings, of the plain model and of this rank's: compared one by one, then over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.stages import StagePlan
+from autopar.tools.verification.bisection import Event
+from autopar.tools.verification.closeness import OF_GRADIENTS, Distance, measure
+from autopar.tools.verification.recording import Entry, Recording
+from autopar.tools.verification.slices import Slices, local_part
+
+__all__ = ["Comparison", "over_ranks", "owners"]
+
+_PARTIAL = ("region", "experts", "once")  # what runs inside of them has parts of sums
+_SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
+
+
+class Comparison:
+    """Compares what was recorded of one rank's model with what was recorded of the plain one.
+
+    Args:
+        rank: of the pipeline axis.
+        tolerance: what rounding explains.
+    """
+
+    def __init__(self, plan: Plan, stages: StagePlan, slices: Slices, rank: int, tolerance: float) -> None:
+        self.plan, self.stages, self.slices, self.rank, self.tolerance = plan, stages, slices, rank, tolerance
+        self._partial = [path for path, module in plan.modules.items() if module.rule in _PARTIAL]
+
+    def forward(self, plain: Recording, mine: Recording) -> list[Event]:
+        """Return an event for each tensor that a module was given or returned, in the plain model's order."""
+        pairs = _paired(plain, mine)
+        here = owners(plain.entries, self.stages)
+        events: list[Event] = []
+        for entry, owner in zip(plain.entries, here, strict=True):
+            other = pairs.get(entry.key) if owner == self.rank else None
+            for name, expected in entry.tensors.items():
+                actual = None if other is None else other.tensors.get(name)
+                distance = None if actual is None else self._compare(entry.path, actual, expected, 0.0)
+                events.append(self._event(entry, entry.kind, name, distance))
+        return events
+
+    def backward(
+        self, plain: Recording, mine: Recording, models: tuple[nn.Module, nn.Module], largest: float
+    ) -> list[Event]:
+        """Return an event for each gradient of an output or a parameter, in the order of the backward pass.
+
+        Args:
+            models: the plain one, and this rank's, whose parameters have their gradients.
+            largest: element of all gradients of parameters.
+        """
+        pairs = _paired(plain, mine)
+        here = owners(plain.entries, self.stages)
+        scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
+        events: list[Event] = []
+        for entry, owner in reversed(list(zip(plain.entries, here, strict=True))):
+            other = pairs.get(entry.key) if owner == self.rank else None
+            for name, expected in entry.gradients.items():
+                actual = None if other is None else other.gradients.get(name)
+                partial = self._is_partial_gradient(entry.path)
+                if actual is not None and self.slices.mpu.cp.size > 1:  # of own rows, as many times as there are ranks
+                    actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
+                distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
+                unknown = partial and distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
+                readers = [entry.path] if entry.kind == "input" else _innermost(entry.readers.get(name, []))
+                events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
+            if entry.kind == "input" and entry.call == 0:
+                events += self._of_parameters(entry, models, _SMALL * largest)
+        return events
+
+    def _of_parameters(self, entry: Entry, models: tuple[nn.Module, nn.Module], floor: float) -> Iterator[Event]:
+        plain, mine = (dict(model.named_parameters()) for model in models)
+        for name, parameter in plain.items():
+            if name.rpartition(".")[0] != entry.path:
+                continue
+            other = mine.get(name)
+            if other is None or other.is_meta:
+                yield self._event(entry, "parameter", name, None)  # another stage's
+            elif (parameter.grad is None) != (other.grad is None):
+                yield self._event(entry, "parameter", name, Distance(float("inf"), "has a gradient in one of both"))
+            elif parameter.grad is not None and other.grad is not None:
+                expected = local_part(self.plan, name, parameter.grad, self.slices.mpu.tp.rank)
+                yield self._event(entry, "parameter", name, measure(_local(other.grad), expected, floor))
+
+    def _compare(self, path: str, actual: torch.Tensor, expected: torch.Tensor, floor: float) -> Distance | None:
+        planned: ModulePlan | None = self.plan.modules.get(path)
+        distance = self.slices.compare(actual, expected, planned, floor)
+        if distance is None or distance.relative <= self.tolerance:
+            return distance
+        inside = any(path.startswith(f"{outer}.") for outer in self._partial)
+        once = planned is not None and planned.rule == "once"
+        return None if inside or once else distance
+
+    def _is_partial_gradient(self, path: str) -> bool:
+        """Whether gradients of what a module returns may be parts, which are summed later."""
+        planned = self.plan.modules.get(path)
+        if planned is None:
+            return False
+        replicated = planned.layout is not None and planned.layout.replicated
+        return replicated or bool(planned.summed) or planned.aside or planned.enter_output
+
+    def _event(
+        self, entry: Entry, kind: str, name: str, distance: Distance | None, readers: tuple[str, ...] = ()
+    ) -> Event:
+        allowed = self.tolerance * (OF_GRADIENTS if kind in ("gradient", "parameter") else 1)
+        verdict = None if distance is None else distance.relative <= allowed
+        difference = 0.0 if distance is None else distance.relative
+        return Event(entry.path, kind, verdict, name, difference, entry.call, readers)
+
+
+def owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
+    """Return for each entry the pipeline rank that computes it: that of the last block that began before."""
+    places = {path: place for place, path in enumerate(stages.elements) if place != stages.encoder}
+    result: list[int] = []
+    stage = 0
+    for entry in entries:
+        if not entry.path and entry.kind == "input":
+            stage = 0
+        block = _ancestor_in(entry.path, places)
+        if block is not None:
+            stage = stages.stage_of(places[block])
+        result.append(stages.rank_of[stage])
+    return result
+
+
+def _ancestor_in(path: str, known: dict[str, int]) -> str | None:
+    while path:
+        if path in known:
+            return path
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _paired(plain: Recording, mine: Recording) -> dict[Any, Entry]:
+    """The entries of this rank by their key in the plain recording: of more calls than there the last ones."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for which, recording in enumerate((plain, mine)):
+        for entry in recording.entries:
+            counts.setdefault((entry.path, entry.kind), [0, 0])[which] += 1
+    result = {}
+    for entry in mine.entries:
+        expected, found = counts[entry.path, entry.kind]
+        result[entry.path, entry.kind, entry.call - max(0, found - expected)] = entry
+    return result
+
+
+def _innermost(paths: Sequence[str]) -> list[str]:
+    listed = list(dict.fromkeys(paths))
+    return [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
+    """Return the events with the verdict of all ranks: wrong if it is on one, right if it is on one that knows it."""
+    found: dict[tuple[str, str, str, int], list[Event]] = {}
+    for events in sorted(everyone, key=len, reverse=True):  # replicas may be given other arguments (a mask)
+        for event in events:
+            found.setdefault((event.path, event.kind, event.name, event.call), []).append(event)
+    result = []
+    for same in found.values():
+        verdicts = {event.verdict for event in same}
+        verdict = False if False in verdicts else True if True in verdicts else None
+        worst = max(same, key=lambda event: (event.verdict is False, event.difference))
+        result.append(worst._replace(verdict=verdict))
+    return result

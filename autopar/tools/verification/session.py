@@ -1,0 +1,240 @@
+"""A session: the plain model and this rank's parallel one, fed with the same inputs. What the checks work on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar.api
+from autopar.config import ParallelConfig
+from autopar.data_parallel.gradients import average_gradients
+from autopar.data_parallel.master_weights import DTYPES
+from autopar.distributed import gloo_collectives
+from autopar.distributed.collectives import run
+from autopar.distributed.rng import base_seed
+from autopar.errors import clip
+from autopar.pipeline_parallel.microbatch import label_count, own_loss
+from autopar.pipeline_parallel.outputs import unavailable
+from autopar.pipeline_parallel.streams import Streams, switching
+from autopar.policy.schema import Policy
+from autopar.tensor_parallel import layer_seeds
+from autopar.tensor_parallel.parallelize import sync_parameters
+from autopar.tensor_tracking import TensorTracking, tensors_in
+from autopar.tools.verification.batch_parts import Batch, fit, part_of
+from autopar.tools.verification.closeness import tolerance_of
+from autopar.tools.verification.dropout_rates import Rate, switch_off
+from autopar.tools.verification.outputs import named, reseed, total_loss
+from autopar.tools.verification.report import RankMemory
+from autopar.tools.verification.slices import Slices
+from autopar.tools.verification.traffic import Collective
+
+__all__ = ["Batch", "PlainModelError", "Session", "make_optimizer"]
+
+_RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their rounding
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of both models."""
+    return torch.optim.AdamW(parameters, lr=_RATE)
+
+
+class PlainModelError(Exception):
+    """The plain model does not run: nothing can be compared."""
+
+
+class Session:
+    """Both models on this rank.
+
+    Args:
+        model: whole; it is only read.
+        config, policy: as for ``initialize``.
+        batches: arguments of the model, for all replicas together.
+
+    Attributes:
+        plain, parallel: both without dropout; ``rates``: what they had, and of which owners in each.
+        tolerance: what rounding explains.
+        exact: whether weights are kept in the plain model's dtype.
+        lacking: entries of the outputs that the last stage does not have (:meth:`find_lacking`).
+        piped: whether batches go through ``execute_pipeline``, over stages or replicas.
+        sent: collectives of the last batch and the step; ``memory``, ``plain_memory``: after the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ParallelConfig,
+        policy: str | Mapping[str, Any] | Policy | None,
+        batches: Sequence[Batch],
+    ) -> None:
+        self.plain = copy.deepcopy(model)
+        self.batches = list(batches)
+        self.rates: list[Rate] = switch_off(self.plain)
+        self.parts, self.config = fit(self.plain, config, self.batches)
+        self.parallel: Any = copy.deepcopy(self.plain)
+        self.optimizers = (make_optimizer(self.plain.parameters()), make_optimizer(self.parallel.parameters()))
+        self.parallel, _ = autopar.api.initialize(
+            self.parallel, self.config, policy=policy, optimizer=self.optimizers[1]
+        )
+        self.state, self.mpu = self.parallel._autopar, self.parallel.mpu
+        layer_seeds.attach(self.plain)  # which each process would take for itself
+        self.plain.to(self.mpu.device)
+        sync_parameters(self.plain, self.mpu)  # rank 0's, as the parallel one has them
+        self.plan, self.stages = self.state.plan, self.state.stages
+        self.policy = str(self.state.policy.where)
+        self.slices = Slices(self.plan, self.mpu)
+        self.batches = [self._placed(batch) for batch in self.batches]
+        half = DTYPES.get(config.precision)
+        dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
+        if dtypes == {torch.float64}:
+            dtypes |= self._computed_in()
+        self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
+        self.exact = half is None
+        self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
+        self.lacking: tuple[str, ...] = ()
+        self.sent: list[Collective] = []
+        self.memory: RankMemory | None = None
+        self.plain_memory: RankMemory | None = None
+        self.has_loss = own_loss(self.evaluate(self.plain, self.batches[0])) is not None
+
+    def _placed(self, batch: Batch) -> Batch:
+        device = self.mpu.device
+        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+    def _computed_in(self) -> set[torch.dtype]:
+        """The dtypes that the plain model's code computes in: norms and losses in float32, say, whatever it is in."""
+        with _Dtypes() as dtypes:
+            self.evaluate(self.plain, self.batches[0])
+        return dtypes.found
+
+    def close(self) -> None:
+        """Destroy the process groups that were made."""
+        self.mpu.destroy()
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batch: Batch) -> Any:
+        """Run a forward without gradients, in evaluation mode."""
+        model.eval()
+        reseed(0)
+        with self.own_failure(model):
+            return named(model(**copy.deepcopy(dict(batch))))  # some models write into their labels
+
+    @contextmanager
+    def own_failure(self, model: nn.Module) -> Iterator[None]:
+        """Raise PlainModelError where the plain model raises an error."""
+        try:
+            yield
+        except Exception as error:
+            if model is not self.plain:
+                raise
+            text = f"{type(error).__name__}: {clip(' '.join(str(error).split()), 200)}"
+            raise PlainModelError(f"the plain model raises {text}") from error
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def find_lacking(self) -> None:
+        """Find entries of the outputs that the last stage does not have: no loss is made of them."""
+        if self.mpu.pp.size > 1 and not self.has_loss:
+            self.lacking = unavailable(self.evaluate(self.parallel, self.own_part(self.batches[0])))
+
+    def train_plain(self, number: int) -> tuple[Any, torch.Tensor]:
+        """Run forward and backward of the plain model on one batch; returns outputs and loss."""
+        self.plain.train()
+        losses = []
+        for part in range(self.parts):
+            reseed(number)  # as every replica does
+            with self.own_failure(self.plain), self.drawing_as_stages():
+                output = named(self.plain(**part_of(copy.deepcopy(dict(self.batches[number])), part, self.parts)))
+            losses.append(self.loss_of(output) / self.parts)
+            losses[-1].backward()
+        return output, torch.stack(losses).sum().detach()
+
+    @contextmanager
+    def drawing_as_stages(self) -> Iterator[None]:
+        """Let the plain model draw at random what the stages of the parallel one draw for one micro-batch."""
+        if self.stages is None or self.stages.stages == 1:
+            yield
+            return
+        with base_seed() as seed:
+            streams = Streams(seed, self.stages.stages)
+            with switching(self.plain, self.stages, lambda: streams), streams.front():
+                yield
+
+    def loss_of(self, output: Any) -> torch.Tensor:
+        """Return the loss: the model's own over replicas and micro-batches, else whatever can be differentiated."""
+        own = own_loss(output) if self.piped else None
+        return total_loss(output, self.lacking) if own is None else own
+
+    def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
+        """Return the loss of a micro-batch of a model that has none of its own."""
+        return total_loss(outputs, self.lacking)
+
+    def train_parallel(self, number: int) -> tuple[Any, torch.Tensor | None]:
+        """Run forward and backward of the parallel model on one batch, of which each replica takes its part.
+
+        Returns:
+            Outputs of this replica, and the loss; None where another stage has them.
+        """
+        self.parallel.train()
+        reseed(number)
+        batch = copy.deepcopy(self.own_part(self.batches[number]))
+        scale: Callable[[torch.Tensor], torch.Tensor] = getattr(self.optimizers[1], "scale_loss", lambda loss: loss)
+        if self.piped:
+            criterion = None if self.has_loss else self.criterion
+            out = self.parallel.execute_pipeline(
+                batch, criterion, self.optimizers[1], return_outputs=True, broadcast_loss=True
+            )
+            return out.outputs, out.loss
+        output = named(self.parallel(**batch))
+        loss = total_loss(output)
+        scale(loss).backward()
+        return output, loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Average what ``execute_pipeline`` would have: gradients over the ranks of cp."""
+        if not self.piped and self.mpu.cp.size > 1:
+            average_gradients(self.parallel)
+
+    def mean_loss(self, number: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the replicas' losses of a batch, each counting by its labels, as its gradients do."""
+        dp = self.mpu.dp
+        if dp.size == 1:
+            return loss
+        pipeline = self.parallel._autopar_pipeline
+        count, sums = 1, torch.stack([loss.double(), torch.ones_like(loss).double()])
+        if self.parts == 1:
+            count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.shifted)
+        sums *= count
+        run(gloo_collectives.all_reduce, dp, sums)
+        return (sums[0] / sums[1]).to(loss.dtype)
+
+    def own_part(self, batch: Batch) -> dict[str, Any]:
+        """Return the samples of this replica."""
+        return part_of(batch, self.mpu.dp.rank, self.mpu.dp.size)
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients of both models."""
+        for model in (self.plain, self.parallel):
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def gradient_scale(self) -> float:
+        """Return by how much gradients of the parallel model are too large: fp16's loss scale."""
+        return float(getattr(self.optimizers[1], "loss_scale", 1.0) or 1.0) if self.config.precision == "fp16" else 1.0
+
+
+class _Dtypes(TensorTracking):
+    """Notes the dtypes of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[torch.dtype]()
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.found |= {x.dtype for x in tensors_in(result) if x.is_floating_point()}

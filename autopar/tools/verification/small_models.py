@@ -1,0 +1,304 @@
+"""Small models with the structure of large ones: the config with small sizes in the place of its own, random weights.
+
+What is a size is known by its name; ratios that matter are kept: grouped keys stay grouped, tied weights tied, of each
+kind of layer one stays. Norms, biases and matrices of zeros get random values, since constants hide mistakes.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from autopar.errors import ConfigError, clip
+from autopar.foreign.transformers import from_config
+from autopar.tools.verification.small_fields import small_fields
+
+__all__ = ["build_small", "randomise", "small_config"]
+
+_HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36
+_LENGTH, _LAYERS, _EXPERTS, _RANK, _PATCHES = 64, 2, 4, 16, 2
+
+_LAYER_COUNTS = re.compile(
+    r"(num_|n_)?((hidden|encoder|decoder|text|vision|speech|transformer)_)?(layers?|blocks)|depth|num_hidden_layers"
+    r"|(text|speech)_(encoder|decoder)_layers|num_(block|decoder|encoder)_layers|num_block"
+)
+_HEAD_COUNTS = re.compile(r"(num_)?((encoder|decoder|self|index|text|vision)_)?(attention_)?heads|n_heads?|num_heads")
+_HIDDEN = re.compile(
+    r"((out|text|encoder|cross)_)?hidden_size|hidden_size_global|n_embd|d_model|dim|embed_dim|d_embed|emb_dim|embedding_dim|hidden_dim_?"
+    r"|width|word_embed_proj_dim|adapter_in_dim"
+)
+_INNER = re.compile(r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|d_inner|inner_dim|ffn_embed_dim)")
+_HEAD_WIDTH = re.compile(r"(.*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size)|qk_(rope|nope)_head_dim")
+_EXPERT_COUNTS = re.compile(r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts_per_layer")
+_POSITIONS = re.compile(r"max_(.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|model_max_length")
+_RANKS = re.compile(r"(q|kv|o)_lora_rank")
+_STATE_HEADS = (
+    ("num_heads", "head_dim"),
+    ("mamba_n_heads", "mamba_d_head"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("mamba_num_heads", "mamba_head_dim"),
+)
+_TOKEN = re.compile(r".*_token_(id|index)|.*_token_ids")
+
+
+def small_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of a config with small sizes; of one with configs inside, all of them."""
+    small = copy.deepcopy(config)
+    _shrink(small)
+    return small
+
+
+def _shrink(config: PretrainedConfig) -> None:
+    if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
+        _set_stages(config)  # widths and heads of its stages follow from each other
+        _set_fields(config, small_fields(config.model_type))
+        return
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    for each in inner:
+        _shrink(each)
+    _set_layers(config)
+    changes = dict(_changes(config))
+    changes |= dict(_tokens(config, changes.get("vocab_size", getattr(config, "vocab_size", None))))
+    for name, value in changes.items():
+        setattr(config, name, value)
+    _set_unset(config)
+    _set_latent(config)
+    _set_rotary(config)
+    _set_states(config)
+    _set_fields(config, small_fields(config.model_type))
+    if hasattr(config, "initializer_range"):
+        config.initializer_range = 0.1
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", 0) is None:
+        config.decoder_start_token_id = 0
+    if "vocab_size" in changes and getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = 0  # classifiers want one
+
+
+def _numbers(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
+    for name, value in vars(config).items():
+        if type(value) is int and not name.startswith("_"):
+            yield name, value
+
+
+def _changes(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
+    """The fields that are sizes, and what they become; hidden sizes are whole heads."""
+    heads = max((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), default=0)
+    hidden = next((value for name, value in _numbers(config) if _HIDDEN.fullmatch(name)), 0)
+    for name, value in _numbers(config):
+        if value <= 1:
+            continue
+        if _HEAD_COUNTS.fullmatch(name):
+            yield name, min(value, _HEADS)
+        elif "key_value_heads" in name or name in ("num_kv_heads", "multi_query_group_num", "n_head_kv"):
+            yield name, min(value, _HEADS if value >= heads else _KV_HEADS)
+        elif _HEAD_WIDTH.fullmatch(name):
+            yield name, min(value, _WIDTH)
+        elif _RANKS.fullmatch(name):
+            yield name, min(value, _RANK)
+        elif _INNER.fullmatch(name):
+            yield name, min(value, _FEATURES)
+        elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
+            yield name, min(value, _HEADS * _WIDTH)
+        elif re.fullmatch(r"(.*_)?vocab_size|n_vocab|vocab_size_.*", name):
+            yield name, min(value, _VOCABULARY)
+        elif name == "rotary_dim":
+            yield name, min(value, _WIDTH // 2)
+        elif name in ("n_group", "topk_group"):
+            yield name, 1
+        elif _POSITIONS.fullmatch(name):
+            yield name, min(value, _LENGTH)
+        elif _EXPERT_COUNTS.fullmatch(name):
+            yield name, min(value, _EXPERTS)
+        elif re.fullmatch(r"num_experts_per_tok(en)?|moe_k|top_k|moe_top_?k|num_selected_experts", name):
+            yield name, min(value, 2)
+        elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
+            yield name, min(value, _PATCHES * config.patch_size)
+        elif name in ("sliding_window", "attention_window_size", "local_attention"):
+            yield name, min(value, 4)
+        elif re.fullmatch(r"mask_(time|feature)_length", name):
+            yield name, min(value, 2)
+        elif re.fullmatch(r"(mamba_)?chunk_size", name):
+            yield name, min(value, _WIDTH)
+        elif re.fullmatch(r"mamba_d_state|(ssm_)?state_size", name):
+            yield name, min(value, 2 * _WIDTH)
+
+
+def _set_layers(config: PretrainedConfig) -> None:
+    """Keep few layers; of several kinds, in lists as long as there are layers, the first of each."""
+    counts = {name: value for name, value in _numbers(config) if _LAYER_COUNTS.fullmatch(name) and value > _LAYERS}
+    for name, count in counts.items():
+        listed = {key: value for key, value in vars(config).items() if _is_list(value) and len(value) == count}
+        kinds: list[Any] = list(zip(*listed.values(), strict=True)) if listed else []
+        kept = sorted({kinds.index(kind) for kind in kinds}) if _are_hashable(kinds) else []
+        wanted = max(_LAYERS, *(len(pattern) for pattern in _patterns(config)), 0)
+        kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, wanted - len(kept))]
+        kept = sorted(kept)
+        for key, of_layers in listed.items():
+            vars(config)[key] = type(of_layers)(of_layers[place] for place in kept)
+        setattr(config, name, len(kept))
+    last = max((getattr(config, name) for name in counts), default=_LAYERS) - 1
+    for name, number in _numbers(config):  # a place among layers that are not there any more
+        if re.fullmatch(r"first_k_dense_replace|.*layer_(offset|freq)|.*_every_n?_?layers?", name):
+            setattr(config, name, min(number, 1))
+        elif re.fullmatch(r".*layer_(period|interval)", name):
+            setattr(config, name, min(number, _LAYERS))
+    for name, value in list(vars(config).items()):
+        if re.fullmatch(r".*layer_(indices|idx|ids)", name) and isinstance(value, list) and value:
+            setattr(config, name, [place for place in value if type(place) is int and place < last] or [last])
+
+
+def _patterns(config: PretrainedConfig) -> Iterator[Sequence[Any]]:
+    """Lists of kinds of blocks that come again and again."""
+    yield ()
+    yield from (value for name, value in vars(config).items() if name in ("block_types",) and isinstance(value, list))
+
+
+def _set_stages(config: PretrainedConfig) -> None:
+    """Keep one block in each stage of a model whose stages have other widths."""
+    for name, value in vars(config).items():
+        if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
+            setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
+
+
+def _set_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            _set_fields(inner, value)
+        else:
+            setattr(config, name, copy.deepcopy(value))
+
+
+def _set_unset(config: PretrainedConfig) -> None:
+    """Give what the code of some models wants, and their configs leave out, a value that follows from the others."""
+    found = vars(config)
+    heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
+    values = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}
+    if "hidden_size" in found:
+        values["head_dim"] = found["hidden_size"] // heads
+    for name, value in values.items():
+        if name in found and found[name] is None:
+            setattr(config, name, value)
+
+
+def _set_latent(config: PretrainedConfig) -> None:
+    """Let the width of a latent head be that of its parts, with and without rotary angles."""
+    parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
+    if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
+        config.qk_head_dim = sum(parts)
+
+
+def _set_states(config: PretrainedConfig) -> None:
+    """Let the heads of a state space fill its width."""
+    found = vars(config)
+    inner = int(found.get("expand") or found.get("mamba_expand") or 0) * int(found.get("hidden_size") or 0)
+    for count, width in _STATE_HEADS:
+        if inner and type(found.get(count)) is int and type(found.get(width)) is int:
+            setattr(config, width, min(found[width], 2 * _WIDTH))
+            setattr(config, count, inner // found[width])
+
+
+def _set_rotary(config: PretrainedConfig) -> None:
+    """Let the sections of rotary angles (of time, height, width) fill the small heads."""
+    heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
+    found = vars(config)
+    width = found.get("head_dim") or found.get("hidden_size", _HEADS * _WIDTH) // heads
+
+    def sectioned(rotary: Any) -> Any:
+        if not isinstance(rotary, dict) or not rotary:
+            return rotary
+        if all(isinstance(value, dict | None) for value in rotary.values()):  # one for each kind of layer
+            return {kind: sectioned(of_kind) for kind, of_kind in rotary.items()}
+        if "mrope_section" not in rotary and not _reads(config, "mrope_section"):
+            return rotary
+        half = int(width * (rotary.get("partial_rotary_factor") or 1.0)) // 2
+        count = len(rotary.get("mrope_section", (0, 0, 0)))
+        return {**rotary, "mrope_section": [*[half // count] * (count - 1), half - (count - 1) * (half // count)]}
+
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(found.get(name), dict):
+            setattr(config, name, sectioned(found[name]))
+
+
+def _reads(config: PretrainedConfig, word: str) -> bool:
+    """Whether the code of the config's models has this word: some read what their config only may have."""
+    try:
+        module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        return word in inspect.getsource(module)
+    except (ImportError, OSError):
+        return False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _are_hashable(kinds: list[Any]) -> bool:
+    return all(isinstance(entry, str | int | float | bool | type(None)) for kind in kinds for entry in kind)
+
+
+def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, Any]]:
+    """Special tokens inside of the vocabulary, each another one."""
+    if type(vocabulary) is not int:
+        return
+    free = vocabulary - 1
+    for name, value in vars(config).items():
+        if not _TOKEN.fullmatch(name) or value is None:
+            continue
+        if type(value) is int and value >= vocabulary:
+            yield name, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, free)
+            free -= 1
+        elif isinstance(value, list) and value and all(type(entry) is int for entry in value):
+            yield name, [min(entry, 2) for entry in value]
+
+
+def build_small(
+    kind: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Build a model of a class with a small config and random weights, the same on every rank.
+
+    Raises:
+        ConfigError: the small config fits no model of the class.
+    """
+    torch.manual_seed(seed)
+    try:
+        wanted: Any = kind.config_class or PretrainedConfig
+        small: Any = small_config(_config_for(wanted, config))
+        if callable(getattr(small, "validate", None)):
+            small.validate()  # what it would say only when it is saved
+        model: PreTrainedModel = from_config(kind, small)
+    except Exception as error:  # whatever a constructor stumbles over
+        raise ConfigError(
+            f"{kind.__name__} cannot be built small: {type(error).__name__}: {clip(' '.join(str(error).split()))}\n"
+            "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
+        ) from error
+    randomise(model, seed)
+    if dtype is not None:
+        nn.Module.to(model, dtype)
+    return model
+
+
+def _config_for(wanted: Any, config: PretrainedConfig) -> PretrainedConfig:
+    """The config itself, or of a model with several towers the one of this class; some classes take another type's."""
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return next((each for each in (config, *inner) if isinstance(each, wanted)), config)
+
+
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give biases, norms and matrices of one number random values."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            elif not parameter.is_meta and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model

@@ -1,0 +1,206 @@
+"""Forward, backward and step: outputs, loss, every gradient and every weight against the plain model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.tools.verification.closeness import OF_GRADIENTS, Distance, measure
+from autopar.tools.verification.outputs import same_floats, size_of_loss
+from autopar.tools.verification.report import RankMemory, Row, Traffic
+from autopar.tools.verification.session import Session
+from autopar.tools.verification.slices import local_part
+from autopar.tools.verification.traffic import counted, recording_of
+
+__all__ = ["backward", "forward", "memory_of", "step", "weights", "worst_row"]
+
+_SMALL = 0.05  # of the largest gradient or step: what is smaller is measured by this
+
+
+class Named(NamedTuple):
+    """How far something is from the plain model's."""
+
+    name: str
+    distance: Distance
+
+
+def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, show: bool = True) -> Row:
+    """Return the row of the one that is farthest off.
+
+    Args:
+        show: its name even if it holds.
+    """
+    listed = list(found)
+    worst = max(listed, key=lambda each: each.distance.relative, default=None)
+    if worst is None:
+        return Row(check, what, None, note="this rank has none")
+    (relative, problem), holds = worst.distance, worst.distance.relative <= allowed
+    failing = sum(each.distance.relative > allowed for each in listed)
+    name = worst.name if show or not holds else ""
+    return Row(check, what, holds, relative, allowed, name, problem, failing=failing, of=len(listed))
+
+
+def weights(session: Session) -> list[Row]:
+    """Compare the weights of this rank with its parts of the plain model's: equal to the bit."""
+    allowed = 0.0 if session.exact else session.tolerance
+    return [worst_row("weights", "sharded", _weights(session), allowed, show=False)]
+
+
+def _weights(session: Session) -> Iterator[Named]:
+    for name, mine, theirs in pairs(session):
+        expected = local_part(session.plan, name, theirs.detach(), session.mpu.tp.rank)
+        yield Named(name, measure(local(mine), expected))
+
+
+def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Yield name, this rank's parameter and the plain model's, of those that this rank holds."""
+    plain = dict(session.plain.named_parameters())
+    for name, mine in session.parallel.named_parameters():
+        if not mine.is_meta:
+            yield name, mine, plain[name]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the tensor, put together where FSDP has sharded it over replicas."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# -- forward ----------------------------------------------------------------------------------------------------------
+
+
+def forward(session: Session) -> list[Row]:
+    """Compare the outputs of a forward in evaluation mode."""
+    batch = session.batches[0]
+    expected = session.evaluate(session.plain, batch)
+    actual = session.evaluate(session.parallel, batch)
+    return _output_rows("forward", _outputs(expected, actual), session.tolerance)
+
+
+def _outputs(expected: Any, actual: Any) -> list[Named]:
+    found = []
+    for name, theirs, mine in same_floats(expected, actual):
+        missing = Distance(math.inf, "the output is missing")
+        found.append(Named(name, missing if mine is None else measure(mine, theirs)))
+    return found
+
+
+def _output_rows(check: str, found: list[Named], allowed: float) -> list[Row]:
+    """One row for logits, one for the loss, one for all others."""
+    chief = {what: [each for each in found if each.name == what] for what in ("logits", "loss")}
+    rest = [each for each in found if each.name not in chief]
+    rows = [worst_row(check, what, each, allowed, show=False) for what, each in chief.items() if each]
+    return rows + ([worst_row(check, "outputs", rest, allowed)] if rest else [])
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+
+def backward(session: Session) -> list[Row]:
+    """Compare outputs and losses in training mode, and the gradients after all batches."""
+    session.zero_gradients()
+    session.find_lacking()
+    outputs, losses = list[Named](), list[Named]()
+    for number in range(len(session.batches)):
+        expected, loss = session.train_plain(number)
+        with recording_of(session.mpu.tp) as sent:  # the last one is kept
+            actual, own = session.train_parallel(number)
+        assert own is not None
+        floor = _SMALL * size_of_loss(expected, session.lacking)  # terms that cancel leave their rounding
+        losses.append(Named(f"batch {number}", measure(session.mean_loss(number, own), loss, floor)))
+        if actual is not None and session.mpu.dp.size == 1:
+            outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]
+    with recording_of(session.mpu.tp) as averaged:
+        session.finish_gradients()
+    session.sent = [*sent, *averaged]
+    rows = [worst_row("backward", "loss", losses, session.tolerance, show=False)]
+    rows += [row for row in _output_rows("backward", outputs, session.tolerance) if row.what != "loss"]
+    allowed = OF_GRADIENTS * session.tolerance
+    return [*rows, worst_row("backward", "worst gradient", _gradients(session), allowed)]
+
+
+def _gradients(session: Session) -> Iterator[Named]:
+    gradients = [parameter.grad for parameter in session.plain.parameters() if parameter.grad is not None]
+    floor = _SMALL * max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
+    scale = session.gradient_scale()
+    for name, mine, theirs in pairs(session):
+        if (mine.grad is None) != (theirs.grad is None):
+            lacking = "the plain model's has one" if mine.grad is None else "the plain model's has none"
+            has_zero = theirs.grad is not None and not theirs.grad.any()
+            if not has_zero:
+                yield Named(name, Distance(math.inf, f"gradient present or missing: {lacking}"))
+        elif mine.grad is not None and theirs.grad is not None:
+            expected = local_part(session.plan, name, theirs.grad, session.mpu.tp.rank)
+            yield Named(name, measure(local(mine.grad) / scale, expected, floor))
+
+
+# -- step -------------------------------------------------------------------------------------------------------------
+
+
+def step(session: Session) -> list[Row]:
+    """Compare what an optimizer step adds to the weights; after :func:`backward`."""
+    before = {name: local(mine).clone() for name, mine, _ in pairs(session)}
+    plain, parallel = session.optimizers
+    _steady(session)
+    if session.config.gradient_clipping:
+        torch.nn.utils.clip_grad_norm_(session.plain.parameters(), session.config.gradient_clipping)
+    plain.step()
+    with recording_of(session.mpu.tp) as sent:
+        parallel.step()
+    session.sent += sent
+    allowed = OF_GRADIENTS * session.tolerance
+    row = worst_row("step", "worst change of a weight", _changes(session, before), allowed)
+    session.memory = memory_of(session.mpu.rank, session.parallel, parallel)
+    session.plain_memory = memory_of(session.mpu.rank, session.plain, plain)
+    return [row]
+
+
+def _steady(session: Session) -> None:
+    """Let AdamW's ``eps`` follow the gradients: with a small one it makes a full step of what is only rounding."""
+    gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
+    largest: list[Any] = [max(gradients, default=1.0)]
+    dist.broadcast_object_list(largest)
+    for optimizer in session.optimizers:
+        for group in optimizer.param_groups:
+            group["eps"] = 0.1 * largest[0] or 1.0
+
+
+def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Named]:
+    changes = []
+    for name, mine, theirs in pairs(session):
+        expected = local_part(session.plan, name, theirs.detach(), session.mpu.tp.rank)
+        if session.exact:
+            changes.append((name, local(mine) - before[name], expected - before[name], expected))
+        else:  # the optimizer steps fp32 weights; the model's are rounded
+            changes.append((name, local(mine), expected, expected))
+    largest = max((change.abs().max().item() for _, _, change, _ in changes if change.numel()), default=0.0)
+    for name, mine_, theirs_, weight in changes:
+        rounding = torch.finfo(weight.dtype).eps if weight.is_floating_point() else 0.0
+        size = weight.abs().max().item() if weight.numel() else 0.0
+        yield Named(
+            name, measure(mine_, theirs_, max(_SMALL * largest, 2 * rounding * size / session.tolerance / OF_GRADIENTS))
+        )
+
+
+def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
+    """Count the bytes of weights, gradients and the optimizer's state."""
+    held = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value for value in states if isinstance(value, torch.Tensor)]
+    return RankMemory(rank, *(sum(map(_bytes, each)) for each in (held, gradients, tensors)))
+
+
+def _bytes(tensor: Any) -> int:
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(tensor.numel() * tensor.element_size())
+
+
+def traffic_of(session: Session) -> tuple[Traffic, ...]:
+    """Return what the last batch's forward and backward, and the step, have sent."""
+    return counted(session.sent)
