@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from autopar.class_swap import swap, unswap
 from autopar.distributed.accelerator import accelerator
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
+from autopar.swap import swap, unswap
 
 __all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "undo"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-import autopar.api
+import autopar.dry_run.plan_model
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OWN = frozenset(vars(nn.Module()))
@@ -32,7 +32,7 @@ class _Unknown(Exception):
 def remember() -> None:
     """Have ``autopar.initialize`` of this process make each dry run once."""
     for name, key in {"rehearse": _of_plan, "plan_sequence": _of_sequence, "plan_rows": _of_rows}.items():
-        setattr(autopar.api, name, _once(getattr(autopar.api, name), key))
+        setattr(autopar.dry_run.plan_model, name, _once(getattr(autopar.dry_run.plan_model, name), key))
 
 
 def _once(dry_run: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:

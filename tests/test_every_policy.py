@@ -26,7 +26,7 @@ import transformers
 from torch import nn
 
 import autopar
-import autopar.api
+import autopar.dry_run.plan_model
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
@@ -94,10 +94,10 @@ def _run(
         once: rank 0 rehearses rows for all ranks. The representatives' do it themselves, and agree.
     """
     transformers.logging.set_verbosity_error()
-    autopar.api.rehearse = lambda *_: True  # the tests of rehearsals have it, without a world
+    autopar.dry_run.plan_model.rehearse = lambda *_: True  # the tests of rehearsals have it, without a world
     if once:
-        autopar.api.plan_sequence = by_rank_0(autopar.api.plan_sequence)
-        autopar.api.plan_rows = by_rank_0(autopar.api.plan_rows)
+        autopar.dry_run.plan_model.plan_sequence = by_rank_0(autopar.dry_run.plan_model.plan_sequence)
+        autopar.dry_run.plan_model.plan_rows = by_rank_0(autopar.dry_run.plan_model.plan_rows)
     heads, kv_heads = (heads, kv_heads) if heads else SIZES[tp]
     for case in wanted:
         try:

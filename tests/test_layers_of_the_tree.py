@@ -13,7 +13,7 @@ from pathlib import Path
 CORE = [
     ["errors", "on_demand"],
     ["foreign"],
-    ["class_swap", "model_methods", "tensor_tracking"],
+    ["swap", "tensor_tracking"],
     ["layout", "policy", "call_site", "adapters"],
     ["config", "plan"],
     ["distributed"],
@@ -21,13 +21,15 @@ CORE = [
     ["tensor_parallel", "pipeline_parallel", "checkpoint"],
     ["context_parallel"],
     ["deferred_init", "dry_run"],
-    ["api", "split"],
+    ["applied"],
+    ["api"],
     ["pretrained"],
 ]
 ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
-TOOLS = [["derivation"], ["planner"], ["verification"], ["cli"]]
+TOOLS = [["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
+    "applied": 420,
     "adapters": 200,
     "checkpoint": 6100,
     "config": 860,
@@ -35,7 +37,7 @@ LINES = {
     "data_parallel": 3400,
     "deferred_init": 1140,
     "distributed": 3840,
-    "dry_run": 3740,
+    "dry_run": 3910,
     "foreign": 920,
     "integrations": 1850,
     "pipeline_parallel": 3750,
@@ -43,7 +45,7 @@ LINES = {
     "policy": 2110,
     "storage": 1600,
     "tensor_parallel": 5820,
-    "tools": 11860,
+    "tools": 11930,
 }
 LOADED = 262  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

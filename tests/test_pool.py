@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import autopar.api
+import autopar.dry_run.plan_model
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from tests import worlds
@@ -41,7 +41,7 @@ def _leave_everything_behind() -> None:
     warnings.simplefilter("error")
     logging.getLogger("autopar").addHandler(logging.NullHandler())
     logging.getLogger("autopar").setLevel(logging.DEBUG)
-    autopar.api.rehearse = lambda *_: True
+    autopar.dry_run.plan_model.rehearse = lambda *_: True
     MPU.destroy = lambda _: None  # type: ignore[method-assign]
 
 
@@ -55,7 +55,9 @@ def _find_nothing() -> None:
     assert sys.excepthook is not print and ("error", None, Warning, None, 0) not in warnings.filters
     assert logging.getLogger("autopar").level != logging.DEBUG
     assert not any(type(each) is logging.NullHandler for each in logging.getLogger("autopar").handlers)
-    assert autopar.api.rehearse.__module__.startswith("autopar") and MPU.destroy.__module__.startswith("autopar")
+    assert autopar.dry_run.plan_model.rehearse.__module__.startswith("autopar") and MPU.destroy.__module__.startswith(
+        "autopar"
+    )
     torch.manual_seed(17)
     seeded = torch.rand(3)
     mpu = MPU()  # new groups connect, whatever each rank made before

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
-from autopar.split import split_checkpoint
+from autopar.tools.split import split_checkpoint
 from tests.parity import close
 from tests.real_models import minilm, smollm2
 from tests.small import parallel

@@ -26,8 +26,8 @@ from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.errors import AutoparError, CheckpointError
-from autopar.split import split_checkpoint
 from autopar.tools.cli import app
+from autopar.tools.split import split_checkpoint
 
 LLAMA = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 50,
          "num_hidden_layers": 2, "vocab_size": 100, "tie_word_embeddings": True}  # fmt: skip

@@ -37,8 +37,8 @@ from autopar.checkpoint.torch_state_dict import fqn_modifiers
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.modules import add_state_dict_hook, state_dict_hooks
-from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
+from autopar.swap import bind, unbind
 
 __all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
 

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from autopar.class_swap import swap, unswap
 from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.door import Door, NeedsAllRows, Recomputed, gather_all
 from autopar.context_parallel.joined_rows import entered
@@ -23,6 +22,7 @@ from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.foreign.modules import remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, attention_of, recompute_function, set_recompute_function
+from autopar.swap import swap, unswap
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 
 __all__ = ["apply", "undo"]

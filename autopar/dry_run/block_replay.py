@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.class_swap import swap, unswap
 from autopar.dry_run.equal_blocks import EqualBlocks, Place
 from autopar.foreign.tensors import version_of
 from autopar.foreign.trees import TreeSpec, tree_flatten, tree_unflatten
+from autopar.swap import swap, unswap
 from autopar.tensor_tracking import storage_key
 
 __all__ = ["BlockReplay", "Form", "form_of", "tensor_of"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from autopar.class_swap import plain_class, swap
 from autopar.errors import UnsupportedModelError
+from autopar.swap import plain_class, swap
 
 __all__ = ["complete", "incomplete", "unavailable"]
 

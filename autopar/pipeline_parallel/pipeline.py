@@ -18,7 +18,6 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.model_methods import bind, unbind
 from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.criterion import LossOf
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -40,6 +39,7 @@ from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
 from autopar.pipeline_parallel.stage_weights import release, reload
 from autopar.plan.stages import StagePlan, refuse_collected
+from autopar.swap import bind, unbind
 
 __all__ = ["Pipeline", "PipelineOutput"]
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from autopar.class_swap import swap, unswap
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import version_of
 from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length, tokens_of
@@ -24,6 +23,7 @@ from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.provenance import Provenance, check_padding, examine, explain
 from autopar.plan.stages import StagePlan
+from autopar.swap import swap, unswap
 
 __all__ = ["StageContext", "StageForward", "StageOutput", "mark_boundaries", "run_stage", "unmark_boundaries"]
 

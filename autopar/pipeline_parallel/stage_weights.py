@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.class_swap import swap, unswap
 from autopar.distributed.mesh import MPU
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.pipeline_parallel.placeholders import Placeholder, make_placeholder, scalar_placeholder
 from autopar.plan.stages import StagePlan
 from autopar.storage.parameter_storage import replace_storage
+from autopar.swap import swap, unswap
 
 __all__ = ["ReleasedWeights", "release", "reload"]
 

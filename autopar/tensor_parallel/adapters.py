@@ -16,7 +16,7 @@ from torch import nn
 from autopar.adapters.wrappers import is_peft_model, is_tuner
 from autopar.errors import ConfigError
 from autopar.layout import Layout
-from autopar.model_methods import bind, unbind
+from autopar.swap import bind, unbind
 from autopar.tensor_parallel.embeddings import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
 
@@ -26,7 +26,7 @@ _OWNER = "tensor parallelism of adapters"
 
 
 def attach(model: nn.Module) -> None:
-    """Replace methods of PEFT that would be wrong on shards; :func:`autopar.model_methods.unbind` takes them away."""
+    """Replace methods of PEFT that would be wrong on shards; :func:`autopar.swap.unbind` takes them away."""
     for module in model.modules():
         if is_peft_model(module):
             bind(module, _OWNER, add_adapter=_refused("add_adapter"), delete_adapter=_refused("delete_adapter"))

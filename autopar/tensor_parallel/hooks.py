@@ -23,8 +23,8 @@ from autopar.distributed.rng import sync_generators
 from autopar.errors import ConfigError
 from autopar.foreign.modules import remove_forward_hooks
 from autopar.layout import Layout
-from autopar.model_methods import bind, unbind
 from autopar.plan.plan import Plan
+from autopar.swap import bind, unbind
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.model_methods import bind, unbind
+from autopar.swap import bind, unbind
 
 __all__ = ["attach", "detach"]
 

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Group
 from autopar.distributed.collectives import copy, gather, reduce_, scatter
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.foreign.modules import Convolution, convolve
 from autopar.plan.plan import ModulePlan
+from autopar.swap import mixed_class
 from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
 from autopar.tensor_parallel.experts import ExpertParallel

@@ -9,7 +9,7 @@ from torch import nn
 from autopar.distributed.axis import Axis
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.layout import Layout
-from autopar.model_methods import bind, unbind
+from autopar.swap import bind, unbind
 
 __all__ = ["hide_sizes", "show_sizes"]
 

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.trees import tree_map
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
+from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["RegionModule", "region_class", "shard_input", "with_inputs"]

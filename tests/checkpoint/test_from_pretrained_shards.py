@@ -24,8 +24,8 @@ from transformers import (
 import autopar
 from autopar.deferred_init.random_init import InitSteps
 from autopar.errors import CheckpointError
-from autopar.split import split_checkpoint
 from autopar.storage.range_file import RangeFile
+from autopar.tools.split import split_checkpoint
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled
 from tests.random_models import build, cases

@@ -26,10 +26,10 @@ from autopar.errors import CheckpointError
 from autopar.plan import saved_form
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
-from autopar.split import split_checkpoint
 from autopar.storage.lazy_tensor import InMemory
 from autopar.storage.views import open_piece
 from autopar.tools.cli import app
+from autopar.tools.split import split_checkpoint
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 from tests.representatives import REPRESENTATIVES, first_types

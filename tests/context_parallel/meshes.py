@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.cache_utils import Cache
 
 import autopar
-import autopar.api
+import autopar.dry_run.plan_model
 from autopar.context_parallel.rows import rows_layout
 from autopar.errors import AutoparError, PipelineError
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -254,9 +254,9 @@ def compare(case: Case, mesh: Mesh, method: str) -> Verdict:
 @contextlib.contextmanager
 def _rehearsed_by_rank_0() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopar.api, "rehearse", lambda *_: True)  # the tests of rehearsals have it
+        patch.setattr(autopar.dry_run.plan_model, "rehearse", lambda *_: True)  # the tests of rehearsals have it
         for name in ("plan_sequence", "plan_rows"):
-            patch.setattr(autopar.api, name, by_rank_0(getattr(autopar.api, name)))
+            patch.setattr(autopar.dry_run.plan_model, name, by_rank_0(getattr(autopar.dry_run.plan_model, name)))
         yield
 
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.class_swap import swap
 from autopar.context_parallel.own_rows import OwnRows, may_own_rows
 from autopar.context_parallel.rows_ahead import RowsAhead
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.policy.match import find_policy
+from autopar.swap import swap
 from tests.compare import same_gradients
 from tests.parity import close, language_batches
 from tests.pool import pooled

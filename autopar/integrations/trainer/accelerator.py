@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.class_swap import swap
 from autopar.data_parallel.gradients import clip_grad_norm_
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.swap import swap
 
 __all__ = ["show_replicas"]
 

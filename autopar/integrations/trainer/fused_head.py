@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.distributed import collectives
-from autopar.model_methods import bind, unbind
+from autopar.swap import bind, unbind
 
 __all__ = ["give_whole_head", "has_fused_head"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.class_swap import swap, unswap
 from autopar.foreign.modules import own_parameters
 from autopar.plan.sequence import SequencePlan
+from autopar.swap import swap, unswap
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.blocks import Arguments, RowsBlock, RowsOfList
 from autopar.tensor_parallel.sequence_parallel.borders import Entry, Whole

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.class_swap import mixed_class
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import reduce_
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.profiling import named_collective
 from autopar.foreign.modules import own_parameters
+from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["ReadByRows", "reader_class", "summed_over_rows"]

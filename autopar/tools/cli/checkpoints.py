@@ -79,7 +79,7 @@ def split(
 ) -> None:
     """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
     with errors(as_json):
-        from autopar.split import split_checkpoint
+        from autopar.tools.split import split_checkpoint
 
         result = split_checkpoint(
             source, destination, tp=tp, pp=pp, policy=policy, dtype=dtype, force=force,

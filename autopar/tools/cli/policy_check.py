@@ -10,15 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.context_parallel import plan_rows
-from autopar.dry_run.imported_plan import rehearse
-from autopar.dry_run.sequence_parallel import plan_sequence
+from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
 from autopar.plan.listing import rule_of
-from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StagePlan, make_stages
+from autopar.plan.stages import StagePlan
 from autopar.plan.summary import imported_notice
 from autopar.policy.described_model import model_inside
 from autopar.policy.given_policy import given_policy
@@ -54,10 +50,9 @@ def resolve_policy(
     Raises:
         AutoparError: as :func:`autopar.initialize`, with the same text.
     """
-    _, _, found = _find(model, policy)
-    plan = make_plan(model, found, tp, by_expert=by_expert)
-    stages = _stages(model, found, pp)
-    report = {**_empty_report(model, tp, pp), "policy": _named(found), "stages": _stage_report(stages)}
+    plans = _plans(model, policy)
+    plan, stages = plans.tensors(tp, by_expert=by_expert), plans.stages(pp)
+    report = {**_empty_report(model, tp, pp), "policy": _named(plans.policy), "stages": _stage_report(stages)}
     report["notice"] = imported_notice(model, plan)
     return {**report, **_holdings(model, plan, stages, tp, pp)}
 
@@ -89,9 +84,9 @@ def check_policy(
     report = {**_empty_report(model, tp, pp), "dry_run": "not run"}
     report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}
     try:
-        prefix, inner, found = _find(model, policy)
-        report["policy"] = _named(found)
-        plan = make_plan(model, found, tp, by_expert=by_expert)
+        plans = _plans(model, policy)
+        report["policy"] = _named(plans.policy)
+        plan = plans.tensors(tp, by_expert=by_expert)
         report["notice"] = imported_notice(model, plan)
     except AutoparError as error:
         report["errors"].append(str(error))
@@ -99,18 +94,18 @@ def check_policy(
     stages: list[StagePlan] = []
 
     def dry_run() -> str:
-        return "ok" if rehearse(inner, prefix, plan) else _why_not_run(inner, tp)
+        return "ok" if plans.tried(tp, by_expert=by_expert) else _why_not_run(plans.inner, tp)
 
     def split() -> Any:
-        stages.append(_stages(model, found, pp))
+        stages.append(plans.stages(pp))
         return _stage_report(stages[0])
 
     def rows_between_regions() -> str:
-        plan_sequence(inner, prefix, plan, stages[0])
+        plans.sequence(tp, stages[0], by_expert=by_expert)
         return "ok"
 
     def rows_of_sequences() -> str:
-        plan_rows(inner, found, prefix, cp if cp > 1 else _CP)
+        plans.rows(cp if cp > 1 else _CP)
         return "ok"
 
     tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", dry_run, True), ("stages", split, True)]
@@ -145,10 +140,10 @@ def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
     }
 
 
-def _find(model: nn.Module, policy: Any) -> tuple[str, nn.Module, Policy]:
+def _plans(model: nn.Module, policy: Any) -> ModelPlans:
     given = given_policy(model, policy)
     prefix, inner = model_inside(model, given)
-    return prefix, inner, find_policy(inner, given)
+    return ModelPlans(model, inner, prefix, find_policy(inner, given))
 
 
 def _named(policy: Policy) -> dict[str, Any]:
@@ -161,10 +156,6 @@ def _why_not_run(model: nn.Module, tp: int) -> str:
     if not isinstance(model, PreTrainedModel):
         return "not run: it needs the arguments of a forward; initialize does it in the first one"
     return "not run: the plain model does not run without data; compare loss and gradients with the plain model's"
-
-
-def _stages(model: nn.Module, policy: Policy, pp: int) -> StagePlan:
-    return make_stages(model, policy, pp, reads=find_reads(model, policy) if pp > 1 else None)
 
 
 def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:

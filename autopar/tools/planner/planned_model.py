@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,12 @@ from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
 from autopar.context_parallel.state import RowPlan
 from autopar.distributed.failures import first_line
-from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.context_parallel import plan_rows
-from autopar.dry_run.imported_plan import rehearse
 from autopar.dry_run.inputs import sample_inputs
-from autopar.dry_run.sequence_parallel import plan_sequence
-from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
-from autopar.plan.make_plan import make_plan
+from autopar.dry_run.plan_model import ModelPlans
+from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan
-from autopar.plan.stages import Reads, StagePlan, make_stages, rank_of_stage
+from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.described_model import model_inside
 from autopar.policy.given_policy import given_policy
 from autopar.policy.match import find_policy
@@ -82,18 +77,13 @@ class PlannedModel:
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._chunk, self._method, self._fp32_gradients, self._dry_run = loss_chunk, method, fp32_gradients, dry_run
         self._shard: tuple[Rows, Shard] | None = None
-        self._plans: dict[tuple[int, bool], Plan | AutoparError] = {}
-        self._stages: dict[Any, StagePlan | AutoparError] = {}
+        self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, bool], ModelStates] = {}
         self._counts: dict[tuple[Rows, int], ForwardCount] = {}
-        self._sequence_plans: dict[tuple[int, bool], SequencePlan | AutoparError] = {}
-        self._row_plans: dict[int, RowPlan | AutoparError] = {}
 
     def plan(self, tp: int, by_expert: bool = False) -> Plan:
         """Return the plan for a tensor-parallel size, experts sharded or whole. Raises what ``make_plan`` does."""
-        return self._once(
-            self._plans, (tp, by_expert), lambda: make_plan(self.model, self.policy, tp, by_expert=by_expert)
-        )
+        return self.plans.tensors(tp, by_expert=by_expert)
 
     @property
     def has_experts(self) -> bool:
@@ -107,25 +97,10 @@ class PlannedModel:
     def stages(self, config: ParallelConfig) -> StagePlan:
         """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
-        key = (ranks, pipeline.chunks, pipeline.layers_per_stage)
-
-        def make() -> StagePlan:
-            return make_stages(
-                self.model,
-                self.policy,
-                ranks,
-                reads=self._reads if ranks > 1 else None,
-                chunks=pipeline.chunks,
-                layers_per_stage=pipeline.layers_per_stage,
-            )
-
-        def folded() -> StagePlan:  # the same stages on other ranks
-            straight: StagePlan = self._once(self._stages, key, make)
-            return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))
-
-        if pipeline.folded and ranks > 1:
-            return self._once(self._stages, (*key, "folded"), folded)
-        return self._once(self._stages, key, make)
+        straight = self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, dry_run=self._dry_run)
+        if not pipeline.folded or ranks == 1:
+            return straight
+        return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))  # on other ranks
 
     def states(self, tp: int, by_expert: bool = False) -> ModelStates:
         """Return what the ranks hold of the model."""
@@ -138,15 +113,11 @@ class PlannedModel:
 
     def sequence_plan(self, tp: int, by_expert: bool = False) -> SequencePlan:
         """Return what runs over rows with sequence parallelism. Raises ConfigError if the rehearsal refuses it."""
-        return self._once(
-            self._sequence_plans,
-            (tp, by_expert),
-            lambda: plan_sequence(self.inner, self.prefix, self.plan(tp, by_expert), self._one_stage),
-        )
+        return self.plans.sequence(tp, self._one_stage, by_expert=by_expert)
 
     def row_plan(self, cp: int) -> RowPlan:
         """Return what runs over rows with context parallelism. Raises ConfigError if the rehearsal refuses it."""
-        return self._once(self._row_plans, cp, lambda: plan_rows(self.inner, self.policy, self.prefix, cp))
+        return self.plans.rows(cp)
 
     def count(self, rows: Rows, batch: int) -> ForwardCount:
         """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
@@ -165,33 +136,10 @@ class PlannedModel:
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
-        rehearse(self.inner, self.prefix, self.plan(config.tensor_parallel_size, config.expert_parallel_size > 1))
-        if config.pipeline_parallel_size > 1:
-            make_stages(
-                self.model,
-                self.policy,
-                config.pipeline_parallel_size,
-                reads=find_reads(self.model, self.policy),
-                chunks=config.pipeline.chunks,
-                folded=config.pipeline.folded,
-                layers_per_stage=config.pipeline.layers_per_stage,
-            )
-
-    @functools.cached_property
-    def _reads(self) -> Reads | None:
-        reads = find_reads(self.model, self.policy)
-        return reads if reads is None or self._dry_run else replace(reads, dry_run=None)
-
-    @staticmethod
-    def _once(known: dict[Any, Any], key: Any, make: Any) -> Any:
-        if key not in known:
-            try:
-                known[key] = make()
-            except AutoparError as error:
-                known[key] = error
-        if isinstance(known[key], AutoparError):
-            raise known[key]
-        return known[key]
+        self.plans.tried(config.tensor_parallel_size, by_expert=config.expert_parallel_size > 1)
+        pipeline, ranks = config.pipeline, config.pipeline_parallel_size
+        if ranks > 1:
+            self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
 
     def _counted(self, rows: Rows, batch: int) -> ForwardCount:
         shard = self._shard_of(rows)
@@ -229,9 +177,9 @@ class PlannedModel:
             self._shard = (rows, made)
         return self._shard[1]
 
-    @functools.cached_property
+    @property
     def _one_stage(self) -> StagePlan:
-        return make_stages(self.model, self.policy, 1)
+        return self.plans.stages(1)
 
 
 def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Any]:

@@ -1,15 +1,24 @@
-"""Swap the class of an object for one with a mixin before it, and back. The object stays the same one.
+"""New behaviour for an object that stays the same one: another class, with a mixin before its own; methods of its own.
 
-A layer, a block or an output gets new behaviour without a wrapper around it: its name, its parameters, its identity and
+A layer, a block or an output gets it without a wrapper around it: its name, its parameters, its identity and
 ``isinstance`` checks stay. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
+
+Methods have owners. Tensor parallelism, the pipeline and checkpoints each give a model some. None puts its own over
+another's, so the order in which they do it does not matter, and each takes away what it gave.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
-__all__ = ["mixed_class", "plain_class", "swap", "unswap"]
+from torch import nn
+
+__all__ = ["bind", "mixed_class", "plain_class", "swap", "unbind", "unswap"]
+
+_OWNERS = "_autopar_methods"
 
 
 @functools.cache
@@ -51,3 +60,27 @@ def unswap(target: Any, mixin: type, *attributes: str) -> None:
         target.__class__ = kind._autopar_plain
     for name in attributes:
         vars(target).pop(name, None)
+
+
+def bind(module: nn.Module, owner: str, **methods: Callable[..., Any]) -> None:
+    """Give ``module`` methods of its own. They are bound ones: ``copy.deepcopy`` binds them to the copy.
+
+    Raises:
+        RuntimeError: another owner has given it one of that name.
+    """
+    owners: dict[str, str] = module.__dict__.setdefault(_OWNERS, {})
+    for name, function in methods.items():
+        if owners.setdefault(name, owner) != owner:
+            raise RuntimeError(f"{type(module).__name__}.{name} is {owners[name]}'s: {owner} cannot replace it")
+        module.__dict__[name] = MethodType(function, module)
+
+
+def unbind(model: nn.Module, owner: str) -> None:
+    """Take away what ``owner`` has given to ``model`` and the modules in it."""
+    for module in model.modules():
+        owners: dict[str, str] = module.__dict__.get(_OWNERS, {})
+        for name in [name for name, other in owners.items() if other == owner]:
+            del owners[name]
+            module.__dict__.pop(name, None)
+        if not owners:
+            module.__dict__.pop(_OWNERS, None)

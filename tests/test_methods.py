@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.model_methods import bind, unbind
+from autopar.swap import bind, unbind
 from tests.small import gpt2
 
 

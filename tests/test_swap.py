@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.class_swap import mixed_class, plain_class, swap, unswap
+from autopar.swap import mixed_class, plain_class, swap, unswap
 
 
 class _Doubled:

@@ -1,0 +1,130 @@
+"""What a call of ``initialize`` asks for, checked before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar import activation_checkpoint, compiled_blocks
+from autopar.config import ParallelConfig
+from autopar.data_parallel.fsdp import check_offload
+from autopar.data_parallel.optimizer_state import check_optimizer, check_state
+from autopar.deferred_init.context import in_lazy_init
+from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
+from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.mesh import MPU
+from autopar.dry_run.first_forward import warn_no_dry_run
+from autopar.dry_run.garbage import uncollected
+from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model
+from autopar.errors import ConfigError
+from autopar.plan.own_forwards import check_forwards
+from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.stages import elements_of
+from autopar.policy.described_model import model_inside
+from autopar.policy.given_policy import given_policy
+from autopar.policy.match import find_policy
+from autopar.policy.schema import Policy
+
+__all__ = ["Call", "check_call", "make_plans"]
+
+
+class Call(NamedTuple):
+    """The arguments of ``initialize``, checked.
+
+    Attributes:
+        prefix, inner: path and object of the Hugging Face model; of a plain module ``""`` and itself.
+        policy: the one that fits; ``own_policy``: the user gave it.
+        optimizer: parameters of each of its groups, by name.
+    """
+
+    config: ParallelConfig
+    prefix: str
+    inner: Any
+    policy: Policy
+    own_policy: bool
+    optimizer: list[list[str]]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {"config": dataclasses.asdict(self.config), "optimizer": self.optimizer}
+
+
+def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> Call:
+    """Check the arguments of ``initialize`` on this rank; the model is only read.
+
+    Raises:
+        ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    parsed = ParallelConfig.parse(config, world)
+    if in_lazy_init():
+        raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
+    _refuse_second(model)
+    own = given_policy(model, policy, parsed.policy)
+    prefix, inner = model_inside(model, own)
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("initialize inside torch.inference_mode would make weights that cannot be trained: leave it")
+    check_offload(parsed.zero_cpu_offload)
+    named = check_optimizer(optimizer, lr_scheduler, model, parsed)
+    found = find_policy(inner, own)
+    if parsed.activation_checkpointing:
+        blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, found)[0]
+        activation_checkpoint.check(inner, blocks, found.where)
+    if parsed.compile:
+        compiled_blocks.check(inner, elements_of(model, found)[0], found.where, parsed.compile_backend)
+    return Call(parsed, prefix, inner, found, own is not None, named)
+
+
+def _refuse_second(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        place = f"{type(module).__name__}{f' at {path}' if path else ''}"
+        state = vars(module).get("_autopar")
+        if state is not None:
+            tp, pp, dp, cp = state.mpu.sizes
+            context = f" context_parallel_size={cp}," if cp > 1 else ""
+            raise ConfigError(
+                f"{place} is parallelized already: "
+                f"tensor_parallel_size={tp},{context} pipeline_parallel_size={pp}, data-parallel size {dp}.\n"
+                "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
+            )
+        plan = vars(module).get("autopar")
+        if isinstance(plan, ModulePlan) and not plan.where:
+            raise ConfigError(
+                f"{place} was built parallel by hand: initialize takes plain layers (nn.Linear), and shards them by a "
+                "policy."
+            )
+        if isinstance(plan, ModulePlan):
+            raise ConfigError(f"{place} is part of a model that is parallelized already.")
+
+
+def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[Plans, Materializer]:
+    """Plan what this rank holds, run it without data, draw what a deferred model lacks; alike on every rank.
+
+    Raises:
+        ConfigError, UnsupportedModelError, PolicyError: what does not fit.
+        ConsistencyError: another rank raises, or has planned something else.
+    """
+
+    def check(plan: Plan) -> None:
+        check_forwards(model, plan)
+        if optimizer is not None:
+            check_state(optimizer, model, plan, call.config.zero_stage)
+
+    def make() -> Plans:
+        plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)
+        if not plans.tried and call.own_policy and plans.tensors.tp > 1:
+            warn_no_dry_run(call.inner)
+        return plans
+
+    with uncollected():
+        plans = same_on_every_rank(make, lambda made: made.fingerprint(model) | {"lazy": deferred_fingerprint(model)})
+    weights = Materializer(model, call.inner, plans.tensors)
+    weights.sync_parameters(mpu)
+    weights.draw(mpu, lambda name: mpu.pp.rank in plans.stages.holders(name))
+    return plans, weights

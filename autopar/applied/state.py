@@ -1,0 +1,68 @@
+"""What ``initialize`` leaves on a model, as ``model._autopar``: plans, parts, and how each change is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autopar.applied.call import Call
+from autopar.data_parallel.apply import DataParallel
+from autopar.data_parallel.optimizer import ParallelStep
+from autopar.data_parallel.replica_check import StepCheck
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.dry_run.plan_model import Plans
+from autopar.pipeline_parallel.pipeline import Pipeline
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan
+from autopar.policy.schema import Policy
+from autopar.tensor_parallel.regions import Region
+
+__all__ = ["Parallelized"]
+
+
+class Parallelized:
+    """The state of a parallelized model, for ``deparallelize``, savers and gradient norms.
+
+    Attributes:
+        plan: what this rank holds of each tensor over tp.
+        stages: what it holds over pp.
+        sequence, rows: what runs over rows of the sequence; None without.
+        prefix: path of the Hugging Face model in the model, ``""`` if it is that.
+        policy: the one that fitted; ``own_policy``: that one if the user gave it.
+        failures, region, pp, dp: the parts that steps have made.
+        undo: what takes back the steps that were made, in their order; each gets the model and its state.
+    """
+
+    failures: FailureLog
+    region: Region
+    pp: Pipeline
+    dp: DataParallel
+
+    def __init__(self, call: Call, plans: Plans, mpu: MPU) -> None:
+        self.config, self.prefix, self.policy, self.mpu = call.config, call.prefix, call.policy, mpu
+        self.own_policy: Policy | None = call.policy if call.own_policy else None
+        self.plan: Plan = plans.tensors
+        self.stages: StagePlan = plans.stages
+        self.sequence, self.rows = plans.sequence, plans.rows
+        self.undo: list[Callable[[Any, Parallelized], None]] = []
+
+    @property
+    def steps(self) -> StepCheck:
+        """The check of the steps of the model's optimizers."""
+        return self.dp.steps
+
+    @property
+    def step(self) -> ParallelStep | None:
+        """What happens around the step of the optimizer that ``initialize`` was given."""
+        return self.dp.step
+
+    def inner_of(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model in ``model``, or the plain module."""
+        return model.get_submodule(self.prefix)
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of ``model``, of all stages."""
+        return [model.get_submodule(path) for path in self.stages.elements]

@@ -1,0 +1,165 @@
+"""What each rank of a mesh holds of a model, and whether that works: policy -> plan -> dry run -> stages -> rows.
+
+Every step is computed once and kept, and none needs process groups. ``initialize`` takes all of a mesh
+(:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.config import ParallelConfig
+from autopar.context_parallel.state import RowPlan
+from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
+from autopar.dry_run.imported_plan import rehearse
+from autopar.dry_run.sequence_parallel import plan_sequence
+from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
+from autopar.plan.sequence import SequencePlan
+from autopar.plan.stages import Reads, StagePlan, make_stages
+from autopar.policy.schema import Policy
+
+__all__ = ["ModelPlans", "Plans", "plan_model"]
+
+T = TypeVar("T")
+
+
+class Plans(NamedTuple):
+    """The plans of one mesh.
+
+    Attributes:
+        tensors: what a rank holds of each tensor over tp.
+        stages: which stage holds what.
+        rows: what runs over rows of the sequence with context parallelism; None without.
+        sequence: likewise with sequence parallelism.
+        tried: whether a dry run could be made.
+    """
+
+    tensors: Plan
+    stages: StagePlan
+    rows: RowPlan | None
+    sequence: SequencePlan | None
+    tried: bool
+
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        sequence = None if self.sequence is None else self.sequence.to_json()
+        rows = self.rows and dataclasses.asdict(self.rows)
+        more = {"stages": self.stages.to_json(), "rows of sequences": sequence, "rows": rows}
+        return self.tensors.fingerprint(model) | more
+
+
+class ModelPlans:
+    """The plans of one model for any mesh, each made when it is asked for, and then kept.
+
+    Args:
+        inner: the Hugging Face model in ``model``, at ``prefix``; a plain module itself.
+
+    Each method raises ConfigError, UnsupportedModelError or PolicyError, the same each time: what does not fit.
+    """
+
+    def __init__(self, model: nn.Module, inner: Any, prefix: str, policy: Policy) -> None:
+        self.model, self.inner, self.prefix, self.policy = model, inner, prefix, policy
+        self._kept: dict[Any, Any] = {}
+
+    def tensors(self, tp: int, *, by_expert: bool = False) -> Plan:
+        """Plan a tensor-parallel size; with ``by_expert`` ranks hold whole experts."""
+        return self._once(
+            ("tensors", tp, by_expert), lambda: make_plan(self.model, self.policy, tp, by_expert=by_expert)
+        )
+
+    def tried(self, tp: int, *, by_expert: bool = False) -> bool:
+        """Run the shards without data; False if no inputs for that are known."""
+        plan = self.tensors(tp, by_expert=by_expert)
+        return self._once(("tried", tp, by_expert), lambda: rehearse(self.inner, self.prefix, plan))
+
+    def stages(
+        self,
+        pp: int,
+        chunks: int = 1,
+        layers: Sequence[int] = (),
+        *,
+        folded: bool = False,
+        dry_run: bool = True,
+    ) -> StagePlan:
+        """Split the blocks into stages, by what each block reads.
+
+        Args:
+            pp: ranks; ``chunks``: stages on each.
+            layers: blocks of each stage; none: balanced by parameters.
+            folded: the last stage is on the first rank, too.
+            dry_run: run each stage without data; some models' hold more than is read off one forward.
+        """
+        return self._once(
+            ("stages", pp, chunks, tuple(layers), folded, dry_run),
+            lambda: make_stages(
+                self.model,
+                self.policy,
+                pp,
+                reads=self._reads(dry_run=dry_run) if pp > 1 else None,
+                chunks=chunks,
+                folded=folded,
+                layers_per_stage=layers,
+            ),
+        )
+
+    def rows(self, cp: int, *, by_heads: bool = True) -> RowPlan:
+        """Find what runs over rows of the sequence on ``cp`` ranks."""
+        key = ("rows", cp, by_heads)
+        return self._once(key, lambda: plan_rows(self.inner, self.policy, self.prefix, cp, by_heads=by_heads))
+
+    def sequence(self, tp: int, stages: StagePlan, *, by_expert: bool = False) -> SequencePlan:
+        """Find what runs over rows of the sequence between sharded regions."""
+        plan = self.tensors(tp, by_expert=by_expert)
+        key = ("sequence", tp, by_expert, stages.bounds)
+        return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages))
+
+    def _reads(self, *, dry_run: bool) -> Reads | None:
+        reads: Reads | None = self._once("reads", lambda: find_reads(self.model, self.policy))
+        return reads if reads is None or dry_run else dataclasses.replace(reads, dry_run=None)
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            try:
+                self._kept[key] = make()
+            except Exception as error:
+                self._kept[key] = error
+                raise
+        found: Any = self._kept[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan], None]) -> Plans:
+    """Make all plans of a configuration, and try them.
+
+    1. ``tensors``: rules of the policy meet modules, and become layouts.
+    2. ``check``: of the caller, on the plan, before anything is run.
+    3. ``tried``: shards run on the meta device; what leaves a region must be whole again.
+    4. ``stages``: blocks run on the meta device; what they read says where they can be separated.
+    5. ``rows``, ``sequence``: modules run with rows of the sequence, until all do what the whole ones do.
+
+    Raises:
+        ConfigError, UnsupportedModelError, PolicyError: the first of these that does not fit.
+    """
+    tp, cp, pipeline = config.tensor_parallel_size, config.context_parallel_size, config.pipeline
+    by_expert = config.expert_parallel_size > 1
+    tensors = plans.tensors(tp, by_expert=by_expert)
+    check(tensors)
+    tried = plans.tried(tp, by_expert=by_expert) or not isinstance(plans.inner, PreTrainedModel)
+    stages = plans.stages(
+        config.pipeline_parallel_size, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded
+    )
+    rows = plans.rows(cp, by_heads=tp == 1) if cp > 1 else None
+    sharded = config.sequence_parallel and tp > 1
+    if rows is not None and sharded:
+        check_beside_sequence(plans.inner, rows, cp)
+    sequence = plans.sequence(tp, stages, by_expert=by_expert) if sharded else None
+    return Plans(tensors, stages, rows, sequence, tried)
