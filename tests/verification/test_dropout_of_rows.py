@@ -1,4 +1,4 @@
-"""Dropout over rows of sequences, heads and stages: the plain model is given the ranks' masks; and what is found."""
+"""Dropout over rows of sequences, heads and stages: drawn alike and apart as it must be; and what is found."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
-from autopar.tools.verification.dropout_masks import DrawnMask
-from autopar.tools.verification.mask_parts import Place, kept_too_few_or_many, sites_of, whole_mask, wrong_parts
+from autopar.tools.verification.draws import Place, deviations, wrong_draws
+from autopar.tools.verification.dropout_draws import Draw
 from autopar.tools.verification.ranks import checks_of, verify_on_ranks
 from autopar.tools.verification.report import Report
 from autopar.tools.verification.session import Session
@@ -23,7 +23,7 @@ from tests.pool import pooled
 from tests.small import gpt2, llama
 
 TP, PP, CP = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "context"))
-OUTPUTS = "outputs, with the ranks' draws"
+COMPARED = {"random draws", "number of kept elements", "generators behind the forward", "outputs of all ranks"}
 
 
 def _gpt2() -> Any:
@@ -56,13 +56,13 @@ def _verified(
 
 def _holds(build: Any, sizes: dict[str, Any], **more: Any) -> None:
     report = _verified(build, sizes, **more)
-    compared = {row.what: row.holds for row in report.rows}
-    assert all(compared.values()) and OUTPUTS in compared, f"{build.__name__}, {sizes}: {report}"
+    compared = {row.what: row.holds for row in report.rows if row.check == "dropout"}
+    assert all(compared.values()) and compared.keys() >= COMPARED, f"{build.__name__}, {sizes}: {report}"
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
-def test_the_plain_model_drops_what_the_ranks_do() -> None:
+def test_rows_are_drawn_apart_and_all_else_alike() -> None:
     for method in ("gather", "ulysses"):
         for build in (_gpt2, _llama, _t5):
             _holds(build, {**CP, "context_parallel_method": method})
@@ -98,38 +98,53 @@ def test_stages_whose_own_stream_is_the_same_for_all_rows_are_found() -> None:
     with patch("autopar.tensor_parallel.regions.follow_streams", lambda follow: None):
         report = _verified(_gpt2, {**CP, **PP})
     assert report.culprit is not None and report.culprit.module.startswith("transformer.h.1."), str(report)
-    assert "draws alike on context-parallel ranks, which hold different parts" in report.culprit.found
+    assert "draws alike on ranks that hold different parts" in report.culprit.found
 
 
-def _drawn(kept: torch.Tensor, state: str, rate: float = 0.5, **more: Any) -> DrawnMask:
-    return DrawnMask("drop", tuple(kept.shape), state, rate, kept, **more)
+def _everyone(states: str, shape: tuple[int, ...] = (2, 4)) -> dict[Place, list[Draw]]:
+    """Draws of a part, by ranks in the order of (cp, tp): one letter for each rank's state."""
+    places = [Place(0, cp, tp) for cp in range(2) for tp in range(2)]
+    return {place: [Draw("drop", shape, state, 0.5, 4)] for place, state in zip(places, states, strict=True)}
 
 
-def test_masks_are_put_together_from_heads_on_both_axes() -> None:
-    whole = torch.rand(2, 6, 4, 4, generator=torch.Generator().manual_seed(0)) > 0.5
-    heads = {(0, 0): slice(0, 2), (0, 1): slice(2, 4), (1, 0): slice(4, 5), (1, 1): slice(5, 6)}  # (tp, cp)
-    parts = {Place(0, cp, tp): [_drawn(whole[:, own], f"{tp}{cp}")] for (tp, cp), own in heads.items()}
-    [site] = sites_of([_drawn(whole, "")], parts, lambda length: None, 2)
-    assert not wrong_parts(site) and torch.equal(whole_mask(site), whole)
-    alike = {place: [draw._replace(state="same") for draw in draws] for place, draws in parts.items()}
-    [site] = sites_of([_drawn(whole, "")], alike, lambda length: None, 2)
-    assert wrong_parts(site) == "draws alike on context-parallel ranks, which hold different parts [2, 2, 4, 4]"
-    [site] = sites_of([_drawn(whole, "")], {Place(0, 0, 0): []}, lambda length: None, 2)
-    assert wrong_parts(site) == "the ranks draw 0 times, the plain model 1 times"
+@pytest.mark.parametrize("states", ["abcd", "aabb", "abab"])
+def test_parts_on_both_axes_or_on_one_of_them_are_drawn_apart(states: str) -> None:
+    assert not list(wrong_draws([Draw("drop", (4, 4), "", 0.5)], _everyone(states)))
 
 
-def test_heads_of_all_samples_in_one_dim() -> None:
-    whole = torch.rand(2, 4, 3, 3, generator=torch.Generator().manual_seed(0)) > 0.5  # samples, heads
-    parts = {Place(0, cp, 0): [_drawn(whole[:, 2 * cp : 2 * cp + 2].flatten(0, 1), f"{cp}")] for cp in range(2)}
-    [site] = sites_of([_drawn(whole.flatten(0, 1), "")], parts, lambda length: None, 2)
-    assert not wrong_parts(site) and torch.equal(whole_mask(site), whole.flatten(0, 1))
+@pytest.mark.parametrize("states", ["aaaa", "aaab", "abba"])
+def test_parts_that_some_ranks_draw_alike_are_found(states: str) -> None:
+    assert list(wrong_draws([Draw("drop", (4, 4), "", 0.5)], _everyone(states))) == [
+        ("drop", "draws alike on ranks that hold different parts [2, 4]")
+    ]
 
 
-def test_what_ranks_hold_alike_must_be_drawn_alike() -> None:
-    one, other = torch.tensor([True, False]), torch.tensor([False, True])
-    [site] = sites_of([_drawn(one, "")], {Place(0, 0, 0): [_drawn(one, "a")], Place(0, 1, 0): [_drawn(other, "b")]},
-                      lambda length: None, 1)  # fmt: skip
-    assert wrong_parts(site) == "draws differently on context-parallel ranks, which hold the same activation"
-    many = _drawn(torch.ones(10_000, dtype=torch.bool), "a", 0.1)
-    [site] = sites_of([many], {Place(0, 0, 0): [many]}, lambda length: None, 1)
-    assert kept_too_few_or_many([site]) > 30
+def test_what_ranks_hold_alike_must_be_drawn_alike_and_as_the_plain_model_does() -> None:
+    whole = Draw("drop", (2, 4), "", 0.5)
+    assert not list(wrong_draws([whole], _everyone("aaaa")))
+    for everyone, text in (
+        (_everyone("aaba"), "draws differently on ranks that hold the same activation"),
+        (
+            {place: [draws[0]._replace(rate=0.1)] for place, draws in _everyone("aaaa").items()},
+            "drops 0.1 of its elements, and the plain model's 0.5",
+        ),
+        (
+            {place: [draws[0]._replace(scaled=False)] for place, draws in _everyone("aaaa").items()},
+            "does not multiply what is kept by 1 / (1 - rate)",
+        ),
+        ({place: [] if place.cp else draws for place, draws in _everyone("aaaa").items()}, "draws 1, 1, 0, 0 times"),
+        ({place: [] for place in _everyone("aaaa")}, "draws 0, 0, 0, 0 times on the ranks, 1 times in the plain model"),
+    ):
+        assert next(wrong_draws([whole], everyone))[1].startswith(text)
+    three = {place: draws * 3 for place, draws in _everyone("aaaa").items()}
+    assert (
+        next(wrong_draws([whole, whole], three))[1] == "draws 3, 3, 3, 3 times on the ranks, 2 times in the plain model"
+    )
+    runs = {place: draws * 2 for place, draws in _everyone("abcd").items()}  # attention over two runs of rows
+    assert not list(wrong_draws([whole], runs))
+
+
+def test_so_many_elements_are_kept_as_the_rates_say() -> None:
+    few, right = Draw("drop", (100, 100), "a", 0.1, 6000), Draw("drop", (100, 100), "b", 0.1, 9000)
+    assert deviations({Place(0, 0, 0): [right]}) == 0.0
+    assert deviations({Place(0, 0, 0): [few], Place(0, 0, 1): [few]}) == pytest.approx(100)

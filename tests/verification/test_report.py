@@ -11,7 +11,6 @@ import torch
 from autopar.errors import VerificationError
 from autopar.tools.verification.bisection import Event, first_difference
 from autopar.tools.verification.closeness import TOLERANCES, Distance, measure, tolerance_of
-from autopar.tools.verification.draws import Draw, wrong_draws
 from autopar.tools.verification.report import Culprit, RankMemory, Report, Row, Traffic, merged
 from autopar.tools.verification.traffic import Collective, counted
 
@@ -74,23 +73,6 @@ def test_a_wrong_gradient_is_made_by_who_reads_the_output() -> None:
     assert one is not None and one.module == "h.0.mlp.up"
     assert several is not None and several.module == "h.0.attn"
     assert parameter is not None and parameter.module == "h.0.norm"
-
-
-def draw(shape: tuple[int, ...], state: str) -> Draw:
-    return Draw("h.0.drop", shape, state)
-
-
-def test_draws_are_apart_where_shapes_are_and_alike_elsewhere() -> None:
-    plain = [draw((2, 8), "a"), draw((2, 4), "b")]
-    right = [[draw((2, 8), "c"), draw((2, 2), str(rank))] for rank in range(2)]
-    assert not list(wrong_draws(plain, right))
-    alike = [[draw((2, 8), "c"), draw((2, 2), "d")] for _ in range(2)]
-    assert list(wrong_draws(plain, alike)) == [
-        ("h.0.drop", "draws alike on tensor-parallel ranks that hold different parts [2, 2]")
-    ]
-    apart = [[draw((2, 8), str(rank)), draw((2, 2), str(rank))] for rank in range(2)]
-    assert "differently" in next(wrong_draws(plain, apart))[1]
-    assert next(wrong_draws(plain, [right[0], right[1][:1]]))[1] == "the ranks draw 2, 1 times, the plain model 2 times"
 
 
 def test_a_row_is_that_of_the_worst_rank() -> None:

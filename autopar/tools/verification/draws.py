@@ -1,154 +1,215 @@
-"""Random draws: dropout of replicated activations draws alike on all tensor-parallel ranks, of sharded ones apart.
+"""Random draws: what ranks hold alike is dropped alike, different parts apart, and rates are the plain model's.
 
-Stages draw from streams of their own, which the plain model can be given: then it drops the same elements. Where ranks
-have rows of sequences, and on stages with tensor parallelism, it is given their masks (:mod:`.replayed_draws`).
+No seed gives the plain model the draws of several ranks, so states of generators are compared, not masks. Stages alone
+draw from streams that the plain model can be given: then it drops the same elements, and returns the same outputs.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autopar.distributed.digest import of_tensor
 from autopar.tools.verification.closeness import measure
+from autopar.tools.verification.dropout_draws import Draw, DrawNotes, DrawnStates, generator_state
 from autopar.tools.verification.dropout_rates import switched_on
 from autopar.tools.verification.outputs import floats_of, named, reseed, same_floats
 from autopar.tools.verification.recording import running
-from autopar.tools.verification.replayed_draws import recomputed, replayed
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import Named, worst_row
 
-__all__ = ["Draw", "dropout", "wrong_draws"]
+__all__ = ["Place", "deviations", "dropout", "wrong_draws"]
 
 _OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
-_DROPOUTS = (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout_)
+_MOST_DEVIATIONS = 6.0  # of a number of elements that is drawn: once in 500 million runs
 
 
-class Draw(NamedTuple):
-    """One draw: by which module, of which shape, and from which state of the generator."""
+class Place(NamedTuple):
+    """The place of a rank in its replica."""
 
-    module: str
-    shape: tuple[int, ...]
-    state: str
-
-
-class _Draws(TorchFunctionMode):
-    """Notes the draws of dropout and of attention with dropout."""
-
-    def __init__(self, stack: list[str]) -> None:
-        super().__init__()
-        self.stack, self.found = stack, list[Draw]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS and _on(args, kwargs):
-            self._note(args[0] if args else kwargs["input"])
-        elif func is F.scaled_dot_product_attention and _probability(args, kwargs) > 0:
-            self._note(args[0] if args else kwargs["query"])
-        return func(*args, **kwargs)
-
-    def _note(self, x: torch.Tensor) -> None:
-        generator = (
-            torch.get_rng_state() if x.is_cpu or x.is_meta else torch.get_device_module(x.device).get_rng_state()
-        )
-        state = hashlib.blake2b(generator.numpy().tobytes(), digest_size=8).hexdigest()
-        self.found.append(Draw(self.stack[-1] if self.stack else "", tuple(x.shape), state))
+    pp: int
+    cp: int
+    tp: int
 
 
-def _on(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return bool(training) and p > 0
-
-
-def _probability(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    return float(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-
-
-def wrong_draws(plain: Sequence[Draw], everyone: Sequence[Sequence[Draw]]) -> Iterator[tuple[str, str]]:
+def wrong_draws(plain: Sequence[Draw], everyone: Mapping[Place, Sequence[Draw]]) -> Iterator[tuple[str, str]]:
     """Yield module and problem of each draw that is alike where it must differ, or the other way round. Pure.
 
     Args:
         plain: the draws of the plain model, whose shapes say what is sharded.
-        everyone: those of each tensor-parallel rank.
+        everyone: those of each rank of a replica.
     """
-    counts = {len(draws) for draws in everyone}
-    if counts != {len(plain)}:
-        listed = ", ".join(str(len(draws)) for draws in everyone)
-        yield "", f"the ranks draw {listed} times, the plain model {len(plain)} times"
-        return
-    for number, expected in enumerate(plain):
-        draws = [draws[number] for draws in everyone]
-        states = {draw.state for draw in draws}
-        sharded = any(draw.shape != expected.shape for draw in draws)
-        if sharded and len(states) < len(draws):
-            yield (
-                expected.module,
-                f"draws alike on tensor-parallel ranks that hold different parts {list(draws[0].shape)}",
-            )
-        elif not sharded and len(states) > 1:
-            yield expected.module, "draws differently on tensor-parallel ranks that hold the same activation"
+    expected = _by_module(plain)
+    by_rank = {place: _by_module(draws) for place, draws in everyone.items()}
+    for module in {name: None for found in (expected, *by_rank.values()) for name in found}:
+        wholes = expected.get(module, [])
+        stages = {place.pp for place, found in by_rank.items() if module in found}
+        ranks = [place for place in everyone if place.pp in stages]
+        counts = [len(by_rank[place].get(module, [])) for place in ranks or everyone]
+        if not wholes or not all(counts) or any(count % len(wholes) for count in counts):
+            listed = ", ".join(map(str, counts))
+            yield module, f"draws {listed} times on the ranks, {len(wholes)} times in the plain model"
+            continue
+        for number, whole in enumerate(wholes):
+            held = {place: _joined(by_rank[place][module], number, len(wholes)) for place in ranks}
+            if text := _problem(whole, held):
+                yield module, text
+
+
+def _by_module(draws: Sequence[Draw]) -> dict[str, list[Draw]]:
+    found: dict[str, list[Draw]] = {}
+    for draw in draws:
+        found.setdefault(draw.module, []).append(draw)
+    return found
+
+
+def _joined(draws: Sequence[Draw], number: int, count: int) -> Draw:
+    """Return one of ``count`` draws of a module; attention over two runs of rows draws twice for one."""
+    runs = len(draws) // count
+    parts = draws[number * runs : (number + 1) * runs]
+    if runs == 1:
+        return parts[0]
+    rate = parts[0].rate if len({part.rate for part in parts}) == 1 else -1.0
+    scaled = all(part.scaled for part in parts)
+    return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate, scaled=scaled)  # states part at the first one
+
+
+def _problem(whole: Draw, holders: Mapping[Place, Draw]) -> str:
+    """Say what is wrong with one draw on the ranks of a stage."""
+    draws = list(holders.values())
+    if any(draw.rate != whole.rate for draw in draws):
+        return f"drops {draws[0].rate:g} of its elements, and the plain model's {whole.rate:g}"
+    if not all(draw.scaled for draw in draws):
+        return "does not multiply what is kept by 1 / (1 - rate)"
+    if all(draw.shape == whole.shape for draw in draws):
+        alike = len({draw.state for draw in draws}) == 1
+        return "" if alike else "draws differently on ranks that hold the same activation"
+    return "" if _are_apart(holders) else f"draws alike on ranks that hold different parts {list(draws[0].shape)}"
+
+
+def _are_apart(holders: Mapping[Place, Draw]) -> bool:
+    """Whether all ranks draw apart, or those along one axis do, and are alike along the other."""
+    states = {place: draw.state for place, draw in holders.items()}
+    if len(set(states.values())) == len(states):
+        return True
+    for along in ("cp", "tp"):
+        groups = defaultdict(set)
+        for place, state in states.items():
+            groups[getattr(place, along)].add(state)
+        sizes = [len(group) for group in groups.values()]
+        if len(groups) > 1 and set(sizes) == {1} and len(set.union(*groups.values())) == len(groups):
+            return True
+    return False
+
+
+def deviations(everyone: Mapping[Place, Sequence[Draw]]) -> float:
+    """Return how many standard deviations the number of kept elements is away from what the rates say. Pure.
+
+    Draws from one state are the same numbers, and count once.
+    """
+    known = {(draw.state, draw.shape, draw.rate): draw for draws in everyone.values() for draw in draws if draw.rate}
+    expected = sum(draw.size * (1 - draw.rate) for draw in known.values())
+    variance = sum(draw.size * draw.rate * (1 - draw.rate) for draw in known.values())
+    return abs(sum(draw.kept for draw in known.values()) - expected) / sqrt(variance) if variance else 0.0
 
 
 def dropout(session: Session) -> list[Row]:
-    """Compare what the ranks draw with what the plain model does.
-
-    Of tensor-parallel ranks the states of their generators, and that replicated outputs stay equal. The plain model
-    that is given the streams of stages, or the masks of ranks that have rows of sequences, drops the same elements.
-    """
+    """Compare what the ranks draw with what the plain model does. Dropout is on in both models."""
     tp, pp, cp = session.mpu.tp, session.mpu.pp, session.mpu.cp
     if tp.size == pp.size == cp.size == 1:
         return [Row("dropout", "random draws", None, note="only ranks of a model do")]
     with switched_on((session.plain, session.parallel), session.rates, _RATE) as switched:
         if not switched:
             return [Row("dropout", "random draws", None, note="the model has no dropout")]
-        rows = replayed(session) if cp.size > 1 or (tp.size > 1 and pp.size > 1) else _compared(session)
+        rows = _of_stages(session) if tp.size == cp.size == 1 else _of_ranks(session)
         if session.config.activation_checkpointing and rows[0].holds is not None:
-            rows += recomputed(session)
+            rows += _recomputed(session)
     return rows
 
 
-def _compared(session: Session) -> list[Row]:
-    """The draws of tensor-parallel ranks by their states, or those of stages by what they make of the outputs."""
-    tp = session.mpu.tp
+def _of_stages(session: Session) -> list[Row]:
+    """Compare outputs with those of the plain model, which is given the streams of the stages."""
     plain, expected = _run(session, session.plain)
-    mine, outputs = _run(session, session.parallel)
+    _, outputs = _run(session, session.parallel)
     if not plain:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
-    if tp.size == 1:
-        pairs = same_floats(expected, outputs)
-        found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
-        row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
-        return [row if row.holds is not False or row.note else replace(row, note=_OTHERS)]
-    everyone: list[Any] = [None] * tp.size
+    pairs = same_floats(expected, outputs)
+    found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
+    row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
+    return [row if row.holds is not False or row.note else replace(row, note=_OTHERS)]
+
+
+def _of_ranks(session: Session) -> list[Row]:
+    """Compare the draws of all ranks of a replica by their states, their rates, and what comes after them."""
+    session.evaluate(session.parallel, copy.deepcopy(session.own_part(session.batches[0])))  # the first may run twice
+    plain, _ = _run(session, session.plain)
+    mine, outputs = _run(session, session.parallel)
+    mpu = session.mpu
+    place, after = Place(mpu.pp.rank, mpu.cp.rank, mpu.tp.rank), generator_state(mpu.device)
     digest = repr([of_tensor(value + 0) for _, value in floats_of(outputs)])
-    dist.all_gather_object(everyone, (mine, digest), group=tp.group)
-    wrong = list(wrong_draws(plain, [draws for draws, _ in everyone]))
-    note = f"{wrong[0][0] or 'the model'} {wrong[0][1]}" if wrong else f"{len(plain)} draws"
-    same = len({digest for _, digest in everyone}) == 1
+    everyone: list[Any] = [None] * mpu.model.size
+    dist.all_gather_object(everyone, (place, mine, after, digest), group=mpu.model.group)
+    if not plain:
+        return [Row("dropout", "random draws", None, note="the model has no dropout")]
+    draws = {at: found for at, found, _, _ in everyone}
     return [
-        Row("dropout", "random draws", not wrong, name=wrong[0][0] if wrong else "", note=note),
-        Row("dropout", "outputs of all ranks", same, note="" if same else "they differ between tensor-parallel ranks"),
+        _row_of_draws(plain, draws),
+        _row_of_rates(draws),
+        _row_alike("generators behind the forward", {at: state for at, _, state, _ in everyone}),
+        _row_alike("outputs of all ranks", {at: text for at, _, _, text in everyone}),
     ]
 
 
+def _row_of_draws(plain: Sequence[Draw], draws: Mapping[Place, Sequence[Draw]]) -> Row:
+    wrong = next(wrong_draws(plain, draws), None)
+    if wrong is None:
+        return Row("dropout", "random draws", True, note=f"{len(plain)} draws")
+    return Row("dropout", "random draws", False, name=wrong[0], note=f"{wrong[0] or 'the model'} {wrong[1]}")
+
+
+def _row_of_rates(draws: Mapping[Place, Sequence[Draw]]) -> Row:
+    away = deviations(draws)
+    note = "" if away <= _MOST_DEVIATIONS else f"{away:.0f} standard deviations away from what the rates say"
+    return Row("dropout", "number of kept elements", not note, note=note)
+
+
+def _row_alike(what: str, found: Mapping[Place, str]) -> Row:
+    """The ranks of a stage must have the same behind the forward."""
+    stages: dict[int, set[str]] = defaultdict(set)
+    for place, text in found.items():
+        stages[place.pp].add(text)
+    alike = all(len(texts) == 1 for texts in stages.values())
+    return Row("dropout", what, alike, note="" if alike else "they differ between ranks that hold the same activations")
+
+
+def _recomputed(session: Session) -> list[Row]:
+    """Check that what activation checkpointing computes again draws the masks of the forward."""
+    with DrawnStates() as notes:
+        session.train_parallel(0)
+    session.zero_gradients()
+    others = [draw for draw in notes.again if draw not in notes.first]
+    if not notes.again:
+        return [Row("dropout", "recomputed draws", None, note="nothing was drawn again")]
+    note = f"{len(others)} of {len(notes.again)} are others than in the forward" if others else ""
+    return [Row("dropout", "recomputed draws", not others, note=note)]
+
+
 def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:
-    """The draws of a forward in training mode, and what it returns."""
+    """Return the draws of a forward in training mode, and its outputs; the plain model draws as stages do."""
     model.train()
     reseed(7)
     batch = copy.deepcopy(session.own_part(session.batches[0]))
     streams = session.drawing_as_stages() if model is session.plain else nullcontext()
-    with session.own_failure(model), streams, running(model) as stack, _Draws(stack) as draws, torch.no_grad():
+    with session.own_failure(model), streams, running(model) as stack, DrawNotes(stack) as draws, torch.no_grad():
         return draws.found, named(model(**batch))
