@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
-from autopar.errors import ConfigError
 
 __all__ = ["MeshAccessors"]
-
-
-def _refuse_unmarked_norm(frame: Any) -> None:
-    """Raise ConfigError if DeepSpeed clips by a norm of tensors without the marks that say which are shards."""
-    if frame.f_code.co_name != "get_weight_norm" or frame.f_globals.get("__name__") != "deepspeed.runtime.utils":
-        return
-    optimizer = frame.f_back.f_locals.get("self")
-    marked = any(hasattr(tensor, "tensor_model_parallel") for tensor in frame.f_locals["parameters"])
-    if getattr(optimizer, "clip_grad", 0) and not marked:
-        raise ConfigError(
-            f"DeepSpeed's {type(optimizer).__name__} (half precision without ZeRO) takes the norm of gradients without "
-            "asking whose they are,\n  and so counts the shards of the first rank only: gradient_clipping would be "
-            "wrong. Use zero_optimization.stage 1 or 2,\n  or leave gradient_clipping out of DeepSpeed's config."
-        )
-
-
-def _refuse_data_alone(frame: Any, cp: int) -> None:
-    """Raise ConfigError if DeepSpeed asks for the group over which it averages gradients: it knows no other one."""
-    if str(frame.f_globals.get("__name__")).startswith("deepspeed."):
-        raise ConfigError(
-            f"context_parallel_size={cp}: DeepSpeed averages gradients over mpu.get_data_parallel_group(), which\n"
-            "  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
-        )
 
 
 class MeshAccessors:
@@ -73,12 +46,7 @@ class MeshAccessors:
 
         With a context-parallel size above 1 that is the one ``with_context_parallel``: gradients are averaged over all
         ranks that hold the same weights, also over those that read the same data.
-
-        Raises:
-            ConfigError: DeepSpeed asks, and the context-parallel size is above 1.
         """
-        if self.cp.size > 1 and not with_context_parallel:
-            _refuse_data_alone(sys._getframe(1), self.cp.size)
         return self._data(with_context_parallel).group
 
     def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
@@ -166,13 +134,7 @@ class MeshAccessors:
         return self.pp.rank == self.pp.size - 1
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group that holds each shard of the model once: tp x pp.
-
-        Raises:
-            ConfigError: DeepSpeed asks while it clips by a norm that counts the shards of the first rank only.
-        """
-        if self.tp.size > 1:
-            _refuse_unmarked_norm(sys._getframe(1))
+        """Return the process group that holds each shard of the model once: tp x pp."""
         return self.tp_pp.group
 
     def get_model_parallel_rank(self) -> int:

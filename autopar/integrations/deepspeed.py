@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_member, patch_name
 from autopar.integrations.accelerate.meshes import alive, inside
@@ -42,6 +43,11 @@ def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) ->
 
 
 def _check_mesh(model: Any, mpu: Any) -> None:
+    if isinstance(mpu, MPU) and mpu.cp.size > 1:
+        raise ConfigError(
+            f"context_parallel_size={mpu.cp.size}: DeepSpeed averages gradients over mpu.get_data_parallel_group(), "
+            "which\n  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
+        )
     if mpu is None and isinstance(model, nn.Module) and inside(model) is not None:
         raise ConfigError(
             "deepspeed.initialize without mpu= takes all ranks for replicas of the model, and they hold different "
@@ -51,10 +57,17 @@ def _check_mesh(model: Any, mpu: Any) -> None:
 
 
 def _check_norm(engine: Any) -> None:
-    """Raise ConfigError if the engine clips by a norm that counts KV heads of a fused weight more than once."""
+    """Raise ConfigError if the engine clips by a norm that leaves out shards, or counts KV heads more than once."""
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    zero = engine.optimizer
+    zero, mpu = engine.optimizer, inside(engine.module)
+    if isinstance(zero, FP16_UnfusedOptimizer) and zero.clip_grad and mpu is not None and mpu.tp.size > 1:
+        raise ConfigError(
+            f"DeepSpeed's {type(zero).__name__} (half precision without ZeRO) takes the norm of gradients without "
+            "asking whose they are,\n  and so counts the shards of the first rank only: gradient_clipping would be "
+            "wrong. Use zero_optimization.stage 1 or 2,\n  or leave gradient_clipping out of DeepSpeed's config."
+        )
     exact = isinstance(zero, DeepSpeedZeroOptimizer | torch.optim.Optimizer | None) and not getattr(
         zero, "cpu_offload", False
     )

@@ -117,6 +117,10 @@ def refuse(deepspeed: Any) -> None:
             engine.backward(engine(**batch).loss)
             engine.step()
         model.mpu.destroy()
+    model = autopar.initialize(grouped().train(), {"model_parallelism": {"context_parallel_size": 2}})
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2: DeepSpeed averages gradients over mpu\.get_data"):
+        engine_of(deepspeed, model, 1)
+    model.mpu.destroy()
 
 
 @distributed(world_size=2, timeout=240.0)
