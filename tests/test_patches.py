@@ -70,6 +70,7 @@ def _of_torch() -> list[str]:
 def test_they_are_there_while_a_model_lives() -> None:
     assert autopar.patches() == []
     norms = clip_grad.clip_grad_norm_
+    before = [cell.cell_contents for cell in norms.__closure__], torch.amp.GradScaler._unscale_grads_
     first = parallel(gpt2(), 2)
     assert _of_torch() == [
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
@@ -91,6 +92,7 @@ def test_they_are_there_while_a_model_lives() -> None:
     gc.collect()
     assert autopar.patches() == []
     assert clip_grad.clip_grad_norm_ is norms
+    assert ([cell.cell_contents for cell in norms.__closure__], torch.amp.GradScaler._unscale_grads_) == before
     weight = torch.ones(2, requires_grad=True)
     weight.grad = torch.full((2,), 3.0)
     assert torch.nn.utils.clip_grad_norm_([weight], 1.0).item() == pytest.approx(18**0.5)

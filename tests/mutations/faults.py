@@ -25,7 +25,7 @@ MECHANISMS = (
     *("save", "load", "reshard", "merge", "rotation", "storage"),
     *("mesh", "agreement", "failures", "rng", "transport"),
     *("layout", "policies", "policy language", "plan", "dry run", "derivation", "config"),
-    *("peft", "lazy init", "planner", "verification", "trainer"),
+    *("peft", "lazy init", "planner", "verification", "trainer", "patches", "steps"),
 )
 
 
