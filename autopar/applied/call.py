@@ -116,15 +116,17 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
         if optimizer is not None:
             check_state(optimizer, model, plan, call.config.zero_stage)
 
-    def make() -> Plans:
+    def make() -> tuple[Plans, Materializer]:
         plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)
         if not plans.tried and call.own_policy and plans.tensors.tp > 1:
             warn_no_dry_run(call.inner)
-        return plans
+        return plans, Materializer(model, call.inner, plans.tensors)
+
+    def fingerprint(made: tuple[Plans, Materializer]) -> dict[str, Any]:
+        return made[0].fingerprint(model) | {"lazy": deferred_fingerprint(model)}
 
     with uncollected():
-        plans = same_on_every_rank(make, lambda made: made.fingerprint(model) | {"lazy": deferred_fingerprint(model)})
-    weights = Materializer(model, call.inner, plans.tensors)
+        plans, weights = same_on_every_rank(make, fingerprint)
     weights.sync_parameters(mpu)
     weights.draw(mpu, lambda name: mpu.pp.rank in plans.stages.holders(name))
     return plans, weights
