@@ -98,10 +98,7 @@ def from_pretrained(
     def load() -> tuple[Any, dict[str, Any], torch.optim.Optimizer | None]:
         given = _checked(model_class, path, config, model_config, dtype, optimizer, kwargs)
         model, info = _load(model_class, path, config, given, strict, verify, optimizer is not None)
-        made = None if optimizer is None else optimizer(model)
-        if optimizer is not None and not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
-        return model, info, made
+        return model, info, None if optimizer is None else _made(optimizer, model)
 
     model, info, made = same_on_every_rank(
         load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
@@ -137,6 +134,13 @@ def _load(
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(differs(str(path), model, info))
     return model, info
+
+
+def _made(optimizer: Callable[[Any], torch.optim.Optimizer], model: Any) -> torch.optim.Optimizer:
+    made = optimizer(model)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
+    return made
 
 
 def _checked(

@@ -97,28 +97,37 @@ def save_parallelized(
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
+    how: dict[str, Any] = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size, "format": format}
+    how |= {"keep_last": keep_last, "async_save": async_save}
+    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
+    _save(self, directory, how, training, timeout, others, adapter_only=adapter_only)
+
+
+def _save(
+    model: nn.Module,
+    directory: str | os.PathLike[str] | None,
+    how: dict[str, Any],
+    training: dict[str, Any],
+    timeout: float,
+    others: Mapping[str, Any],
+    *,
+    adapter_only: bool,
+) -> None:
+    """Save a model, or its adapters; the arguments are those of :func:`save_parallelized`."""
     hub, others = hub_options(others)
 
     def folder() -> object:
         return directory_of(save_parallelized, directory, others)
 
-    arguments = {
-        "directory": folder,
-        "merge_checkpoints": merge_checkpoints,
-        "max_shard_size": max_shard_size,
-        "format": format,
-        "keep_last": keep_last,
-        "async_save": async_save,
-        "hub": hub,
-    }
+    arguments = {"directory": folder, **how, "hub": hub}
     if adapter_only:
-        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "keep_last": keep_last}
-        save_adapters(self, lambda: alone(folder, {**arguments, **given}), timeout)
+        given = {**training, "keep_last": how["keep_last"]}
+        save_adapters(model, lambda: alone(folder, {**arguments, **given}), timeout)
         return
-    save(self, arguments, timeout, optimizer, lr_scheduler, extra)
+    save(model, arguments, timeout, **training)
     if hub is not None:
         target = absolute(folder())
-        upload(self, lambda: target, lambda: hub.pop("repo_id", None) or os.path.basename(target), hub)
+        upload(model, lambda: target, lambda: hub.pop("repo_id", None) or os.path.basename(target), hub)
 
 
 def wait_for_save(self: nn.Module) -> None:

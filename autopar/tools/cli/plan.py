@@ -64,12 +64,11 @@ def plan(
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
     with errors(as_json):
         from autopar.tools.planner.hardware import find_gpu
-
-        machine = find_gpu(gpu, gpu_memory)
-        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
         from autopar.tools.planner.report import to_json
         from autopar.tools.planner.search import Space, rehearsed, search
 
+        machine = find_gpu(gpu, gpu_memory)
+        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
         space = Space(
             *(gpus, gpus_per_node, global_batch, zero, checkpointing),
             cp=cp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,28 +92,13 @@ def check_policy(
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}
-    stages: list[StagePlan] = []
-
-    def dry_run() -> str:
-        return "ok" if plans.tried(tp, by_expert=by_expert) else _why_not_run(plans.inner, tp)
-
-    def split() -> Any:
-        stages.append(plans.stages(pp))
-        return _stage_report(stages[0])
-
-    def rows_between_regions() -> str:
-        plans.sequence(tp, stages[0], by_expert=by_expert)
-        return "ok"
-
-    def rows_of_sequences() -> str:
-        plans.rows(cp if cp > 1 else _CP)
-        return "ok"
-
-    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", dry_run, True), ("stages", split, True)]
+    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", lambda: _dry_run(plans, tp, by_expert), True)]
+    tries.append(("stages", lambda: _stage_report(plans.stages(pp)), True))
     if sequence_parallel or (long_sequences and tp > 1):
-        tries.append(("sequence_parallel", rows_between_regions, sequence_parallel))
+        sequence = functools.partial(plans.sequence, tp, by_expert=by_expert)
+        tries.append(("sequence_parallel", lambda: sequence(plans.stages(pp)) and "ok", sequence_parallel))
     if cp > 1 or long_sequences:
-        tries.append(("context_parallel", rows_of_sequences, cp > 1))
+        tries.append(("context_parallel", lambda: plans.rows(cp if cp > 1 else _CP) and "ok", cp > 1))
     for name, step, needed in tries:
         if report["errors"] and name not in ("dry_run", "stages"):
             break
@@ -121,8 +107,12 @@ def check_policy(
         except AutoparError as error:
             report[name] = "fails" if needed else f"refused: {error}"
             report["errors"] += [str(error)] if needed else []
-    report |= _holdings(model, plan, stages[0] if stages else None, tp, pp)
+    report |= _holdings(model, plan, plans.stages(pp) if isinstance(report["stages"], list) else None, tp, pp)
     return {**report, "holds": not report["errors"]}
+
+
+def _dry_run(plans: ModelPlans, tp: int, by_expert: bool) -> str:
+    return "ok" if plans.tried(tp, by_expert=by_expert) else _why_not_run(plans.inner, tp)
 
 
 def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:

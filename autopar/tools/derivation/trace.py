@@ -86,28 +86,10 @@ def trace(
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
                 tracking.set_mark(tensor, Mark(INPUT))
-            before = len(seen.order)
-            try:
-                with tracking:
-                    out = run(each.model, (), each.inputs)
-            except Exception as error:  # whatever it stumbles over without data
-                seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-                tracking.stack.clear()
-                tracking.suspended = 0
-                base: Any = each.model.base_model
-                if base is each.model or each.path:
-                    continue
-                before = len(seen.order)
-                try:
-                    with tracking:
-                        out = run(base, (), each.inputs)
-                except Exception:
-                    tracking.stack.clear()
-                    tracking.suspended = 0
-                    continue
-                seen.runs.append((_path_in(root, base), each.inputs))
-            else:
-                seen.runs.append((each.path, each.inputs))
+            found = _run(each, root, tracking, seen)
+            if found is None:
+                continue
+            out, before = found
             ran.append(each.path)
             seen.proven.update(seen.order[before:])
             for tensor in tensors_in(out):
@@ -129,80 +111,125 @@ def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
     return bool(own) and seen.proven.issuperset(own)
 
 
+def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) -> tuple[Any, int] | None:
+    """Run a model, or where it stumbles over something its base model; None if both do.
+
+    Returns:
+        outputs, and how many modules had run before it.
+    """
+    before = len(seen.order)
+    try:
+        with tracking:
+            out = run(each.model, (), each.inputs)
+    except Exception as error:  # whatever it stumbles over without data
+        seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    else:
+        seen.runs.append((each.path, each.inputs))
+        return out, before
+    tracking.stack.clear()
+    tracking.suspended = 0
+    base: Any = each.model.base_model
+    if base is each.model or each.path:
+        return None
+    before = len(seen.order)
+    try:
+        with tracking:
+            out = run(base, (), each.inputs)
+    except Exception:
+        tracking.stack.clear()
+        tracking.suspended = 0
+        return None
+    seen.runs.append((_path_in(root, base), each.inputs))
+    return out, before
+
+
 def _hooks(
     root: nn.Module, blocks: tuple[str, ...], inside: tuple[str, ...], decisions: Decisions, seen: Trace
 ) -> Iterator[Any]:
-    tracking = seen.tracking
     starts = set(blocks)
     for path, module in root.named_modules():
-        layer = is_linear(module) or is_depthwise(module)
-        norm = not layer and is_norm(module)
-        region = seen.names(path) in decisions.regions
-        state: list[bool] = []
-        entered: list[list[tuple[Any, Mark]]] = []
+        hooks = _ModuleHooks(path, module, path in starts, inside, decisions, seen)
+        yield module.register_forward_pre_hook(_untracked(hooks.before), with_kwargs=True)
+        yield module.register_forward_hook(_untracked(hooks.after), with_kwargs=True)
 
-        def before(
-            m: nn.Module, args: Any, kwargs: Any, path: str = path, layer: bool = layer, norm: bool = norm,
-            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
-        ) -> None:  # fmt: skip
-            seen.order.append(path)
-            tracking.stack.append(path)
-            if tracking.suspended:
-                state.append(False)
-                return
-            tensors = list(tensors_in((args, kwargs)))
-            if region:
-                entered.append([(x, mark) for x in tensors if (mark := tracking.mark_of(x)) is not None])
-            if path in starts or region:
-                for x in tensors if region else tensors[:1]:
-                    mark = tracking.mark_of(x)
-                    if mark is not None and x.is_floating_point() and mark.kind in (PARAMETER, ACTIVATION):
-                        kind = INSIDE if region else ACTIVATION
-                        tracking.set_mark(
-                            x, Mark(kind, None, mark.producers if mark.kind == ACTIVATION else frozenset([path]))
-                        )
-            taken = layer or (norm and is_over_features(m, tensors, tracking))
-            state.append(taken)
-            if taken:
-                seen.suspended.add(path)
-                tracking.suspended += 1
 
-        def after(
-            m: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path, layer: bool = layer,
-            region: bool = region, state: list[bool] = state, entered: list[list[tuple[Any, Mark]]] = entered,
-        ) -> None:  # fmt: skip
-            tracking.stack.pop()
-            taken = state.pop()
-            if taken:
-                tracking.suspended -= 1
-            if tracking.suspended:
-                return
-            for x, known in entered.pop() if region else ():  # what others compute with it is outside
-                tracking.set_mark(x, known)
-            results = [x for x in tensors_in(out) if x.is_floating_point()]
-            if taken and layer:
-                tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
-                LayerMarks(path, m, inside, decisions, seen).mark(tensors[0], results)
-            elif taken:
-                mark_norm(path, m, [x for x in tensors_in((args, kwargs)) if x.is_floating_point()], results, seen)
-            elif region:
-                for x in results:
-                    features = tracking.features_of(x)
-                    if features is not None:
-                        tracking.spoil(f"the output of {path}", features)
-                    tracking.set_mark(x, Mark(ACTIVATION, None, frozenset([path])))
-            elif own_parameters(m) and not own_modules(m):  # a norm on the residual stream, a table
-                for x in results:
-                    mark = tracking.mark_of(x)
-                    if mark is not None and mark.kind == ACTIVATION:
-                        if seen.names(path) in decisions.enters:
-                            seen.entered.add(path)
-                            tracking.set_mark(x, Mark(INSIDE))
-                        else:
-                            tracking.set_mark(x, replace(mark, producers=frozenset([path])))
+class _ModuleHooks:
+    """What is done around a module: marks where it begins something, and what comes out of a layer.
 
-        yield module.register_forward_pre_hook(_untracked(before), with_kwargs=True)
-        yield module.register_forward_hook(_untracked(after), with_kwargs=True)
+    Args:
+        starts: it is a block.
+    """
+
+    def __init__(
+        self, path: str, module: nn.Module, starts: bool, inside: tuple[str, ...], decisions: Decisions, seen: Trace
+    ) -> None:
+        self.path, self.starts, self.inside, self.decisions, self.seen = path, starts, inside, decisions, seen
+        self.tracking = seen.tracking
+        self.layer = is_linear(module) or is_depthwise(module)
+        self.norm = not self.layer and is_norm(module)
+        self.region = seen.names(path) in decisions.regions
+        self._taken: list[bool] = []
+        self._entered: list[list[tuple[Any, Mark]]] = []
+
+    def before(self, m: nn.Module, args: Any, kwargs: Any) -> None:
+        tracking = self.tracking
+        self.seen.order.append(self.path)
+        tracking.stack.append(self.path)
+        if tracking.suspended:
+            self._taken.append(False)
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        if self.region:
+            self._entered.append([(x, mark) for x in tensors if (mark := tracking.mark_of(x)) is not None])
+        if self.starts or self.region:
+            for x in tensors if self.region else tensors[:1]:
+                mark = tracking.mark_of(x)
+                if mark is not None and x.is_floating_point() and mark.kind in (PARAMETER, ACTIVATION):
+                    kind = INSIDE if self.region else ACTIVATION
+                    producers = mark.producers if mark.kind == ACTIVATION else frozenset([self.path])
+                    tracking.set_mark(x, Mark(kind, None, producers))
+        taken = self.layer or (self.norm and is_over_features(m, tensors, tracking))
+        self._taken.append(taken)
+        if taken:
+            self.seen.suspended.add(self.path)
+            tracking.suspended += 1
+
+    def after(self, m: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        tracking = self.tracking
+        tracking.stack.pop()
+        taken = self._taken.pop()
+        if taken:
+            tracking.suspended -= 1
+        if tracking.suspended:
+            return
+        for x, known in self._entered.pop() if self.region else ():  # what others compute with it is outside
+            tracking.set_mark(x, known)
+        results = [x for x in tensors_in(out) if x.is_floating_point()]
+        if taken:
+            tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+            if self.layer:
+                LayerMarks(self.path, m, self.inside, self.decisions, self.seen).mark(tensors[0], results)
+            else:
+                mark_norm(self.path, m, tensors, results, self.seen)
+        elif self.region:
+            for x in results:
+                features = tracking.features_of(x)
+                if features is not None:
+                    tracking.spoil(f"the output of {self.path}", features)
+                tracking.set_mark(x, Mark(ACTIVATION, None, frozenset([self.path])))
+        elif own_parameters(m) and not own_modules(m):
+            self._mark_parameters(results)
+
+    def _mark_parameters(self, results: list[Any]) -> None:
+        """Mark what a norm on the residual stream, or a table, has made."""
+        for x in results:
+            mark = self.tracking.mark_of(x)
+            if mark is not None and mark.kind == ACTIVATION:
+                if self.seen.names(self.path) in self.decisions.enters:
+                    self.seen.entered.add(self.path)
+                    self.tracking.set_mark(x, Mark(INSIDE))
+                else:
+                    self.tracking.set_mark(x, replace(mark, producers=frozenset([self.path])))
 
 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:

@@ -87,8 +87,7 @@ def plan_memory(
         ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
     """
     parsed = ParallelConfig.parse(config)
-    tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
-    cp = parsed.context_parallel_size
+    tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     replicas = parsed.data_parallel_size(tp * cp * pp if gpus is None else gpus)
     planned = PlannedModel(
         model,

@@ -68,6 +68,27 @@ class StageCost:
         return whole_input + self.backward_weight
 
 
+class _Blocks:
+    """Times and operations of units, once for equal blocks: they have the same list."""
+
+    def __init__(self, gpu: Gpu, precision: str) -> None:
+        self._gpu, self._precision = gpu, precision
+        self._times: dict[int, _Times] = {}
+        self._flops: dict[int, int] = {}
+
+    def times(self, unit: Unit) -> _Times:
+        key = id(unit.operations)
+        if key not in self._times:
+            self._times[key] = _times(unit.operations, self._gpu, self._precision)
+        return self._times[key]
+
+    def flops(self, unit: Unit) -> int:
+        key = id(unit.operations)
+        if key not in self._flops:
+            self._flops[key] = sum(operation.flops for operation in unit.operations)
+        return self._flops[key]
+
+
 def stage_costs(
     count: ForwardCount,
     stages: StagePlan,
@@ -83,24 +104,8 @@ def stage_costs(
     Args:
         gpus_per_node: tp stays within a node, and cp does where there is room.
     """
-    network = _Network(rows, gpu, gpus_per_node)
+    network, blocks = _Network(rows, gpu, gpus_per_node), _Blocks(gpu, precision)
     costs = []
-    known: dict[int, _Times] = {}  # equal blocks have the same list
-
-    def times(unit: Unit) -> _Times:
-        key = id(unit.operations)
-        if key not in known:
-            known[key] = _times(unit.operations, gpu, precision)
-        return known[key]
-
-    flops: dict[int, int] = {}
-
-    def flops_of(unit: Unit) -> int:
-        key = id(unit.operations)
-        if key not in flops:
-            flops[key] = sum(operation.flops for operation in unit.operations)
-        return flops[key]
-
     for stage in range(stages.stages):
         places = range(stages.bounds[stage], stages.bounds[stage + 1])
         first, last = stage == 0, stage == stages.stages - 1
@@ -108,8 +113,8 @@ def stage_costs(
         sent = {} if last else count.sent(places)
         memory = _Memory(row, sent, checkpointing)
         late = memory.late(split=not first)
-        forward, backward_input, backward_weight = (sum(times(unit)[kind] for unit in row) for kind in range(3))
-        again = sum(times(unit).forward for unit in row if unit.recomputed) if checkpointing else 0.0
+        forward, backward_input, backward_weight = (sum(blocks.times(unit)[kind] for unit in row) for kind in range(3))
+        again = sum(blocks.times(unit).forward for unit in row if unit.recomputed) if checkpointing else 0.0
         calls = [call for unit in row for call in unit.collectives]
         repeated = [c for u in row if u.recomputed for c in u.collectives if not c.backward] if checkpointing else []
         forward_calls = [call for call in calls if not call.backward]
@@ -133,7 +138,7 @@ def stage_costs(
                 backward_cp=network.seconds(backward_calls, "cp"),
                 tp_bytes=network.sent([*calls, *repeated], "tp"),
                 cp_bytes=network.sent([*calls, *repeated], "cp"),
-                flops=sum(3 * flops_of(unit) for unit in row),
+                flops=sum(3 * blocks.flops(unit) for unit in row),
             )
         )
     return costs
