@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 
 __all__ = [
     "after_backward",
@@ -20,6 +20,8 @@ __all__ = [
     "next_sequence_number",
     "sequence_number",
 ]
+
+is_profiler_on = torch._C._autograd._profiler_enabled  # whether a profiler of torch runs; no call of Python
 
 
 def current_backward() -> int:
@@ -65,8 +67,3 @@ def is_functorch_active() -> bool:
 def is_forward_mode() -> bool:
     """Return whether tensors may carry tangents."""
     return forward_ad._current_level >= 0
-
-
-def is_profiler_on() -> bool:
-    """Return whether a profiler of torch runs."""
-    return getattr(profiler, "_is_profiler_enabled", False)

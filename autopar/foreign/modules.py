@@ -36,12 +36,12 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 def own_parameters(module: Any) -> dict[str, Any]:
     """Return a module's own parameters by name, None for one that was left out: the dict itself, to change."""
-    return cast("dict[str, Any]", module._parameters)
+    return module._parameters
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
     """Return a module's own buffers likewise."""
-    return cast("dict[str, Any]", module._buffers)
+    return module._buffers
 
 
 def own_modules(module: Any) -> dict[str, nn.Module | None]:

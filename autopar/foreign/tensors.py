@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -13,8 +15,10 @@ __all__ = [
     "swap_implementation",
     "version_of",
     "wrapper_subclass",
+    "writes_into",
 ]
 
+_VERSION = operator.attrgetter("_version")  # without a call of Python for each tensor
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # (class, shape, dtype=, device=): a tensor without memory
 assert_soon = torch._assert_async  # raises on the device, without waiting for it
 swap_implementation = torch._C._swap_tensor_impl  # two tensors change places, their Python objects do not
@@ -26,6 +30,14 @@ def version_of(tensor: torch.Tensor) -> int:
     0 for one of inference mode, of which torch does not count it.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def writes_into(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how often tensors were written into, all together; 0 if one of them is of inference mode."""
+    try:
+        return sum(map(_VERSION, tensors))
+    except RuntimeError:
+        return 0
 
 
 def base_of(tensor: Any) -> Any:

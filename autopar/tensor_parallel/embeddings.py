@@ -14,7 +14,6 @@ from autopar.call_site import is_library, warn_user
 from autopar.distributed.axis import Axis, Group
 from autopar.distributed.collectives import gather, reduce_
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import assert_soon
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
@@ -34,7 +33,7 @@ WARNED = "_autopar_warned"
 
 
 def _read(self: Any) -> Any:
-    weight = own_parameters(self).get("weight")
+    weight = self._parameters.get("weight")
     if weight is None:
         if "weight" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no weight")

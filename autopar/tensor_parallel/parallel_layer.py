@@ -61,7 +61,7 @@ class ParallelLayer:
         None where a dry run follows tensors, where dropout draws, where the bias is returned beside the output, and
         where the parameters are not the module's own (parametrizations).
         """
-        own = own_parameters(self)
+        own = self._parameters
         if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):
             return None
         weight = own.get("weight")

@@ -26,7 +26,6 @@ from torch import nn
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
-from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.trees import tree_map
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
@@ -137,9 +136,9 @@ def _argument_names(kind: type[nn.Module]) -> list[str]:
 
 def _gradient_property(name: str) -> property:
     def read(self: Any) -> Any:
-        if name in own_buffers(self):
-            return own_buffers(self)[name]  # has no gradient
-        parameter = own_parameters(self)[name]
+        if name in self._buffers:
+            return self._buffers[name]  # has no gradient
+        parameter = self._parameters[name]
         if not self.region.depth or parameter is None:
             return parameter
         plan: ModulePlan = self.autopar

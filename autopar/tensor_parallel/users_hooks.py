@@ -34,7 +34,7 @@ _FEATURES = (
 _FIRST, _EVERY = 3, 10  # forwards in which hooks are looked for
 
 
-_Shard = tuple[str, nn.Module, tuple[str, ...], str]  # path, module, kinds of hooks, what they see
+_Shard = tuple[str, list[dict[int, Any]], str]  # path, hooks that see a part, what they see
 
 
 class UsersHooks:
@@ -58,12 +58,15 @@ class UsersHooks:
             self._parts, self._shards = list(_parts_with_rows(model)), list(_modules_with_shards(model))
         for path, part, axis in self._parts:
             for name, module in part.named_modules(prefix=path):
-                self._tell(name, module, _KINDS, _ROWS.format(axis=axis))
-        for name, module, kinds, text in self._shards:
-            self._tell(name, module, kinds, text)
+                for kind in _KINDS:
+                    self._tell(name, hooks_of(module, kind), _ROWS.format(axis=axis))
+        for name, found, text in self._shards:
+            for hooks in found:
+                if hooks:
+                    self._tell(name, hooks, text)
 
-    def _tell(self, name: str, module: nn.Module, kinds: tuple[str, ...], text: str) -> None:
-        for hook in (hook for kind in kinds for hook in hooks_of(module, kind).values()):
+    def _tell(self, name: str, hooks: dict[int, Any], text: str) -> None:
+        for hook in hooks.values():
             if id(hook) not in self._told and not is_of_library(hook):
                 self._told.add(id(hook))
                 warn_user(f"the hook {_described(hook)} on {name} sees {text}")
@@ -95,11 +98,11 @@ def _modules_with_shards(model: nn.Module) -> Iterator[_Shard]:
         if here in (0, whole):
             continue
         text = _FEATURES.format(here=here, whole=whole)
-        yield path, module, _SEEN[plan.rule], text
+        yield path, [hooks_of(module, kind) for kind in _SEEN[plan.rule]], text
         above = path.rpartition(".")[0]
         for name, beside in model.get_submodule(above).named_children() if plan.rule == "column" else ():
             if type(beside).__module__ in _ACTIVATIONS:
-                yield f"{above}.{name}".strip("."), beside, _KINDS, text
+                yield f"{above}.{name}".strip("."), [hooks_of(beside, kind) for kind in _KINDS], text
 
 
 def _described(hook: Any) -> str:

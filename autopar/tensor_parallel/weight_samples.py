@@ -14,7 +14,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor
 from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import version_of
+from autopar.foreign.tensors import writes_into
 from autopar.layout import Layout
 
 __all__ = ["WeightSamples", "local"]
@@ -102,7 +102,7 @@ class WeightSamples:
 
     def note_versions(self) -> None:
         """Take what was written into sharded weights until now for an optimizer's step."""
-        self._versions = sum(version_of(weight) for weight in self._sharded)
+        self._versions = writes_into(self._sharded)
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""

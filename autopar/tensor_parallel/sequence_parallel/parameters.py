@@ -17,7 +17,6 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import reduce_
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.profiling import named_collective
-from autopar.foreign.modules import own_parameters
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Region
 
@@ -67,7 +66,7 @@ class ReadByRows:
 
 def _property(name: str) -> property:
     def read(self: Any) -> Any:
-        parameter = own_parameters(self)[name]
+        parameter = self._parameters[name]
         used = self.rows_region.rows_of_parameters
         return used.get(id(parameter), parameter) if used else parameter
 
