@@ -38,7 +38,7 @@ LINES = {
     "deferred_init": 1140,
     "distributed": 3840,
     "dry_run": 3910,
-    "foreign": 920,
+    "foreign": 930,
     "integrations": 1850,
     "pipeline_parallel": 3750,
     "plan": 2760,

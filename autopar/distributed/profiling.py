@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler
 
 from autopar.distributed.axis import Axis
-from autopar.foreign.autograd import is_profiler_on
+from autopar.foreign.autograd import PROFILER_RUNS
 
 __all__ = ["is_profiling", "named_collective", "record"]
 
@@ -24,7 +24,7 @@ _NOTHING = nullcontext()
 
 def is_profiling() -> bool:
     """Return whether a profiler of torch runs; False in code that torch.compile traces."""
-    return is_profiler_on() and not torch.compiler.is_compiling()
+    return getattr(profiler, PROFILER_RUNS, False) and not torch.compiler.is_compiling()
 
 
 def record(name: Callable[..., str], *args: Any) -> AbstractContextManager[Any]:

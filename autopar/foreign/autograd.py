@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = [
+    "PROFILER_RUNS",
     "after_backward",
     "current_backward",
     "forward_class",
@@ -16,12 +17,11 @@ __all__ = [
     "input_metadata",
     "is_forward_mode",
     "is_functorch_active",
-    "is_profiler_on",
     "next_sequence_number",
     "sequence_number",
 ]
 
-is_profiler_on = torch._C._autograd._profiler_enabled  # whether a profiler of torch runs; no call of Python
+PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
 
 
 def current_backward() -> int:
