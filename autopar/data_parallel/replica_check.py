@@ -6,7 +6,8 @@ and weights into torch.distributed's key-value store, and each reads those of ot
 that skips its step would leave the others waiting. The first step waits for the other ranks' digests, later ones wait
 only some seconds, and what comes late is compared late.
 
-Weights that no torch optimizer steps are compared in the same way at the training forward after they have changed.
+Weights that no torch optimizer steps are compared in the same way at the training forward after they have changed; what
+differs is a warning there, since replicas may look at them after different updates.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from autopar.call_site import warn_user
 from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import refuse_whole_state
 from autopar.data_parallel.own_updates import FreeWeights
@@ -116,7 +118,7 @@ class StepCheck:
         self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
         self._free, self._own = FreeWeights(), _Progress(_OWN, [], [], 0)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
-        self._count, self._told_of_routers = 0, False
+        self._count, self._told_of_routers, self._told_of_own_updates = 0, False, False
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
@@ -209,7 +211,7 @@ class StepCheck:
         """Compare the weights that no torch optimizer steps, if something has changed them since the last forward."""
         model = self._model()
         stepped = (parameter for progress in self._progress.values() for _, parameter in progress.held)
-        if model is None or not self._free.have_changed(model, stepped):
+        if self._told_of_own_updates or model is None or not self._free.have_changed(model, stepped):
             return
         self._own.held = self._free.named
         self._compare_now(_UPDATE, self._own, closure=True)
@@ -316,8 +318,12 @@ class StepCheck:
         weights = {name: two for name, two in weights.items() if two[0] != two[1]}
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
         different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
+        if weights and update == _UPDATE:  # replicas may update in other forwards, so that it is no proof
+            self._told_of_own_updates = True
+            warn_user(unlike_weights(replicas, place, pair, weights, own=True))
+            return
         if weights:
-            text = unlike_weights(replicas, place, pair, weights, own=update == _UPDATE)
+            text = unlike_weights(replicas, place, pair, weights, own=False)
         elif different:
             text = unlike_gradients(replicas, place, different, group_call(self.mpu))
         else:

@@ -26,7 +26,8 @@ def unlike_weights(
     if own:
         text += (
             "  Average the gradients before you change weights yourself: autopar.average_gradients(model), after\n"
-            "  the backward of each step. Noise must be drawn alike on all of them.\n"
+            "  the backward of each step. Noise must be drawn alike on all of them. (Replicas that change weights for\n"
+            "  some forwards only, or before different ones, may be right nevertheless.)\n"
         )
     else:
         text += (
