@@ -40,7 +40,7 @@ LINES = {
     "dry_run": 3910,
     "foreign": 930,
     "integrations": 1850,
-    "pipeline_parallel": 3750,
+    "pipeline_parallel": 3800,
     "plan": 2760,
     "policy": 2110,
     "storage": 1600,

@@ -6,17 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from autopar.distributed.whole_on_read import FACTS, name_of
 from autopar.errors import ConfigError
-from autopar.foreign.trees import tree_leaves
+from autopar.foreign.autograd import next_sequence_number, sequence_number
 from autopar.pipeline_parallel.microbatch import own_loss
 
 __all__ = ["LossOf"]
-
-_WITHOUT_GRADIENT = FACTS | {"data", "grad", "detach", "detach_"}
 
 
 class LossOf:
@@ -24,7 +19,7 @@ class LossOf:
 
     Args:
         required: it is going to be differentiated.
-        blocks: weights of this stage's blocks, by ``id``, where the criterion may not read them: the first call sees.
+        blocks: weights of this stage's blocks, by ``id``, which the criterion may not be made of.
     """
 
     def __init__(
@@ -52,13 +47,8 @@ class LossOf:
 
     def _of_criterion(self, outputs: Any, inputs: dict[str, Any]) -> Any:
         assert self.criterion is not None
-        reads = _Reads(self._blocks) if self._blocks else None
-        self._blocks = None
-        if reads is None:
-            loss = self.criterion(outputs, inputs)
-        else:
-            with reads:
-                loss = self.criterion(outputs, inputs)
+        begin = next_sequence_number()
+        loss = self.criterion(outputs, inputs)
         if loss is not None and not isinstance(loss, torch.Tensor):
             raise ConfigError(
                 f"execute_pipeline: criterion returned a {type(loss).__name__}: it returns one tensor, the mean over a "
@@ -66,43 +56,32 @@ class LossOf:
                 "execute_pipeline(..., count=lambda inputs: ...)\n  says by how much: the sum of the weights that the "
                 "mean is divided by."
             )
-        if reads is not None and loss is not None:
-            reads.check(loss)
+        if self._blocks and loss is not None:
+            _refuse_penalty(loss, begin, self._blocks)
         return loss
 
 
-class _Reads(TorchFunctionMode):
-    """Notes what is made of the weights of blocks, with a gradient."""
+def _refuse_penalty(loss: torch.Tensor, begin: int, blocks: Mapping[int, str]) -> None:
+    """Refuse a loss whose nodes from number ``begin`` on, which the criterion made, take in weights of blocks.
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._names = names
-        self._nodes: dict[Any, set[str]] = {}  # of the graph
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() and name_of(func) not in _WITHOUT_GRADIENT:
-            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter) and id(x) in self._names]
-            made = [x for x in tree_leaves(result) if type(x) is torch.Tensor and x.grad_fn is not None]
-            for x in made if read else ():
-                self._nodes[x.grad_fn] = {self._names[id(parameter)] for parameter in read}
-        return result
-
-    def check(self, loss: torch.Tensor) -> None:
-        """Raise ConfigError if the loss is made of such a result."""
-        left, seen = [loss.grad_fn] if self._nodes else [], set()
-        found: set[str] = set()
-        while left:
-            node = left.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            found |= self._nodes.get(node, set())
+    Raises:
+        ConfigError: names the first of these weights.
+    """
+    left, seen, found = [loss.grad_fn], set(), set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)  # of AccumulateGrad, behind which there is nothing
+        if weight is not None:
+            found |= {blocks[id(weight)]} if id(weight) in blocks else set()
+        elif sequence_number(node) >= begin:  # else a node of the model's forward
             left += [other for other, _ in node.next_functions]
-        if found:
-            raise ConfigError(
-                f"execute_pipeline: criterion reads {len(found)} weights of blocks, {min(found)} first: it runs on the "
-                "last stage, which holds\n  its own blocks only, so a penalty would leave out those of other stages.\n"
-                "  Use the optimizer's weight_decay; or add the penalty's gradient to p.grad on every stage when "
-                "execute_pipeline has returned.\n  Weights behind the blocks (the head) may be read."
-            )
+    if found:
+        raise ConfigError(
+            f"execute_pipeline: criterion reads {len(found)} weights of blocks, {min(found)} first: it runs on the "
+            "last stage, which holds\n  its own blocks only, so a penalty would leave out those of other stages.\n"
+            "  Use the optimizer's weight_decay; or add the penalty's gradient to p.grad on every stage when "
+            "execute_pipeline has returned.\n  Weights behind the blocks (the head) may be read."
+        )

@@ -1,14 +1,17 @@
 """The optimizer steps that stages of one replica have made, compared when a micro-batch passes between them.
 
 Which optimizers there are may differ by stage: one that holds weights of a single stage may exist on that stage only,
-and one for each weight steps as often as there are weights. So passes are counted, those that a step of any optimizer
-with weights of the model came after, on whichever stage they are; and a stage that has never stepped may have nothing
-to step.
+one for each weight steps as often as there are weights, and each phase of a training may have a new one. So for each
+optimizer the passes are counted that a step of it came after. Optimizers that have first stepped after the same pass
+are compared between the stages; those that began at different times are not the same one.
 """
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,12 +22,23 @@ from autopar.errors import ConfigError, ConsistencyError
 
 __all__ = ["StepCount", "check_steps"]
 
-_STEPS = "passes that a step came after"
+_STEPS = "passes that steps came after"
 _NOTHING = "weights that no optimizer steps"
 
 
+@dataclass
+class _Steps:
+    """One optimizer's: its first pass, how many passes a step came after, the last of these, its parameters."""
+
+    parameters: int
+    ours: bool
+    first: int = 0
+    count: int = 0
+    last: int = -1
+
+
 class StepCount:
-    """Counts the training passes of this rank that an optimizer step came after.
+    """Counts, for every optimizer of the model, the training passes of this rank that a step of it came after.
 
     Args:
         model: with the weights of this rank's stages.
@@ -37,36 +51,57 @@ class StepCount:
     def __init__(self, model: nn.Module, released: Collection[int] = ()) -> None:
         self.expected = False
         self._model, self._released = model, released
-        self._count, self._counted, self._running = 0, False, 0
+        self._optimizers: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
+        self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
+        self._passes, self._running, self._stepped_once = 0, 0, False
         self._trained: str | None = None  # weights with a gradient after the first pass
         listen(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Count the first step behind a pass: called by torch before that of any optimizer.
+        """Count the first step of ``optimizer`` behind a pass: called by torch before that of any optimizer.
 
         Raises:
             ConfigError: a hook steps weights of the model inside of a pass.
         """
-        if self._counted and not self._running:
-            return
-        held = {id(p) for p in self._model.parameters()}
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if self._running and not stepped.isdisjoint(held):
+        if self._running and not self._stepped(optimizer).isdisjoint(self._weights()):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() inside of execute_pipeline: the gradients are those of some of its "
                 f"{self._running} micro-batches,\n  and the others use the weights as they were. Step when "
                 "execute_pipeline has returned: an optimizer in the backward (a hook of\n  "
                 "register_post_accumulate_grad_hook) needs pipeline_parallel_size: 1."
             )
-        if not self._counted and not stepped.isdisjoint(held.union(self._released)):
-            self._count, self._counted = self._count + 1, True
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        steps = self._optimizers.get(optimizer)
+        if steps is None or steps.parameters != size:
+            ours = not self._stepped(optimizer).isdisjoint(self._weights() | set(self._released))
+            steps = self._optimizers.setdefault(optimizer, _Steps(size, ours, self._begin(ours)))
+            steps.parameters, steps.ours = size, steps.ours or ours
+        if steps.ours and steps.last != self._passes:
+            steps.count, steps.last, self._stepped_once = steps.count + 1, self._passes, True
+
+    def _begin(self, ours: bool) -> int:
+        """Return the pass that a new optimizer begins after; 0 for the one that ``initialize`` was given."""
+        given = ours and self.expected and not any(steps.ours for steps in self._optimizers.values())
+        return 0 if given else self._passes
+
+    def _stepped(self, optimizer: Any) -> set[int]:
+        return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def _weights(self) -> set[int]:
+        if self._held is None:
+            self._held = {id(p) for p in self._model.parameters()}
+        return self._held
 
     def begin_pass(self, microbatches: int) -> dict[str, str]:
         """Return what another stage compares. ``microbatches``: that are differentiated."""
+        self._held = None
         if microbatches:
-            self._counted, self._running = False, microbatches
-        found = {_STEPS: str(self._count)}
-        return found if self._count or self.expected else {**found, _NOTHING: self._trained or ""}
+            self._passes, self._running = self._passes + 1, microbatches
+        counted = {(steps.first, steps.count) for steps in self._optimizers.values() if steps.count}
+        if self.expected and not self._stepped_once:
+            counted = {(0, 0)}
+        found = {_STEPS: json.dumps(sorted(counted))}
+        return found if self._stepped_once or self.expected else {**found, _NOTHING: self._trained or ""}
 
     def end_pass(self) -> None:
         """End it, also one that failed; note which weights have got a gradient."""
@@ -82,24 +117,40 @@ def check_steps(said: Mapping[int, dict[str, str]]) -> None:
     A stage that has never stepped is told, if weights of it have gradients.
 
     Raises:
-        ConsistencyError: they have stepped behind other numbers of passes.
+        ConsistencyError: an optimizer has stepped behind other numbers of passes.
     """
-    counts = {rank: digests.pop(_STEPS, "") for rank, digests in said.items()}
+    counts = {rank: _by_first(digests.pop(_STEPS, "[]")) for rank, digests in said.items()}
     nothing = {rank: digests.pop(_NOTHING) for rank, digests in said.items() if _NOTHING in digests}
-    if len(set(counts.values())) < 2:
+    if nothing:
+        for rank, trained in nothing.items() if any(counts.values()) else ():
+            if trained:
+                warn_user(
+                    f"rank {rank} has stepped no optimizer, and other stages of its replica have: {trained}, have "
+                    "gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "
+                    "so; else make the optimizer on every rank, and step it there."
+                )
         return
-    ranks = " and ".join(map(str, counts))
-    if not nothing:
-        raise ConsistencyError(
-            f"two stages of one model replica (ranks {ranks}) have made different numbers of optimizer steps:\n"
-            f"  optimizer steps so far: {', '.join(f'rank {rank}: {count}' for rank, count in counts.items())}\n"
-            "  Every rank steps after the same execute_pipeline: put no rank's optimizer.step() behind an if.\n"
-            "  consistency_check: {enable: false} turns this check off."
-        )
-    for rank, trained in nothing.items():
-        if trained:
-            warn_user(
-                f"rank {rank} has stepped no optimizer, and other stages of its replica have: {trained}, have "
-                "gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says so; "
-                "else make the optimizer on every rank, and step it there."
-            )
+    if len(counts) < 2:
+        return
+    one, other = counts.values()
+    for first in one.keys() & other.keys():
+        if one[first].isdisjoint(other[first]):
+            raise ConsistencyError(_unlike({rank: max(found[first]) for rank, found in counts.items()}))
+
+
+def _by_first(text: str) -> dict[int, set[int]]:
+    """Return for each first pass how often the optimizers that began after it have stepped."""
+    found: dict[int, set[int]] = {}
+    for first, count in json.loads(text):
+        found.setdefault(first, set()).add(count)
+    return found
+
+
+def _unlike(counts: Mapping[int, int]) -> str:
+    return (
+        f"two stages of one model replica (ranks {' and '.join(map(str, counts))}) have made different numbers of "
+        "optimizer steps:\n"
+        f"  optimizer steps so far: {', '.join(f'rank {rank}: {count}' for rank, count in counts.items())}\n"
+        "  Every rank steps after the same execute_pipeline: put no rank's optimizer.step() behind an if.\n"
+        "  consistency_check: {enable: false} turns this check off."
+    )

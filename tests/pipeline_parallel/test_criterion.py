@@ -77,6 +77,19 @@ def refused(model: Any, criterion: Any, words: str) -> None:
     model.zero_grad()
 
 
+class _SumOfSquares(torch.autograd.Function):
+    """A user's own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> None:
@@ -93,7 +106,16 @@ def test_a_penalty_on_all_weights_is_refused_and_one_on_the_head_is_not() -> Non
     words = (
         r"criterion reads 9 weights of blocks, model.layers.1.input_layernorm.weight first: it runs on the last stage"
     )
-    for criterion in (penalty, penalty, of_a_list):
+    calls = [0]
+
+    def of_the_second_microbatch(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        calls[0] += 1
+        return penalty(outputs, inputs) if calls[0] > 1 else outputs.loss
+
+    def of_a_function(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return outputs.loss + sum(_SumOfSquares.apply(p) for p in model.parameters())
+
+    for criterion in (penalty, penalty, of_a_list, of_the_second_microbatch, of_a_function):
         refused(model, criterion, words)
 
     def scaled(by: float) -> Any:

@@ -119,6 +119,58 @@ def test_they_step_as_on_one_process(name: str) -> None:
         alike(plain, model, make(plain), step or make(model))
 
 
+def trained(model: Any, names: str) -> Step:
+    """A new optimizer over the weights that ``names`` are part of; the others are frozen, if they are of this stage."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in names.split()))
+    mine = [p for p in model.parameters() if p.requires_grad]
+    return one(torch.optim.AdamW(mine, lr=1e-2) if mine else None)
+
+
+PHASES = {
+    "probe, then all": ["lm_head", "."],
+    "all, then the head": [".", "lm_head"],
+    "unfrozen from above": ["layers.1.", "layers.1. layers.0.", "."],
+    "blocks in turn": ["layers.0.", "layers.1.", "layers.0.", "layers.1."],
+}
+
+
+@pytest.mark.tier("test", only=("probe, then all",))
+@pytest.mark.parametrize("name", PHASES)
+@pooled(world_size=2)
+def test_each_phase_has_an_optimizer_of_its_own(name: str) -> None:
+    plain = llama(num_hidden_layers=2).train()
+    model = autopar.initialize(copy.deepcopy(plain), stages())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardWarning)
+        for phase in PHASES[name]:
+            steps = trained(plain, phase), trained(model, phase)
+            for batch in language_batches(131, count=2, batch=2):
+                plain(**batch).loss.backward()
+                model.execute_pipeline(batch)
+                for number, step in enumerate(steps):
+                    step(number)
+    same_weights(model, plain, 2e-5)
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_step_that_is_forgotten_later_is_told_of_an_optimizer_made_afterwards() -> None:
+    model = autopar.initialize(llama(num_hidden_layers=2).train(), stages())
+    (batch,) = language_batches(131, count=1, batch=2)
+    step = trained(model, "lm_head")
+    for number in range(5):
+        if number == 2:  # a second phase
+            step = trained(model, ".")
+        model.execute_pipeline(batch)
+        if number != 4 or dist.get_rank() == 0:
+            step(number)
+    with pytest.raises((ConsistencyError, PipelineError), match="optimizer steps so far: rank 1: 2, rank 0: 3"):
+        model.execute_pipeline(batch)
+    dist.barrier()
+    model.mpu.destroy()
+
+
 @pooled(world_size=2)
 def test_adapters_on_blocks_of_one_stage() -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], layers_to_transform=[0], init_lora_weights=False)
