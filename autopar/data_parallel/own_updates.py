@@ -32,7 +32,7 @@ class FreeWeights:
         self.named: list[tuple[str, nn.Parameter]] = []
         self._known = -1  # stepped parameters when ``named`` was looked up
         self._forwards = 0
-        self._seen: list[int] | None = None
+        self._seen: dict[int, int] = {}  # id of a weight -> sum of its elements when it was looked at last
 
     def have_changed(self, model: nn.Module, stepped: Iterable[nn.Parameter]) -> bool:
         """Return whether something has changed these weights since the last call.
@@ -43,14 +43,16 @@ class FreeWeights:
         held = {id(parameter) for parameter in stepped}
         if len(held) != self._known or self._forwards % _AGAIN == 0:
             named = [(name, p) for name, p in model.named_parameters() if id(p) not in held and _is_trained(p)]
-            if [id(p) for _, p in named] != [id(p) for _, p in self.named]:
-                self.named, self._seen = named, None
+            free = {id(p) for _, p in named}
+            self.named, self._seen = named, {key: seen for key, seen in self._seen.items() if key in free}
             self._known = len(held)
-        self._forwards += 1
+        turn, self._forwards = self._forwards, self._forwards + 1
         if not self.named:
             return False
-        before, self._seen = self._seen, _sample(self.named)
-        return before is not None and before != self._seen
+        now = _sample(self.named, turn)
+        changed = any(self._seen.get(key, seen) != seen for key, seen in now.items())
+        self._seen |= now
+        return changed
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:
@@ -59,9 +61,11 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _sample(named: list[tuple[str, nn.Parameter]]) -> list[int]:
-    """Sum the bits of some elements of the smallest weight and of some others."""
+def _sample(named: list[tuple[str, nn.Parameter]], turn: int) -> dict[int, int]:
+    """Sum the bits of some elements of the smallest weight, of some others, and of some that change with the turn."""
     smallest = min(named, key=lambda entry: entry[1].numel())
-    spread = named[:: max(1, len(named) // (_TENSORS - 1))]
-    parts = [parameter.flatten() for _, parameter in [smallest, *spread]]
-    return torch.stack([sum_of_bits(part[:: max(1, len(part) // _ELEMENTS)].contiguous()) for part in parts]).tolist()
+    stride = max(1, len(named) // (_TENSORS - 1))
+    looked_at = [parameter for _, parameter in [smallest, *named[::stride], *named[turn % stride :: stride]]]
+    parts = [parameter.flatten() for parameter in looked_at]
+    sums = torch.stack([sum_of_bits(part[:: max(1, len(part) // _ELEMENTS)].contiguous()) for part in parts]).tolist()
+    return {id(parameter): found for parameter, found in zip(looked_at, sums, strict=True)}

@@ -139,10 +139,10 @@ class StepCheck:
             self._input_hook.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training or is_transformed() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
             return
         self._compare_own_update()
-        if self.made < _WHOLE:
+        if module.training and self.made < _WHOLE:
             self._input = of_values([args, kwargs])
             if not self._told_of_routers and adds_router_loss(module, kwargs):
                 self._told_of_routers = True

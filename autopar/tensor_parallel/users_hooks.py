@@ -19,7 +19,7 @@ from autopar.plan.plan import ModulePlan
 __all__ = ["UsersHooks"]
 
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
-_SEEN = {"column": ("forward", "backward_pre"), "row": ("forward_pre", "backward")}
+_SEEN = {"column": ("forward", "backward_pre", "backward"), "row": ("forward_pre", "backward")}
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _ROWS = (
     "the rows of the sequence that this rank computes, not all of them: {axis} shards\n  the sequence there. "
@@ -31,18 +31,22 @@ _FEATURES = (
     "and numbers of features are those of this rank. Hooks on the attention, the MLP or the block\n"
     "  as a whole see all features."
 )
+_INPUT = (
+    "all features in its output, and {here} of the {whole} features in its input:\n  tensor_parallel_size shards them "
+    "there. What reads the output only is right."
+)
 _FIRST, _EVERY = 3, 10  # forwards in which hooks are looked for
 
 
-_Shard = tuple[str, list[dict[int, Any]], str]  # path, hooks that see a part, what they see
+_Shard = tuple[str, list[dict[int, Any]], str, int, int]  # path, hooks that see a part, words, features here, in all
 
 
 class UsersHooks:
-    """Looks for hooks in the first forwards of a model, and in some later ones, and warns once of each."""
+    """Looks for hooks in the first forwards of a model, and in some later ones, and warns once of each function."""
 
     def __init__(self) -> None:
         self._forwards = 0
-        self._told: set[int] = set()
+        self._told: set[tuple[int, str]] = set()  # code, and the words for what it sees
         self._parts: list[tuple[str, nn.Module, str]] | None = None
         self._shards: list[_Shard] = []
 
@@ -59,17 +63,19 @@ class UsersHooks:
         for path, part, axis in self._parts:
             for name, module in part.named_modules(prefix=path):
                 for kind in _KINDS:
-                    self._tell(name, hooks_of(module, kind), _ROWS.format(axis=axis))
-        for name, found, text in self._shards:
+                    self._tell(name, hooks_of(module, kind), _ROWS, axis=axis)
+        for name, found, words, here, whole in self._shards:
             for hooks in found:
                 if hooks:
-                    self._tell(name, hooks, text)
+                    self._tell(name, hooks, words, here=here, whole=whole)
 
-    def _tell(self, name: str, hooks: dict[int, Any], text: str) -> None:
+    def _tell(self, name: str, hooks: dict[int, Any], words: str, **sizes: Any) -> None:
         for hook in hooks.values():
-            if id(hook) not in self._told and not is_of_library(hook):
-                self._told.add(id(hook))
-                warn_user(f"the hook {_described(hook)} on {name} sees {text}")
+            function = _function(hook)  # the same for partials and closures that a loop makes
+            key = id(getattr(function, "__code__", function)), words
+            if key not in self._told and not is_of_library(hook):
+                self._told.add(key)
+                warn_user(f"the hook {_described(function)} on {name} sees {words.format(**sizes)}")
 
 
 def _parts_with_rows(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -97,17 +103,22 @@ def _modules_with_shards(model: nn.Module) -> Iterator[_Shard]:
         here, whole = 0 if weight is None else weight.shape[plan.layout.dim], plan.layout.size
         if here in (0, whole):
             continue
-        text = _FEATURES.format(here=here, whole=whole)
-        yield path, [hooks_of(module, kind) for kind in _SEEN[plan.rule]], text
+        yield path, [hooks_of(module, kind) for kind in _SEEN[plan.rule]], _FEATURES, here, whole
+        if plan.rule == "row":
+            yield path, [hooks_of(module, "forward")], _INPUT, here, whole
         above = path.rpartition(".")[0]
         for name, beside in model.get_submodule(above).named_children() if plan.rule == "column" else ():
             if type(beside).__module__ in _ACTIVATIONS:
-                yield f"{above}.{name}".strip("."), [hooks_of(beside, kind) for kind in _KINDS], text
+                yield f"{above}.{name}".strip("."), [hooks_of(beside, kind) for kind in _KINDS], _FEATURES, here, whole
 
 
-def _described(hook: Any) -> str:
+def _function(hook: Any) -> Any:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    code = getattr(hook, "__code__", None)
+    return hook
+
+
+def _described(function: Any) -> str:
+    code = getattr(function, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return getattr(hook, "__name__", type(hook).__name__) + place
+    return getattr(function, "__name__", type(function).__name__) + place

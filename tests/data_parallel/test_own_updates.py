@@ -86,6 +86,18 @@ def test_forgotten_averaging_is_told_at_the_next_forward(update: Update):
         train(_model(), update, 3, average=False)
 
 
+@pooled(world_size=2)
+def test_in_evaluation_mode_and_of_one_weight_among_many_that_rest():
+    model = _model().eval()
+    with told("an update without a torch optimizer: "):
+        train(model, by_data, 3, average=False)
+    model.mpu.destroy()
+    model = _model()
+    table = model.transformer.h[1].mlp.c_fc.bias
+    with told("an update without a torch optimizer: transformer.h.1.mlp.c_fc.bias."):
+        train(model, by_data, 30, average=False, parameters=[table])
+
+
 @pooled(world_size=4)
 def test_beside_shards():
     with told("step 1 of an update without a torch optimizer: "):

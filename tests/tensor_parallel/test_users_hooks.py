@@ -67,7 +67,7 @@ def test_with_tensor_parallelism_alone_blocks_have_all_rows() -> None:
 def test_inside_of_shards_the_sizes_here_and_in_the_plain_model_are_named() -> None:
     model = autopar.initialize(llama().train(), {"model_parallelism": {"tensor_parallel_size": 2}})
     block = model.model.layers[1]
-    for whole in (block, block.mlp, block.self_attn, block.input_layernorm, block.mlp.down_proj):
+    for whole in (block, block.mlp, block.self_attn, block.input_layernorm):
         whole.register_forward_hook(steer)
     block.mlp.gate_proj.register_forward_pre_hook(lambda *_: None)
     assert told(model, 2) == []
@@ -79,13 +79,22 @@ def test_inside_of_shards_the_sizes_here_and_in_the_plain_model_are_named() -> N
         "plain model has there: tensor_parallel_size\n  shards them. Sums, norms and numbers of features are those of "
         "this rank. Hooks on the attention, the MLP or the block\n  as a whole see all features."
     ]
+    block.mlp.up_proj.register_forward_hook(functools.partial(steer, by=3.0))  # the same function
+    block.mlp.down_proj.register_forward_hook(steer)
+    assert told(model, 11) == [
+        f"the hook steer ({__file__}:{line}) on model.layers.1.mlp.down_proj sees all features in its output, and "
+        f"{here} of the 37 features in its input:\n  tensor_parallel_size shards them there. What reads the output "
+        "only is right."
+    ]
     block.mlp.act_fn.register_forward_hook(lambda *_: None)
+    block.mlp.gate_proj.register_full_backward_hook(lambda *_: None)
     block.mlp.down_proj.register_forward_pre_hook(lambda *_: None)
     block.self_attn.o_proj.register_full_backward_hook(lambda *_: None)
     assert [text.partition(" on ")[2].partition(":")[0] for text in told(model, 11)] == [
         "model.layers.1.self_attn.o_proj sees 16 of the 24 features that the plain model has there"
         if model.mpu.rank == 0
         else "model.layers.1.self_attn.o_proj sees 8 of the 24 features that the plain model has there",
+        f"model.layers.1.mlp.gate_proj sees {here} of the 37 features that the plain model has there",
         f"model.layers.1.mlp.act_fn sees {here} of the 37 features that the plain model has there",
         f"model.layers.1.mlp.down_proj sees {here} of the 37 features that the plain model has there",
     ]
