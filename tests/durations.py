@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -98,12 +99,13 @@ class Cost:
     together: bool = False
 
 
-def deal(costs: Sequence[Cost], workers: int) -> list[int]:
+def deal(costs: Sequence[Cost], workers: int, seed: int | None = None) -> list[int]:
     """Return an order of tests whose equal parts, one for each worker, take equally long.
 
     pytest-xdist begins with parts of equal numbers of tests, so parts are given equal seconds first, longest tests
     first, and then equal numbers, by moving the shortest. In its part a worker has what takes long first, then tests
     over most ranks, one world size after the other, and at the end, where workers take from each other, short ones.
+    With ``seed`` it has them in any order, but for files whose tests stay together.
     """
     units = defaultdict[Any, list[int]](list)
     for place, cost in enumerate(costs):
@@ -118,9 +120,11 @@ def deal(costs: Sequence[Cost], workers: int) -> list[int]:
     spare = [unit.pop() for part, most in zip(parts, number, strict=True) for unit in _shortest(part, most)]
     result = []
     for part, most in zip(parts, number, strict=True):
+        part = part + [[spare.pop()] for _ in range(most - sum(map(len, part)))]
+        if seed is not None:
+            random.Random(seed).shuffle(part)
         places = [place for unit in part for place in unit]
-        places += [spare.pop() for _ in range(most - len(places))]
-        result += sorted(places, key=lambda place: (*_turn(costs[place]), place))
+        result += sorted(places, key=lambda place: (*_turn(costs[place]), place)) if seed is None else places
     return result
 
 

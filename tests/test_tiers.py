@@ -95,6 +95,16 @@ def test_few_tests_are_dealt_too() -> None:
         assert sorted(deal(_costs(0, count), 2)) == list(range(count))
 
 
+def test_a_seed_gives_another_order_of_the_same_parts() -> None:
+    costs = _costs(3, 200)
+    orders = [deal(costs, 2, seed) for seed in (None, 1, 1, 2)]
+    assert orders[1] == orders[2] and orders[1] != orders[0] != orders[3] != orders[1]
+    assert len({frozenset(order[:100]) for order in orders}) == 1
+    apart = [place for place in orders[1] if costs[place].together]
+    first = orders[1].index(apart[0])
+    assert orders[1][first : first + len(apart)] == apart, "a file whose tests stay together"
+
+
 def test_durations_are_means_of_cases_and_come_back(tmp_path: Path) -> None:
     file = tmp_path / "durations.json"
     assert Durations.read(file).of("tests/test_a.py::test_a[x]", ranks=2) == 1.0

@@ -1,7 +1,8 @@
 """A run of one tier: picks and deals its tests, says at the end how long they took, and holds the tier to its seconds.
 
 ``--tier test`` takes the tests of that tier and of those before it, ``--shard 2/4`` those in a quarter of the files;
-``--record`` writes down how long each test took. Without ``--tier`` every test that was asked for runs.
+``--seed 7`` runs them in another order; ``--record`` writes down how long each test took. Without ``--tier`` every test
+that was asked for runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _GROWN = 1.2  # a tier may be a fifth over its seconds
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=list(TIERS), help="run the tests of this tier and of those before it")
     parser.addoption("--shard", default="1/1", help="2/4: the second of four parts, by file")
+    parser.addoption("--seed", type=int, help="run the tests of a tier in an order drawn from this seed")
     parser.addoption("--record", action="store_true", help="write what tests took to tests/durations.json")
 
 
@@ -76,7 +78,7 @@ class TierRun:
             )
             for item in taken
         ]
-        items[:] = [taken[place] for place in deal(costs, self.workers)]
+        items[:] = [taken[place] for place in deal(costs, self.workers, config.getoption("--seed"))]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
