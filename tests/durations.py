@@ -120,7 +120,7 @@ def deal(costs: Sequence[Cost], workers: int, seed: int | None = None) -> list[i
     spare = [unit.pop() for part, most in zip(parts, number, strict=True) for unit in _shortest(part, most)]
     result = []
     for part, most in zip(parts, number, strict=True):
-        part = part + [[spare.pop()] for _ in range(most - sum(map(len, part)))]
+        part += [[spare.pop()] for _ in range(most - sum(map(len, part)))]
         if seed is not None:
             random.Random(seed).shuffle(part)
         places = [place for unit in part for place in unit]
