@@ -8,6 +8,7 @@ takes statistics over several parameters (Prodigy, D-Adaptation) needs all of th
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return _compared(lambda parts, seed=0: _trajectory(optimizer, group, parts, seed))
-    except Exception:  # it wants a closure, or attributes that a copy has not: whatever a step stumbles over
+    except Exception:  # attributes that a copy has not, or whatever else a step stumbles over
         return None
 
 
@@ -144,12 +145,35 @@ def _trajectory(
     parameters = [nn.Parameter(weight[a:b, c:d].clone()) for a, b, c, d in parts]
     fresh = _fresh(optimizer, group, parameters)
     before = [parameter.detach().clone() for parameter in parameters]
-    for gradient in gradients:
+    closures = _wants_closure(optimizer)  # each of whose steps is many
+    for gradient in gradients[: 1 if closures else _STEPS]:
         for parameter, (a, b, c, d) in zip(parameters, parts, strict=True):
             parameter.grad = gradient[a:b, c:d].clone()
-        type(optimizer).step(fresh)
+        step: Callable[..., Any] = type(optimizer).step
+        step(fresh, *[_bowl(parameters)] * closures)
     updates = [p.detach() - was for p, was in zip(parameters, before, strict=True)]
     return updates if updates[0].abs().max() > 0 else None
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step has to be given what computes the loss and the gradients, as in LBFGS."""
+    taken = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return taken is not None and taken.default is inspect.Parameter.empty
+
+
+def _bowl(parameters: Sequence[nn.Parameter]) -> Callable[[], torch.Tensor]:
+    """Return a closure: a loss that begins with the gradients of these parameters, and bends unlike in each element."""
+    begin = [(p.detach().clone(), torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+
+    def closure() -> torch.Tensor:
+        losses = []
+        for parameter, (place, slope) in zip(parameters, begin, strict=True):
+            moved, bend = parameter.detach() - place, 1 + slope.square()
+            parameter.grad = slope + bend * moved
+            losses.append((slope * moved + bend * moved.square() / 2).sum())
+        return torch.stack(losses).sum()
+
+    return closure
 
 
 def _drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -169,7 +193,8 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Para
     if isinstance(settings.get("lr"), int | float) and not settings["lr"]:
         settings["lr"] = settings.get("initial_lr") or _LR
     made: Optimizer
-    if optimizer.state and type(optimizer)(parameters[:1], **optimizer.defaults).state:
+    by_class = _wants_closure(optimizer)  # it keeps one flat list
+    if by_class or (optimizer.state and type(optimizer)(parameters[:1], **optimizer.defaults).state):
         made = type(optimizer)(parameters, **optimizer.defaults)  # its state is made with it
         made.param_groups[0].update(settings)
         return made

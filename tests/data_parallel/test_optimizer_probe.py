@@ -103,9 +103,15 @@ def test_what_torch_and_transformers_step_by_matrix(kind: Any) -> None:
     assert found is not None and found.in_parts > 0.01 and found.beside == 0
 
 
+@pytest.mark.parametrize("settings", [{}, {"line_search_fn": "strong_wolfe"}, {"lr": 0.1, "max_iter": 2}])
+def test_what_is_given_a_closure(settings: dict[str, Any]) -> None:
+    optimizer = torch.optim.LBFGS(_parameters(), **settings)
+    found = probe(optimizer, optimizer.param_groups[0])
+    assert found is not None and found.in_parts > 0.01 and found.beside > 0.01
+
+
 def test_what_cannot_be_told_is_not_refused() -> None:
     for optimizer in (
-        torch.optim.LBFGS(_parameters()),  # wants a closure
         torch.optim.SparseAdam(_parameters()),  # wants sparse gradients
         Own(_parameters(), lambda o, p: p.grad + torch.randn_like(p)),  # draws: noise is another for each shape
     ):
