@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-import autopar.dry_run.plan_model
+from autopar.dry_run import context_parallel, plan_model, sequence_parallel
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OWN = frozenset(vars(nn.Module()))
@@ -31,8 +31,9 @@ class _Unknown(Exception):
 
 def remember() -> None:
     """Have ``autopar.initialize`` of this process make each dry run once."""
-    for name, key in {"rehearse": _of_plan, "plan_sequence": _of_sequence, "plan_rows": _of_rows}.items():
-        setattr(autopar.dry_run.plan_model, name, _once(getattr(autopar.dry_run.plan_model, name), key))
+    plan_model.rehearse = _once(plan_model.rehearse, _of_plan)
+    sequence_parallel.plan_sequence = _once(sequence_parallel.plan_sequence, _of_sequence)
+    context_parallel.plan_rows = _once(context_parallel.plan_rows, _of_rows)
 
 
 def _once(dry_run: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from torch import nn
 
 import autopar
 import autopar.dry_run.plan_model
+from autopar.dry_run import context_parallel, sequence_parallel
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
@@ -96,8 +97,8 @@ def _run(
     transformers.logging.set_verbosity_error()
     autopar.dry_run.plan_model.rehearse = lambda *_: True  # the tests of rehearsals have it, without a world
     if once:
-        autopar.dry_run.plan_model.plan_sequence = by_rank_0(autopar.dry_run.plan_model.plan_sequence)
-        autopar.dry_run.plan_model.plan_rows = by_rank_0(autopar.dry_run.plan_model.plan_rows)
+        for module, name in ((sequence_parallel, "plan_sequence"), (context_parallel, "plan_rows")):
+            setattr(module, name, by_rank_0(getattr(module, name)))
     heads, kv_heads = (heads, kv_heads) if heads else SIZES[tp]
     for case in wanted:
         try:

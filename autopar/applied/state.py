@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from autopar.applied.call import Call
 from autopar.data_parallel.apply import DataParallel
-from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.replica_check import StepCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -19,6 +18,9 @@ from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.regions import Region
+
+if TYPE_CHECKING:
+    from autopar.data_parallel.optimizer import ParallelStep
 
 __all__ = ["Parallelized"]
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
-from autopar.context_parallel import apply as context_parallel
 from autopar.data_parallel import apply as data_parallel
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.consensus import same_on_every_rank
@@ -30,7 +29,6 @@ from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.summary import count, imported_notice, summarise
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
-from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
 from autopar.tensor_parallel.shape_errors import shards_named
 
 __all__ = ["STEPS", "Given", "apply", "undo"]
@@ -112,6 +110,8 @@ def release_other_stages(model: nn.Module, state: Parallelized, given: Given) ->
 def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Given) -> None:
     """After stages: the first and the last block of the rank cut and join rows."""
     if state.sequence is not None:
+        from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+
         sequence_parallel.apply(model, state.sequence, state.region)
         state.undo.append(lambda model, own: sequence_parallel.undo(model, own.sequence))  # type: ignore[arg-type]
 
@@ -136,6 +136,8 @@ def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
 def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Inside the hooks of tensor parallelism: these see the whole batch, and what is behind them this rank's rows."""
     if state.rows is not None:
+        from autopar.context_parallel import apply as context_parallel
+
         config, always = state.config, state.config.loss_gather_logits == "always"
         method = config.context_parallel_method
         context_parallel.apply(state.inner_of(model), state.rows, state.mpu.cp, method, gather_logits=always)

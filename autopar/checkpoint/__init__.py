@@ -1,12 +1,19 @@
-"""Checkpoints: a folder of shards that appears whole or not at all, read on any mesh, and its Hugging Face form."""
+"""Checkpoints: a folder of shards that appears whole or not at all, read on any mesh, and its Hugging Face form.
 
-from autopar.checkpoint.dtensor import to_dtensor_state_dict
-from autopar.checkpoint.dtensor_optimizer import load_dtensor_state_dict, to_dtensor_training_state
-from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.methods import attach, detach
-from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+The public names are loaded when they are first used: a model is initialized without what saves and loads it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.checkpoint.dtensor import to_dtensor_state_dict
+    from autopar.checkpoint.dtensor_optimizer import load_dtensor_state_dict, to_dtensor_training_state
+    from autopar.checkpoint.format import Manifest
+    from autopar.checkpoint.methods import attach, detach
+    from autopar.checkpoint.offline.check import check_checkpoint
+    from autopar.checkpoint.offline.merge import merge_checkpoint
+    from autopar.checkpoint.offline.reshard import reshard_checkpoint
 
 __all__ = [
     "Manifest",
@@ -19,3 +26,21 @@ __all__ = [
     "to_dtensor_state_dict",
     "to_dtensor_training_state",
 ]
+
+_HOMES = {
+    "Manifest": "format",
+    "attach": "methods",
+    "check_checkpoint": "offline.check",
+    "detach": "methods",
+    "load_dtensor_state_dict": "dtensor_optimizer",
+    "merge_checkpoint": "offline.merge",
+    "reshard_checkpoint": "offline.reshard",
+    "to_dtensor_state_dict": "dtensor",
+    "to_dtensor_training_state": "dtensor_optimizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -18,11 +18,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.adapters.wrappers import is_peft_model
-from autopar.checkpoint.adapters import alone, options_of_peft, save_adapters
-from autopar.checkpoint.arguments import absolute, directory_of, hub_options
-from autopar.checkpoint.hub import push_merged, upload
-from autopar.checkpoint.load import TrainingObjects, load
-from autopar.checkpoint.save import save
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
     MODEL_SHARD,
@@ -114,6 +109,12 @@ def _save(
     adapter_only: bool,
 ) -> None:
     """Save a model, or its adapters; the arguments are those of :func:`save_parallelized`."""
+    # Here, and where something is loaded or pushed: initialize loads none of it.
+    from autopar.checkpoint.adapters import alone, save_adapters
+    from autopar.checkpoint.arguments import absolute, directory_of, hub_options
+    from autopar.checkpoint.hub import upload
+    from autopar.checkpoint.save import save
+
     hub, others = hub_options(others)
 
     def folder() -> object:
@@ -169,6 +170,9 @@ def from_parallelized(
         CheckpointError: the same on every rank, with the model as it was before, if the checkpoint is incomplete,
             damaged, mixed or of another model, or a rank did not call or died.
     """
+    from autopar.checkpoint.arguments import directory_of
+    from autopar.checkpoint.load import TrainingObjects, load
+
     state_of(self).background.wait()
     load(
         self,
@@ -320,6 +324,8 @@ def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwarg
     Raises:
         CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
     """
+    from autopar.checkpoint.adapters import options_of_peft, save_adapters
+
     kind: Any = type(self)
     if shard_of(self) is None:
         kind.save_pretrained(self, save_directory, *args, **kwargs)
@@ -346,6 +352,8 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
         ConfigError: of a model inside of the one that was parallelized.
         CheckpointError: the same on every rank, if the model cannot be saved, or the upload fails.
     """
+    from autopar.checkpoint.hub import push_merged
+
     shard = shard_of(self)
     if shard is None:
         address: str = type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +13,6 @@ from autopar.data_parallel.fsdp import fully_shard
 from autopar.data_parallel.grad_norm import counted_here
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.master_weights import DTYPES
-from autopar.data_parallel.optimizer import ParallelStep
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
 from autopar.data_parallel.replica_check import StepCheck
 from autopar.data_parallel.replica_norm import ReplicaNorm
@@ -21,6 +20,9 @@ from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from autopar.data_parallel.optimizer import ParallelStep
 
 __all__ = ["DataParallel", "apply", "attach"]
 
@@ -111,5 +113,7 @@ def attach(
             rebind(optimizer, names, model)
     if optimizer is None:
         return None
+    from autopar.data_parallel.optimizer import ParallelStep
+
     counted = counted_here(dict(model.named_parameters()), plan, mpu)
     return ParallelStep(optimizer, model, inner, plan, mpu, config, counted, failures)

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
-from autopar.deferred_init.files import load_lazily
 from autopar.deferred_init.sources import Init, by_parameter, set_source, versions_of
 from autopar.errors import ConfigError
 from autopar.foreign.modes import function_modes
@@ -115,6 +114,8 @@ def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta)
         models.loaded.add(model)
         if not patches.mine or state_dict is not None:
             return original(model, state_dict, files, config, *rest, **kwargs)
+        from autopar.deferred_init.files import load_lazily
+
         with empty.off():
             return load_lazily(original, model, files, config, *rest, **kwargs)
 

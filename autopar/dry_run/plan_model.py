@@ -1,29 +1,29 @@
 """What each rank of a mesh holds of a model, and whether that works: policy -> plan -> dry run -> stages -> rows.
 
 Every step is computed once and kept, and none needs process groups. ``initialize`` takes all of a mesh
-(:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails.
+(:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails. What
+plans an axis is loaded when a mesh has it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.context_parallel.state import RowPlan
-from autopar.dry_run.block_reads import find_reads
-from autopar.dry_run.context_parallel import check_beside_sequence, plan_rows
 from autopar.dry_run.imported_plan import rehearse
-from autopar.dry_run.sequence_parallel import plan_sequence
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import Reads, StagePlan, make_stages
 from autopar.policy.schema import Policy
+
+if TYPE_CHECKING:
+    from autopar.context_parallel.state import RowPlan
+    from autopar.plan.sequence import SequencePlan
 
 __all__ = ["ModelPlans", "Plans", "plan_model"]
 
@@ -111,16 +111,22 @@ class ModelPlans:
 
     def rows(self, cp: int, *, by_heads: bool = True) -> RowPlan:
         """Find what runs over rows of the sequence on ``cp`` ranks."""
+        from autopar.dry_run.context_parallel import plan_rows
+
         key = ("rows", cp, by_heads)
         return self._once(key, lambda: plan_rows(self.inner, self.policy, self.prefix, cp, by_heads=by_heads))
 
     def sequence(self, tp: int, stages: StagePlan, *, by_expert: bool = False) -> SequencePlan:
         """Find what runs over rows of the sequence between sharded regions."""
+        from autopar.dry_run.sequence_parallel import plan_sequence
+
         plan = self.tensors(tp, by_expert=by_expert)
         key = ("sequence", tp, by_expert, stages.bounds)
         return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages))
 
     def _reads(self, *, dry_run: bool) -> Reads | None:
+        from autopar.dry_run.block_reads import find_reads
+
         reads: Reads | None = self._once("reads", lambda: find_reads(self.model, self.policy))
         return reads if reads is None or dry_run else dataclasses.replace(reads, dry_run=None)
 
@@ -160,6 +166,8 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
     rows = plans.rows(cp, by_heads=tp == 1) if cp > 1 else None
     sharded = config.sequence_parallel and tp > 1
     if rows is not None and sharded:
+        from autopar.dry_run.context_parallel import check_beside_sequence
+
         check_beside_sequence(plans.inner, rows, cp)
     sequence = plans.sequence(tp, stages, by_expert=by_expert) if sharded else None
     return Plans(tensors, stages, rows, sequence, tried)

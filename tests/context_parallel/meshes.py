@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 import autopar
 import autopar.dry_run.plan_model
 from autopar.context_parallel.rows import rows_layout
+from autopar.dry_run import context_parallel, sequence_parallel
 from autopar.errors import AutoparError, PipelineError
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.tools.verification.outputs import floats_of, named, same_floats
@@ -255,8 +256,8 @@ def compare(case: Case, mesh: Mesh, method: str) -> Verdict:
 def _rehearsed_by_rank_0() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autopar.dry_run.plan_model, "rehearse", lambda *_: True)  # the tests of rehearsals have it
-        for name in ("plan_sequence", "plan_rows"):
-            patch.setattr(autopar.dry_run.plan_model, name, by_rank_0(getattr(autopar.dry_run.plan_model, name)))
+        for module, name in ((sequence_parallel, "plan_sequence"), (context_parallel, "plan_rows")):
+            patch.setattr(module, name, by_rank_0(getattr(module, name)))
         yield
 
 
