@@ -1,4 +1,4 @@
-"""What of PEFT a sharded model computes exactly; everything else is refused by its name, before anything is changed."""
+"""The parts of PEFT that a sharded model computes exactly; all else is refused by name, before any change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of ``initialize`` asks for, checked before anything is changed."""
+"""A call of ``initialize``, checked before anything is changed."""
 
 from __future__ import annotations
 

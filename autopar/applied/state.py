@@ -1,4 +1,4 @@
-"""What ``initialize`` leaves on a model, as ``model._autopar``: plans, parts, and how each change is undone."""
+"""The state that ``initialize`` leaves on a model, as ``model._autopar``: plans, parts, and a stack of undos."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Parallelized:
 
     @property
     def step(self) -> ParallelStep | None:
-        """What happens around the step of the optimizer that ``initialize`` was given."""
+        """The wrapper of the step of the optimizer that ``initialize`` was given."""
         return self.dp.step
 
     def inner_of(self, model: nn.Module) -> nn.Module:

@@ -38,7 +38,7 @@ _log = logging.getLogger("autopar.api")
 
 @dataclass
 class Given:
-    """What steps need and no parallelized model keeps.
+    """Inputs of the steps that no parallelized model keeps.
 
     Attributes:
         weights: where the shards of a model without memory come from.

@@ -32,7 +32,7 @@ __all__ = ["TrainingObjects", "load"]
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """What is to be loaded besides the model.
+    """Objects to load besides the model.
 
     Attributes:
         optimizer, lr_scheduler: filled in place.

@@ -1,4 +1,4 @@
-"""What the optimizer of a parallelized model keeps beside torch's state: master weights, a loss scale, ZeRO-1 owners.
+"""The state of a parallelized model's optimizer beside torch's: master weights, a loss scale, ZeRO-1 owners.
 
 ``initialize`` leaves it in ``optimizer._autopar``. The fp32 weight of a half-precision parameter is saved among the
 optimizer's tensors as ``{parameter}::master``, in the parameter's layout. So the numbers that training goes on with

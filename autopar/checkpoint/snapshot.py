@@ -1,4 +1,4 @@
-"""What one rank contributes to a checkpoint, collected and checked before anything is written.
+"""One rank's part of a checkpoint, collected and checked before anything is written.
 
 Of a weight that several ranks hold, one rank's is written. So all of them are compared first: the same, or no save.
 """

@@ -54,7 +54,7 @@ _READERS = ("safetensors", "accelerate", "huggingface_hub", "torch.distributed.c
 
 
 class ModelShard:
-    """What this rank holds of a model; an attribute of the root model, and of every Hugging Face model inside it.
+    """This rank's part of a model; an attribute of the root model, and of every Hugging Face model inside it.
 
     Args:
         plan, mpu: of the root model.
@@ -147,7 +147,7 @@ def _marked_ranks(metadata: Mapping[str, Any]) -> Mapping[str, list[int]] | None
 
 
 class PartialStateDict(OrderedDict[str, Any]):
-    """What ``state_dict()`` returns; pickled as an ordinary ``OrderedDict``."""
+    """The result of ``state_dict()``; pickled as an ordinary ``OrderedDict``."""
 
     mark: Mark | None = None
 

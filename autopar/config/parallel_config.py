@@ -175,7 +175,7 @@ class ParallelConfig:
 
     @property
     def transport(self) -> str:
-        """What ``cpu_transport`` asks for. Graphs use gloo, and so must a rank that gives up compiling by itself."""
+        """The transport on CPUs. Graphs use gloo, and so must a rank that gives up compiling by itself."""
         return "gloo" if self.compile and self.cpu_transport == "auto" else self.cpu_transport
 
     @property

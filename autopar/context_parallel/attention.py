@@ -248,7 +248,7 @@ def _with_whole_keys(
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What ``sdpa`` does without a mask."""
+    """Return whether attention without a mask is causal, as transformers' ``sdpa`` decides it."""
     given = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if given is None else given)
 

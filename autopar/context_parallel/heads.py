@@ -38,7 +38,7 @@ _RULES = frozenset(("", "column", "row", "sharded", "replicated", "enter_output"
 
 @dataclass(frozen=True)
 class Heads:
-    """What a module has while it computes this rank's heads; paths begin at the module.
+    """Attributes of a module while it computes this rank's heads; paths begin at the module.
 
     Attributes:
         modules: that have slices of their parameters.

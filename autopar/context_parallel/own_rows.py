@@ -118,7 +118,7 @@ def _cut(values: Any, where: OwnModule, rows: Layout, state: RowState) -> Any:
 def _ahead_of(
     out: Any, path: str, where: OwnModule, rows: Layout, state: RowState, plain: Callable[[], Any], made_of: list[Any]
 ) -> Any:
-    """Return outputs that stand for the whole ones, which are computed once for all of them if one is read."""
+    """Wrap each output, which holds this rank's rows; the first read of one computes all of them in full."""
 
     @functools.cache
     def every() -> list[Any]:

@@ -1,4 +1,4 @@
-"""A whole tensor in front of the blocks, of which a rank has some rows: embeddings, and rotary angles.
+"""A tensor in front of the blocks that holds this rank's rows, and becomes whole on any other use.
 
 It may be added to others, scaled, normed and projected, which is done to the rows, and the door of the blocks opens it.
 Whatever else touches it gets the whole tensor, which each rank computes by itself, as it would without rows.
@@ -137,7 +137,7 @@ def ahead(
 
 
 class _Closed(torch.autograd.Function):
-    """What does not come through Python has no gradient to hand to rows: an error, not a gradient that is lost."""
+    """A use outside of Python: it has no gradient for the rows, so its backward raises instead of losing one."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:

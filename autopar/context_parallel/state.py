@@ -1,4 +1,4 @@
-"""What a forward over rows knows: whether it is cut, and which rows of each list of blocks lie here."""
+"""State of a forward over rows: whether it is cut, and which rows of each list of blocks lie here."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RowPlan:
 
 
 class Snapshot(NamedTuple):
-    """What tells one forward from another."""
+    """Settings that differ between forwards."""
 
     cutting: bool
     keeping: bool

@@ -1,4 +1,4 @@
-"""What happens around the ``step`` of the user's own optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
+"""Wrap the ``step`` of the user's own optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
 
 The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
 hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a proxy: an

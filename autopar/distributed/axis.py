@@ -15,7 +15,7 @@ __all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divi
 
 
 class Transport(Protocol):
-    """What carries collectives of an axis instead of its process group, where it can."""
+    """A transport that carries collectives of an axis instead of its process group, where it can."""
 
     def run(self, collective: str, *args: Any) -> bool:
         """Run a collective of torch's name; False if the process group has to. The same on every rank."""

@@ -227,7 +227,7 @@ def _collect(peers: Ranks, own: dict[str, Any]) -> tuple[list[dict[str, Any] | N
 
 
 def _try(action: Callable[[], T]) -> T | None:
-    """What ``action`` returns; None if the connection to the peer is closed."""
+    """Return the result of ``action``; None if the connection to the peer is closed."""
     try:
         return action()
     except RuntimeError:

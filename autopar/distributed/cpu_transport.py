@@ -25,7 +25,7 @@ _ORDERED = ("x86_64", "AMD64")  # processors on which flags are seen after the d
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others.
+    """A rank's message to the others.
 
     Attributes:
         cores: numbers of those on which it may run.
@@ -128,7 +128,7 @@ def _crowded(offers: list[_Offer]) -> str:
 
 
 def _host(offer: _Offer) -> str:
-    """Host name, and what tells the machine from another one of that name: since when it runs, and which container."""
+    """Return the host name, and its boot time and container, which differ between machines of one name."""
     name, *rest = offer.process.place.split()
     return f"{name} ({' '.join(rest)})" if rest else name
 

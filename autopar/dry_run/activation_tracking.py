@@ -33,7 +33,7 @@ __all__ = ["ActivationTracking", "Kind", "TrackedReplay", "tracking_hooks"]
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor."""
+    """Facts about a tensor."""
 
     name: str  # input, parameter, replicated, sharded
     parameters: frozenset[str] = frozenset()  # "+name" for one whose gradient is summed

@@ -1,4 +1,4 @@
-"""What the blocks of a model read: one forward on the meta device, with the graph detached behind every block.
+"""Find the reads of a model's blocks: one forward on the meta device, the graph detached behind every block.
 
 Stages hold what they read, so it must be known which blocks read tensors that lie outside of them (relative positions
 that one embedding makes for all layers, an image encoder that every layer looks at), and that a block reads nothing of

@@ -85,7 +85,7 @@ def _reads_seen(block: nn.Module, places: Sequence[Place]) -> Iterator[dict[Plac
 
 @dataclass
 class _Known:
-    """What one block did.
+    """Record of one block's forward.
 
     Attributes:
         read: plain attributes that its forward read.

@@ -107,7 +107,7 @@ class _Comparison:
         return [EqualBlocks(tuple(paths), _differing(values)) for _, paths, values in kinds if len(paths) > 1]
 
     def _look(self, path: str, block: nn.Module) -> tuple[list[Any], dict[Place, Any]] | None:
-        """What a block is made of, and its plain attributes; None if it shares something."""
+        """Return the parts of a block and its plain attributes; None if it shares something."""
         structure: list[Any] = []
         plain: dict[Place, Any] = {}
         for inner, module in block.named_modules(remove_duplicate=False):
@@ -158,7 +158,7 @@ class _Only:
 
 
 def _comparable(value: Any) -> Any:
-    """What two values of attributes are compared by: containers by what they hold, other objects by identity."""
+    """Return the form in which attributes are compared: containers by their elements, other objects by identity."""
     if isinstance(value, torch.Tensor):
         return (type(value), tuple(value.shape), value.stride(), value.dtype)
     if type(value) in _PLAIN:

@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of a model, and whether that works: policy -> plan -> dry run -> stages -> rows.
+"""Plan a model for a mesh, and try the plan: policy -> plan -> dry run -> stages -> rows.
 
 Every step is computed once and kept, and none needs process groups. ``initialize`` takes all of a mesh
 (:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails. What

@@ -1,4 +1,4 @@
-"""What a dry run of sequence parallelism notes on the way: which modules ran, and what models and blocks were given."""
+"""Notes of a dry run of sequence parallelism: modules that ran, and arguments of models and blocks."""
 
 from __future__ import annotations
 

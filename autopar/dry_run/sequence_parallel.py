@@ -295,7 +295,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Found(NamedTuple):
-    """What a run has shown: the parameters of each block that work on rows, the blocks that had rows,
+    """Findings of a run: the parameters of each block that work on rows, the blocks that had rows,
     paths of the modules that ran in each, and names of arguments that the models in it and the blocks got."""
 
     parameters: dict[str, tuple[str, ...]]

@@ -124,7 +124,7 @@ def different_ranks(plan: Plan) -> list[int]:
 
 
 class _Call(NamedTuple):
-    """What is run: a model, and its arguments."""
+    """The model to run, and its arguments."""
 
     model: nn.Module
     plan: Plan

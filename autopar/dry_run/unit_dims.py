@@ -156,7 +156,7 @@ def _joined(name: str, x: Any, f: Followed, named: Any, given: Given, made: Any)
 
 
 def _along(name: str, x: Any, f: Followed, named: Any, given: Given, made: Any) -> list[Followed | None]:
-    """What works along dims: those must not be the units'."""
+    """Follow an operation along dims, which must not be the units'."""
     if "normalized_shape" in named:
         dims = [x.ndim - 1 - place for place in range(len(named["normalized_shape"]))]
     else:

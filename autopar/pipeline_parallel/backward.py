@@ -111,7 +111,7 @@ def stage_backward_weight(rest: WeightGradients) -> None:
 
 
 class Halves(NamedTuple):
-    """What a split backward leaves for its second half.
+    """The state that a split backward leaves for its second half.
 
     Attributes:
         apart: whether the halves can be told apart; if not, the first one is all of it.

@@ -161,7 +161,7 @@ def _iterators(data: Any, chunks: int) -> list[Any]:
 
 
 def _loss_and_report(result: Any, forward_only: bool, collect: bool) -> tuple[Any, Any]:
-    """What is differentiated (before it is divided by the number of micro-batches), and what is reported."""
+    """Return the loss to differentiate (not yet divided by the number of micro-batches) and the values to report."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigError(f"forward_step_func must return (outputs, loss_func), not {_form(result)}")
     outputs, loss_func = result

@@ -288,7 +288,7 @@ def _names_an_argument(code: Any, name: str) -> bool:
 
 
 def _loss_function(model: Any) -> Any:
-    """What the model's forward calls as ``self.loss_function``; None if it calls none."""
+    """Return the function that the model's forward calls as ``self.loss_function``; None if it calls none."""
     if not isinstance(model, PreTrainedModel) or "loss_function" not in _names_in_forward(model):
         return None
     own = set_loss_function(model)

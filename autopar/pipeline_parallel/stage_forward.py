@@ -264,7 +264,7 @@ def run_stage(
 
 
 def _kind_of(value: Any) -> Any:
-    """What decides which code of a model runs: which arguments there are, and their types."""
+    """Return the arguments' names and types: they decide which code of a model runs."""
     if isinstance(value, torch.Tensor):
         return value.ndim, value.dtype
     if isinstance(value, Cache):

@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` makes of each tensor: another name, several pieces, or one tensor of several.
+"""The form in which ``save_pretrained`` writes each tensor: renamed, in several pieces, or several as one.
 
 transformers renames some modules between memory and file, writes stacked experts one by one, and joins what the hub
 has fused. That conversion is run once on meta tensors in a mode that keeps views and notes what is joined; what comes

@@ -14,7 +14,7 @@ __all__ = ["SequencePlan", "entries_of", "lists_of_blocks"]
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What of each block sees rows of the sequence (Korthikanti et al. 2022).
+    """The parts of each block that see rows of the sequence (Korthikanti et al. 2022).
 
     Attributes:
         lists: paths of the blocks, in forward order; of an encoder-decoder model two lists.

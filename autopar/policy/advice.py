@@ -1,4 +1,4 @@
-"""What to do about a model that no policy lists: the policy whose modules are named most like the model's."""
+"""Advise on a model that no policy lists: name the policy whose modules are named most like the model's."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def base_of(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def config_of(model: nn.Module) -> Any:
-    """What a model's counts are attributes of: its ``config``, also a dict; an empty one if it has none."""
+    """Return the object with a model's counts: its ``config``, also a dict; an empty one if it has none."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, Mapping):
         return SimpleNamespace(**{str(name): value for name, value in config.items()})

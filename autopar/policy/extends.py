@@ -137,7 +137,7 @@ def _without_range(layer: Node) -> Node:
 
 
 def _layers(extends: Node, place: _Place, *, in_block: bool = False) -> list[Node]:
-    """What ``extends`` names: files, or {PATH: file or files} that are mounted under a path."""
+    """Return the files that ``extends`` names; ``{PATH: file or files}`` mounts them under a path."""
     if in_block and not isinstance(extends.value, dict):
         raise PolicyError(
             f"'extends' in 'blocks' takes {{PATH: NAME}}, where PATH is a module of each block, not {plain(extends)!r}",

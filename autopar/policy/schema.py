@@ -1,4 +1,4 @@
-"""What a policy is, as data.
+"""A policy as data.
 
 See ``policies/README.md`` for the form. A policy states facts about one architecture: which dim of which parameter is
 made of what. It holds no code and no run-time options.
@@ -38,7 +38,7 @@ KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """What tp shards, never splitting one in two.
+    """Units that tp shards, never splitting one in two.
 
     Attributes:
         count: a config attribute or a product or quotient of some, ``block.PATH`` for an attribute of a module in the
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one module, bare parameter or buffer.
+    """The sharding of one module, bare parameter or buffer.
 
     ``kind`` is one of :data:`KINDS`. ``parts`` say what the features are made of; kinds that shard nothing name one
     unit, the region in which they work.

@@ -59,7 +59,7 @@ def import_tp_plan(model: PreTrainedModel) -> Policy | None:
 
 @dataclass
 class _Section:
-    """What is in the blocks of one list: path in a block -> what each block that has it says."""
+    """Entries in the blocks of one list: path in a block -> the style in each block that has it."""
 
     rules: dict[str, list[Rule]] = field(default_factory=dict)
     attributes: dict[str, list[Ratio]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class _Import:
                     self.rules[path] = replace(self.rules[path], kind="column", gather_output=True)
 
     def _whole(self) -> None:
-        """What the plan does not name."""
+        """Add rules for the modules that the plan does not name."""
         holders = {generic(path) for path, module in self.modules.items() if next(module.children(), None) is not None}
         for path, module in self.modules.items():
             names = [name for name, parameter in own_parameters(module).items() if parameter is not None]

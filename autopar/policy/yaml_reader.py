@@ -177,7 +177,7 @@ def _scalar(text: str) -> Any:
 
 
 def _explained(error: yaml.YAMLError, text: str) -> tuple[str, int]:
-    """What is wrong with the file, what to do about the mistakes that many make, and the line."""
+    """Describe the mistake in the file: its line, and the remedy for the common ones."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     lines = text.split("\n")

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class View(LazyTensor):
-    """What has the elements of ``base``, or some of them."""
+    """A view: the elements of ``base``, or some of them."""
 
     base: LazyTensor
 

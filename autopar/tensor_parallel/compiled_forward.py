@@ -1,4 +1,4 @@
-"""What the checks before a forward are in code that torch.compile traces: one operation of the graph.
+"""The checks before a forward in code that torch.compile traces: one operation of the graph.
 
 Dynamo traces the hooks of a compiled model. Comparing ranks there would break the graph, or, worse, run once while the
 graph is made and never again. As an operation that the compiler cannot look into, it runs whenever the graph does. It

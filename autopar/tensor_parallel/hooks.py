@@ -202,7 +202,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``generate`` asks after each token whether to stop; transformers' own method of this private name."""
+    """Return the criteria that ``generate`` asks after each token; transformers' own method of this private name."""
     return agreed(type(self)._get_stopping_criteria(self, *args, **kwargs), self._autopar_failures)
 
 

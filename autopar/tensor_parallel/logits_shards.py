@@ -52,7 +52,7 @@ class Head(NamedTuple):
 
 
 class HeadState:
-    """What a head's weights were when logits were asked for."""
+    """A head's weights at the time when logits were asked for."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         self.versions = [(x, version_of(x)) for x in weights]
@@ -89,7 +89,7 @@ class Shards:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """What gradients go to."""
+        """The tensors that receive gradients."""
         weights = () if self.head is None else (self.head.weight, self.head.bias)
         return [self.rows, *(x for x in weights if x is not None)]
 

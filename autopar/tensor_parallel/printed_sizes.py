@@ -1,4 +1,4 @@
-"""What ``print(model)`` shows of layers that are sharded: the sizes on this rank, and those of the whole tensors."""
+"""Sizes in ``print(model)`` of sharded layers: on this rank, and of the whole tensors."""
 
 from __future__ import annotations
 

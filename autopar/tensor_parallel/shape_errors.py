@@ -1,4 +1,4 @@
-"""What to add to torch's words about shapes that do not fit: the weight of which this rank has a shard."""
+"""Add to torch's words about shapes that do not fit: the weight of which this rank has a shard."""
 
 from __future__ import annotations
 

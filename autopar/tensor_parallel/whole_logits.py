@@ -29,7 +29,7 @@ _OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
 
 
 class _Origin:
-    """What the head made, and everything after it."""
+    """The head's output, and everything made of it."""
 
     lost = False  # a loss was taken from the parts: no gradient of whole logits will exist
 

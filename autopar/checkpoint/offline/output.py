@@ -1,4 +1,4 @@
-"""What merge, reshard and split share: an output folder that appears whole, its small files, a progress bar."""
+"""The output of merge, reshard and split: a folder that appears whole, its small files, a progress bar."""
 
 from __future__ import annotations
 

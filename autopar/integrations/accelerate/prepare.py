@@ -1,4 +1,4 @@
-"""What accelerate prepares around a parallelized model: batches for each replica, and gradients averaged over them."""
+"""Prepare a parallelized model with accelerate: batches for each replica, and gradients averaged over them."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _recomputes(args: Any) -> bool:
 
 
 def _precision_of(args: Any) -> str:
-    """What ``args.bf16``, ``args.fp16`` or accelerate's launcher ask for."""
+    """Return the precision that ``args.bf16``, ``args.fp16`` or accelerate's launcher asks for."""
     asked: str = {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision)
     if asked not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"mixed precision {asked}: autopar has fp32, bf16 and fp16")

@@ -1,4 +1,4 @@
-"""What the parts of a parallel trainer know of each other."""
+"""The attributes that the parts of a parallel trainer share."""
 
 from __future__ import annotations
 

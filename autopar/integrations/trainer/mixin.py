@@ -1,4 +1,4 @@
-"""What makes a trainer parallel: its model is initialized, and its accelerator sees the replicas."""
+"""Make a trainer parallel: its model is initialized, and its accelerator sees the replicas."""
 
 from __future__ import annotations
 

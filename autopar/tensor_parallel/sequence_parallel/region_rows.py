@@ -1,4 +1,4 @@
-"""What a region knows of rows of the sequence while a block computes with them."""
+"""State of a region while a block computes with rows of the sequence."""
 
 from __future__ import annotations
 

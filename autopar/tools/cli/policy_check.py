@@ -1,4 +1,4 @@
-"""What a policy makes of a model: plan, shard sizes, dry run, stages. One process, no weights, no process group."""
+"""Check a policy on a model: plan, shard sizes, dry run, stages. One process, no weights, no process group."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
 
 
 def _holdings(model: nn.Module, plan: Plan, stages: StagePlan | None, tp: int, pp: int) -> dict[str, Any]:
-    """What each rank holds."""
+    """The shards of each rank."""
     tensors = list(_tensors(model, plan, stages))
     attributes = [
         {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole, "local": list(a.values)}

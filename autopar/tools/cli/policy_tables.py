@@ -1,4 +1,4 @@
-"""What a policy makes of a model, as tables in a terminal: for ``autopar policy show`` and ``check``."""
+"""Show the plan of a model as tables in a terminal: for ``autopar policy show`` and ``check``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _tables(report: dict[str, Any], places: bool) -> Iterator[Table]:
 
 
 def _alike(values: list[str]) -> str:
-    """What all ranks have, or what each has."""
+    """Return the one value of all ranks, or each rank's."""
     return values[0] if len(set(values)) == 1 else " | ".join(values)
 
 

@@ -35,7 +35,7 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
 
 
 def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:
-    """What has to change; None if nothing."""
+    """Return the decisions to try next; None if these hold."""
     tracking = seen.tracking
     called = set(seen.order)
     if cut_off := [path for path in tracking.first_of if _called_at(path, called) not in seen.proven]:

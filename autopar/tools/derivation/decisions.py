@@ -1,4 +1,4 @@
-"""What a trace takes for granted, and what it shows."""
+"""The assumptions of a trace, and its findings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a trace takes for granted. Paths with ``*`` for numbers, so alike in all blocks.
+    """Assumptions of a trace. Paths with ``*`` for numbers, so alike in all blocks.
 
     Attributes:
         whole: layers and bare parameters that stay replicated.
@@ -72,7 +72,7 @@ class Decisions:
 
 @dataclass
 class Trace:
-    """What a forward showed.
+    """Findings of a forward.
 
     Attributes:
         sinks: row -> the feature at each place of its input.

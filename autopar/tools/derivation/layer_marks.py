@@ -1,4 +1,4 @@
-"""What a layer or a norm that is called does to numbered features."""
+"""Follow numbered features through the call of a layer or a norm."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CONSTANT, INPUT, PARAMETER, ACTIVATION, INSIDE = range(5)
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of a tensor.
+    """Facts about a tensor.
 
     Attributes:
         features: the number of each element, 0 for none; of the tensor's shape. None: no element has one.

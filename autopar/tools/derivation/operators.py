@@ -1,4 +1,4 @@
-"""What operators do with single elements: move them, sum over dims, multiply matrices."""
+"""A table of operators by their effect on elements: move them, sum over dims, multiply matrices."""
 
 from __future__ import annotations
 

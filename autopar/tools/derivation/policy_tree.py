@@ -118,7 +118,7 @@ def _tower(
 
 
 def _shared(seen: Trace, block: str) -> Callable[[str], str]:
-    """What gives a path below a block the name below all blocks."""
+    """Return a function: path below a block -> its name below all blocks."""
     length = len(block.split("."))
     return lambda path: ".".join(seen.names(path).split(".")[length:])
 

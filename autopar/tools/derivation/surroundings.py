@@ -1,4 +1,4 @@
-"""What lies around the blocks: tables of words and logits, and the sections of modules before and behind."""
+"""The surroundings of the blocks: tables of words and logits, and the sections of modules before and behind."""
 
 from __future__ import annotations
 

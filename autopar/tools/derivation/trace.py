@@ -154,7 +154,7 @@ def _hooks(
 
 
 class _ModuleHooks:
-    """What is done around a module: marks where it begins something, and what comes out of a layer.
+    """The hooks around a module: they mark its inputs and a layer's outputs.
 
     Args:
         starts: it is a block.

@@ -130,7 +130,7 @@ def _size(tree: dict[str, Any]) -> int:
 
 
 def _facts(plan: Plan) -> Any:
-    """What a plan does, without names of units and places of rules."""
+    """Return the effect of a plan, without names of units and places of rules."""
     tensors = {name: _layout(tensor.layout) for name, tensor in plan.tensors.items()}
     modules = {
         path: (m.rule, m.gather_output, m.split_input, m.enter_output, m.inside, m.summed, m.once, m.opens, m.closes)

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, counted on the meta device: block by block, with operations and collectives.
+"""Count a forward on the meta device, block by block: saved activations, operations and collectives.
 
 One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
 is counted by ``saved_tensors_hooks``, each storage once, weights not. Of equal blocks one computes
@@ -192,7 +192,7 @@ class _Count(BlockReplay):
         self._given += [x.grad_fn for x in tensors if x.grad_fn is not None]
 
     def _with_backward(self, after: Unit, roots: list[Any]) -> Unit:
-        """What lies behind the blocks, with the memory of its backward."""
+        """Return the modules behind the blocks with the memory of their backward."""
         if not roots or not self._last:
             return replace(after, backward_peak=after.forward_peak)
         storages, held = self._storages, self._base + sum(after.saved.values())

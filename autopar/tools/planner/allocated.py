@@ -1,4 +1,4 @@
-"""What ``initialize`` planned for a rank, next to what it has allocated, in one line."""
+"""Compare the planned memory of a rank with the allocated, in one line."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a candidate comes to.
+    """The figures of a candidate.
 
     Attributes:
         memory: of each rank of the pipeline.

@@ -25,7 +25,7 @@ _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments an
 
 
 def _kind(candidate: Candidate) -> tuple[Rows, int, str, int, bool]:
-    """What the costs of a stage follow from."""
+    """Return the settings that a stage's costs depend on."""
     return candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
 
 
@@ -110,7 +110,7 @@ class Estimator:
         )
 
     def _gathered(self, candidate: Candidate) -> int:
-        """What FSDP2 holds of other ranks: two blocks, the weights around them, and a gradient of each on its way."""
+        """Return the bytes that FSDP2 holds of other ranks: two blocks, the weights around them, a gradient of each."""
         width = 4 if self.model.precision == "fp32" else 2
         elements = self._stages(1, "1f1b").elements
         largest, outside = self.model.states(candidate.tp, candidate.by_expert).unsharded(elements, 0, width)
@@ -236,7 +236,7 @@ class Estimator:
         return sent + (volume("all_gather", held.weights, candidate.replicas) if candidate.zero == 1 else 0)
 
     def _fsdp_bytes(self, candidate: Candidate) -> int:
-        """What a rank sends for FSDP2 in a step: weights twice, gradients once, for each micro-batch."""
+        """Return the bytes that a rank sends for FSDP2 in a step: weights twice, gradients once, per micro-batch."""
         [held] = self._bytes(candidate.tp, 1, candidate.replicas, "1f1b", 3, candidate.by_expert)
         whole = held.parameters * candidate.replicas
         width = 4 if self.model.precision == "fp32" else 2

@@ -23,7 +23,7 @@ __all__ = ["MemoryPlan", "plan_memory"]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a configuration needs.
+    """The memory of a configuration.
 
     Attributes:
         ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact. With context
@@ -121,7 +121,7 @@ def plan_memory(
 
 
 def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, cp: int) -> Sequence[int]:
-    """What waits on each rank of the pipeline; tp ranks whose shards are equal are counted once."""
+    """Return the most bytes that wait on each pipeline rank; tp ranks with equal shards are counted once."""
     if not candidate.by_expert:
         plan = planned.plan(candidate.tp)
         shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]

@@ -67,7 +67,7 @@ class _Parameter(NamedTuple):
 
 
 class ModelStates:
-    """What the ranks of a mesh hold of one model.
+    """The bytes of one model on the ranks of a mesh.
 
     Args:
         model: whole, only read; on the meta device it needs no memory.

@@ -1,4 +1,4 @@
-"""What autograd saves on the meta device: each storage once, weights not, and only as long as its graph lives."""
+"""Collect what autograd saves on the meta device: each storage once, no weights, while its graph lives."""
 
 from __future__ import annotations
 

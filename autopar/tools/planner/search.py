@@ -24,7 +24,7 @@ Mesh = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """The space to search.
 
     Attributes:
         gpus: of the run; ``gpus_per_node``: tp stays within a node.

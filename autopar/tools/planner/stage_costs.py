@@ -1,4 +1,4 @@
-"""What one micro-batch costs in one stage: memory, time and bytes that travel. Pure."""
+"""The costs of one micro-batch in one stage: memory, time and bytes that travel. Pure."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def stage_costs(
 
 
 class _Network:
-    """What collectives over tp and cp take."""
+    """The network under tp and cp: seconds and bytes of collectives."""
 
     def __init__(self, rows: Rows, gpu: Gpu, gpus_per_node: int) -> None:
         self._sizes = {"tp": rows.tp, "cp": rows.cp}
@@ -163,7 +163,7 @@ class _Network:
 
 
 class _Memory:
-    """What the units of a stage keep, each storage once, and what they need beside while they run.
+    """Memory of a stage's units: the storages that they keep, each once, and their peak while they run.
 
     Args:
         sent: what the stage sends on, and holds until the backward.

@@ -1,4 +1,4 @@
-"""What one forward keeps and does, unit by unit: plain data."""
+"""Memory and work of one forward, unit by unit: plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ForwardCount", "Unit"]
 
 @dataclass(frozen=True)
 class Unit:
-    """What one block, or what lies before, between or behind the blocks, keeps and does.
+    """Memory and work of one block, or of the modules before, between or behind the blocks.
 
     Attributes:
         saved: number of a storage -> its bytes: what autograd keeps.

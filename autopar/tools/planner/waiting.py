@@ -1,4 +1,4 @@
-"""What a rank holds of its micro-batches while a schedule runs: how many wait, and for what. Pure."""
+"""Memory of a rank's micro-batches while a schedule runs: how many wait, and for what. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ActivationBytes", "State", "most_kept", "peak_of", "states_of"]
 
 
 class ActivationBytes(NamedTuple):
-    """What a rank holds of its micro-batches when it holds most.
+    """Bytes of a rank's micro-batches at its peak.
 
     Attributes:
         activations: with gradients that wait for the second half of a backward.

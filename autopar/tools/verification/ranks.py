@@ -107,7 +107,7 @@ def verify_on_ranks(
 
 
 class _Facts:
-    """What a report says of the model, found before anything can fail."""
+    """Facts about the model for the report, found before anything can fail."""
 
     def __init__(self, model: nn.Module, config: ParallelConfig) -> None:
         self.model, self.parameters = type(model).__name__, sum(p.numel() for p in model.parameters())

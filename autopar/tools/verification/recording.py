@@ -41,12 +41,12 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What pairs it with the entry of another model."""
+        """Return the key that pairs it with the entry of another model."""
         return self.path, self.kind, self.call
 
 
 class Recording:
-    """What was recorded of one model.
+    """The record of one model.
 
     Attributes:
         entries: in the order in which they came.

@@ -101,7 +101,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`autopar.verify` found; the same on every rank.
+    """The findings of :func:`autopar.verify`; the same on every rank.
 
     Attributes:
         model: class of the model; ``parameters``: how many it has.

@@ -26,7 +26,7 @@ class Collective(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What a rank gives."""
+        """The bytes that a rank contributes."""
         return self.elements * self.dtype.itemsize
 
 
@@ -50,7 +50,7 @@ class _Recorder(TensorTracking):
 
 
 class _Transport:
-    """What carries an axis's collectives, with each of them noted."""
+    """A transport that notes each collective of an axis."""
 
     def __init__(self, transport: Any, recorder: _Recorder) -> None:
         self._transport, self._recorder = transport, recorder

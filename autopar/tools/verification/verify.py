@@ -84,7 +84,7 @@ def verify(
 
 @dataclass
 class _Work:
-    """What every rank does; an object, so that it can be pickled."""
+    """The work of every rank; an object, so that it can be pickled."""
 
     model: nn.Module
     config: ParallelConfig
