@@ -141,10 +141,12 @@ PHASES = {
 def test_each_phase_has_an_optimizer_of_its_own(name: str) -> None:
     plain = llama(num_hidden_layers=2).train()
     model = autopar.initialize(copy.deepcopy(plain), stages())
+    kept = []  # earlier optimizers live on, as in a list of schedulers
     with warnings.catch_warnings():
         warnings.simplefilter("error", ShardWarning)
         for phase in PHASES[name]:
             steps = trained(plain, phase), trained(model, phase)
+            kept.append(steps)
             for batch in language_batches(131, count=2, batch=2):
                 plain(**batch).loss.backward()
                 model.execute_pipeline(batch)
@@ -154,6 +156,7 @@ def test_each_phase_has_an_optimizer_of_its_own(name: str) -> None:
     model.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_step_that_is_forgotten_later_is_told_of_an_optimizer_made_afterwards() -> None:
     model = autopar.initialize(llama(num_hidden_layers=2).train(), stages())
