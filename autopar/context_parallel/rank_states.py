@@ -140,7 +140,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Given(torch.autograd.Function):
-    """Tensors that states were handed on with, ``[...]``; their gradients are received, the last state's first."""
+    """Tensors beside the states that the next rank got, ``[...]``; gradients are received, the last state's first."""
 
     @staticmethod
     def forward(ctx: Any, neighbours: Neighbours, number: int, through: torch.Tensor, *states: Any) -> torch.Tensor:

@@ -137,7 +137,7 @@ class _StatesOfPiece(States):
 
 
 class _Ties:
-    """Tensors that were handed on with states, and whether gradients came through all of them."""
+    """Tensors passed to the next rank beside states, and whether gradients came through all of them."""
 
     def __init__(self) -> None:
         self.made = self.seen = 0

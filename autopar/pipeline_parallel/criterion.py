@@ -73,9 +73,8 @@ def _refuse_penalty(loss: torch.Tensor, begin: int, blocks: Mapping[int, str]) -
         if node is None or node in seen:
             continue
         seen.add(node)
-        weight = getattr(node, "variable", None)  # of AccumulateGrad, behind which there is nothing
-        if weight is not None:
-            found |= {blocks[id(weight)]} if id(weight) in blocks else set()
+        if not node.next_functions:  # a leaf: AccumulateGrad has the weight
+            found |= {blocks[key] for key in [id(getattr(node, "variable", None))] if key in blocks}
         elif sequence_number(node) >= begin:  # else a node of the model's forward
             left += [other for other, _ in node.next_functions]
     if found:

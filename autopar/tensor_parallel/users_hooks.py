@@ -46,7 +46,7 @@ class UsersHooks:
 
     def __init__(self) -> None:
         self._forwards = 0
-        self._told: set[tuple[int, str]] = set()  # code, and the words for what it sees
+        self._told: set[tuple[Any, str]] = set()  # code or class, and the words for it
         self._parts: list[tuple[str, nn.Module, str]] | None = None
         self._shards: list[_Shard] = []
 
@@ -72,7 +72,7 @@ class UsersHooks:
     def _tell(self, name: str, hooks: dict[int, Any], words: str, **sizes: Any) -> None:
         for hook in hooks.values():
             function = _function(hook)  # the same for partials and closures that a loop makes
-            key = id(getattr(function, "__code__", function)), words
+            key = getattr(function, "__code__", type(function)), words
             if key not in self._told and not is_of_library(hook):
                 self._told.add(key)
                 warn_user(f"the hook {_described(function)} on {name} sees {words.format(**sizes)}")
