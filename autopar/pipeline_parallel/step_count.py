@@ -24,6 +24,8 @@ __all__ = ["StepCount", "check_steps"]
 
 _STEPS = "passes that steps came after"
 _NOTHING = "weights that no optimizer steps"
+_IDLE = "passes since the last step"
+_PATIENCE = 8  # passes without a step after which a stage is told, if another stage goes on
 
 
 @dataclass
@@ -53,8 +55,8 @@ class StepCount:
         self._model, self._released = model, released
         self._optimizers: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
         self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
-        self._passes, self._running, self._stepped_once = 0, 0, False
-        self._trained: str | None = None  # weights with a gradient after the first pass
+        self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
+        self._trained: str | None = None  # weights with a gradient after a pass that no step was to come after
         listen(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -77,7 +79,8 @@ class StepCount:
             steps = self._optimizers.setdefault(optimizer, _Steps(size, ours, self._begin(ours)))
             steps.parameters, steps.ours = size, steps.ours or ours
         if steps.ours and steps.last != self._passes:
-            steps.count, steps.last, self._stepped_once = steps.count + 1, self._passes, True
+            steps.count, steps.last = steps.count + 1, self._passes
+            self._last, self._stepped_once, self._trained = self._passes, True, None
 
     def _begin(self, ours: bool) -> int:
         """Return the pass that a new optimizer begins after; 0 for the one that ``initialize`` was given."""
@@ -95,47 +98,56 @@ class StepCount:
     def begin_pass(self, microbatches: int) -> dict[str, str]:
         """Return what another stage compares. ``microbatches``: that are differentiated."""
         self._held = None
+        idle = self._passes - self._last
         if microbatches:
             self._passes, self._running = self._passes + 1, microbatches
         counted = {(steps.first, steps.count) for steps in self._optimizers.values() if steps.count}
         if self.expected and not self._stepped_once:
             counted = {(0, 0)}
-        found = {_STEPS: json.dumps(sorted(counted))}
-        return found if self._stepped_once or self.expected else {**found, _NOTHING: self._trained or ""}
+        found = {_STEPS: json.dumps(sorted(counted)), _IDLE: str(idle)}
+        waits = idle >= _PATIENCE if self._stepped_once else not self.expected
+        return {**found, _NOTHING: self._trained or ""} if waits else found
 
     def end_pass(self) -> None:
-        """End it, also one that failed; note which weights have got a gradient."""
+        """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
         trained, self._running = self._running, 0
-        if self._trained is None and trained:
-            names = [name for name, p in self._model.named_parameters() if p.grad is not None]
+        waits = self._passes - self._last >= _PATIENCE or not self._stepped_once
+        if self._trained is None and trained and waits:
+            names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is not None]
             self._trained = f"{len(names)} weights, {names[0]} first" if names else ""
 
 
 def check_steps(said: Mapping[int, dict[str, str]]) -> None:
     """Compare what :meth:`StepCount.begin_pass` returned on two stages, by rank; it leaves the rest of the digests.
 
-    A stage that has never stepped is told, if weights of it have gradients.
+    A stage that has never stepped, or not for some passes, is told, if another one goes on and weights of it have
+    gradients.
 
     Raises:
         ConsistencyError: an optimizer has stepped behind other numbers of passes.
     """
     counts = {rank: _by_first(digests.pop(_STEPS, "[]")) for rank, digests in said.items()}
+    idle = {rank: int(digests.pop(_IDLE, "0")) for rank, digests in said.items()}
     nothing = {rank: digests.pop(_NOTHING) for rank, digests in said.items() if _NOTHING in digests}
-    if nothing:
-        for rank, trained in nothing.items() if any(counts.values()) else ():
+    if any(counts[rank] and idle[rank] < _PATIENCE for rank in said):
+        for rank, trained in nothing.items():
             if trained:
-                warn_user(
-                    f"rank {rank} has stepped no optimizer, and other stages of its replica have: {trained}, have "
-                    "gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "
-                    "so; else make the optimizer on every rank, and step it there."
-                )
-        return
+                warn_user(_idle(rank, trained, idle[rank] if counts[rank] else None))
     if len(counts) < 2:
         return
     one, other = counts.values()
     for first in one.keys() & other.keys():
         if one[first].isdisjoint(other[first]):
             raise ConsistencyError(_unlike({rank: max(found[first]) for rank, found in counts.items()}))
+
+
+def _idle(rank: int, trained: str, passes: int | None) -> str:
+    since = "" if passes is None else f" in the last {passes} passes"
+    return (
+        f"rank {rank} has stepped no optimizer{since}, and other stages of its replica have: {trained}, have "
+        "gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "
+        "so; else make the optimizer on every rank, and step it there."
+    )
 
 
 def _by_first(text: str) -> dict[int, set[int]]:

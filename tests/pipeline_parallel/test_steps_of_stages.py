@@ -174,6 +174,37 @@ def test_a_step_that_is_forgotten_later_is_told_of_an_optimizer_made_afterwards(
     model.mpu.destroy()
 
 
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_stage_that_an_optimizer_of_a_later_phase_leaves_out_is_told() -> None:
+    """Its weights get gradients and stay, while the other stage steps; frozen ones say nothing."""
+    for frozen in (True, False):
+        model = autopar.initialize(llama(num_hidden_layers=2).train(), stages())
+        (batch,) = language_batches(131, count=1, batch=2)
+        head, rest = trained(model, "."), trained(model, "layers.0." if frozen else ".")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for number in range(12):
+                model.execute_pipeline(batch)
+                if number < 2:
+                    head(number)
+                elif frozen or dist.get_rank() == 0:
+                    rest(number)
+                else:
+                    model.zero_grad()
+        told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
+        if frozen or dist.get_rank() == 0:
+            assert not told
+        else:  # it receives
+            count, (first, _) = len(list(model.parameters())), next(model.named_parameters())
+            assert told[0] == (
+                "rank 1 has stepped no optimizer in the last 8 passes, and other stages of its replica have: "
+                f"{count} weights, {first} first, have gradients there and stay as they are. If they are not to be "
+                "trained, requires_grad_(False) says so; else make the optimizer on every rank, and step it there."
+            )
+        model.mpu.destroy()
+
+
 @pooled(world_size=2)
 def test_adapters_on_blocks_of_one_stage() -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], layers_to_transform=[0], init_lora_weights=False)
