@@ -6,6 +6,8 @@ held once. CUDA and process groups do not survive a fork: there they are new pro
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -13,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -57,8 +59,7 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
         for rank in range(world):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(work, rank, world, folder, device, there), daemon=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: none of theirs is used
+            with _garbage_left_alone():
                 process.start()
             there.close()
             pipes[rank] = here
@@ -70,6 +71,19 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
                 process.kill()
             for process in processes:
                 process.join(10)
+
+
+@contextlib.contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """Let a fork collect nothing of this process: the end of a process group waits for its threads, which stay here."""
+    gc.collect()
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: none of theirs is used
+            yield
+    finally:
+        gc.unfreeze()
 
 
 def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout: float) -> Report:
