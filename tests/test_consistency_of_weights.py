@@ -10,13 +10,14 @@ from autopar.errors import CheckpointError, ConsistencyError
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
+from tests.tensor_parallel.test_experts import mixtral
 from tests.worlds import raises_everywhere
 
 
 def _train(model, steps: int, skip: int | None = None):
     """A user's loop, in which one rank may skip a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step, batch in enumerate(language_batches(131, count=steps)):
+    for step, batch in enumerate(language_batches(min(131, model.config.vocab_size), count=steps)):
         model(**batch).loss.backward()
         if step != skip or dist.get_rank() != 1:
             optimizer.step()
@@ -162,6 +163,17 @@ def test_weights_drawn_anew_between_steps_are_named_before_the_next_one():
     with raises_everywhere(
         ConsistencyError, "shard of the weights transformer.h.0.mlp.c_proj.weight, transformer.h.1.mlp.c_proj.weight.\n"
     ):
+        model(torch.arange(4)[None])
+
+
+@pytest.mark.parametrize("name", ["c_attn.weight", "c_attn.bias", "experts.gate_up_proj", "experts.down_proj"])
+@pooled(world_size=2)
+def test_uneven_shards_biases_and_experts_that_are_drawn_anew(name: str):
+    model = parallel(gpt2() if "attn" in name else mixtral(), 2).train()
+    _train(model, 2)
+    found, parameter = next((full, p) for full, p in model.named_parameters() if full.endswith(name))
+    torch.nn.init.normal_(parameter)
+    with raises_everywhere(ConsistencyError, f"shard of the weights {found}.\n"):
         model(torch.arange(4)[None])
 
 

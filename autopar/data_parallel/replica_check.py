@@ -12,6 +12,9 @@ differs is a warning there, since replicas may look at them after different upda
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import json
 import logging
 import sys
@@ -51,6 +54,7 @@ _DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
 _BUSY = 16  # ranks from which on the store is asked less often
+_COPIES = itertools.count(1)  # of models, by their first comparisons, which come in one order on all ranks
 _OWN, _UPDATE = -2, "an update without a torch optimizer"  # number and name of those of the user's own
 
 
@@ -97,6 +101,8 @@ class StepCheck:
         shard_is_read: whether a forward after the next step will read ``last_shard``.
     """
 
+    _is_copy = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -116,6 +122,7 @@ class StepCheck:
         self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
         self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
+        self._names: set[str] | None = None  # of those in a model that is copied, until its parameters are there
         self._free, self._own = FreeWeights(), _Progress(_OWN, [], [], 0)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
         self._count, self._told_of_routers, self._told_of_own_updates = 0, False, False
@@ -123,14 +130,34 @@ class StepCheck:
         self._compare = compare and mpu.dp_cp.size > 1
         if self._compare:
             self._input_hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            self._store = PrefixStore(f"autopar steps {failures.name}", default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
         self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
-        return self
+        """Return one that watches the copied model, from its first step on; a copy of a part of it has none."""
+        model = self._model()
+        if model is None or id(model) not in memo:
+            return self
+        copied = memo[id(self)] = copy.copy(self)
+        copied._model = weakref.ref(memo[id(model)])
+        copied._names = {name for name, p in model.named_parameters() if id(p) in self._sharded}
+        copied._free, copied._own = FreeWeights(), _Progress(_OWN, [], [], 0)
+        copied._progress, copied._count, copied.made = weakref.WeakKeyDictionary(), 0, 0
+        copied._is_copy = True
+        vars(copied).pop("_store", None)
+        copied._input, copied._same, copied.settings, copied.last_shard = None, [], "", None
+        if self._compare:
+            copied._input_hook = copy.deepcopy(self._input_hook, memo)
+        listen(copied)
+        return copied
+
+    @functools.cached_property
+    def _store(self) -> PrefixStore:
+        """Where digests of this model are published."""
+        name = f"autopar steps {self.failures.name}" + (f" copy {next(_COPIES)}" if self._is_copy else "")
+        return PrefixStore(name, default_store())
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -195,6 +222,9 @@ class StepCheck:
         progress = self._progress.get(optimizer)
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if progress is None or progress.parameters != count:
+            if self._names is not None:
+                self._sharded = {id(p) for name, p in model.named_parameters() if name in self._names}
+                self._names = None
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             held = [(name, p) for name, p in model.named_parameters() if id(p) in stepped]
             sharded = [(name, p) for name, p in held if id(p) in self._sharded]

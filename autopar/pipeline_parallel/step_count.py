@@ -8,6 +8,7 @@ are compared between the stages; those that began at different times are not the
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Collection, Mapping
@@ -58,6 +59,10 @@ class StepCount:
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
         self._trained: str | None = None  # weights with a gradient after a pass that no step was to come after
         listen(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCount:
+        """Return one that begins to count the steps of a copied model."""
+        return StepCount(copy.deepcopy(self._model, memo))
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count the first step of ``optimizer`` behind a pass: called by torch before that of any optimizer.

@@ -15,6 +15,7 @@ process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,6 +74,13 @@ class ForwardCheck:
         self._step, self._begun = 0, 0  # steps made before the last training forward, and the first forward after them
         steps.shard_is_read = every == 1
         listen(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
+        copied = memo[id(self)] = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._count_anew()
+        listen(copied)
+        return copied
 
     def find_sharded(self, model: nn.Module) -> None:
         """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of tp."""
@@ -277,7 +285,7 @@ class ForwardCheck:
                 if isinstance(value, torch.Tensor) and not value.is_meta:
                     mine[name] = f"{list(value.shape)} {hexdigest(local(value))}{_wants(value)}"
             mine |= self._states(model)
-            mine |= {f"weight {name}": hexdigest(local(parameter)) for name, parameter in self._samples.named}
+            mine |= {f"weight {name}": hexdigest(weight) for name, weight in self._samples.named()}
         everyone = [mine] * axis.size
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)

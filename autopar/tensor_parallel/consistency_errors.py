@@ -49,6 +49,11 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
             "  into its weights. Or numbers were made of its shards: a norm of its own (torch.nn.utils.get_total_norm\n"
             "  is right), a dot product, noise. Go on from the last checkpoint."
         )
+        if "context" in kind:
+            hint += (
+                "\n  Or gradients of torch.autograd.grad were used before their average: each rank has those of its "
+                "rows\n  (docs/long-sequences.md, Averaging)."
+            )
     elif states and not calls:
         head = f"{group} have different random states ({len(states)}):"
         hint = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +17,12 @@ from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import writes_into
-from autopar.layout import Layout
 
 __all__ = ["WeightSamples", "local"]
 
 _ELEMENTS = 16384  # of replicated weights in one sample
 _TENSORS = 8  # and of how many weights
+_FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
 
 
 class WeightSamples:
@@ -31,7 +33,6 @@ class WeightSamples:
             those of a tensor-parallel group do, and those of a context-parallel one do not.
 
     Attributes:
-        named: the replicated weights, by name.
         apart: ``id(weight)`` -> the sharded weights whose shards differ.
     """
 
@@ -39,19 +40,25 @@ class WeightSamples:
 
     def __init__(self, *, fsdp: bool = True) -> None:
         self._fsdp = fsdp
-        self.named: list[tuple[str, nn.Parameter]] = []
+        self._replicated: list[tuple[str, nn.Module, str, nn.Parameter]] = []
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []
         self._model: weakref.ref[nn.Module] | None = None  # of these weights
         self._next = self._next_sharded = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSamples:
+        copied = memo[id(self)] = WeightSamples(fsdp=self._fsdp)
+        apart = [copy.deepcopy(weight, memo) for weight in self.apart.values()]
+        copied.apart = {id(weight): weight for weight in apart}
+        return copied
+
     def find_sharded(self, model: nn.Module, axis: Axis) -> None:
         """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of the axis."""
         weights = list(_sharded_weights(model))
         if not weights:
             return
-        parts = [_first_rows(weight) for weight in weights]
+        parts = [_first_elements(weight) for weight in weights]
         digests = [0 if part is None else of_tensor(part) for part in parts]
         largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)])
         differ = [high != low for high, low in zip(largest, smallest, strict=True)]
@@ -66,6 +73,10 @@ class WeightSamples:
         """Begin with the first weights again."""
         self._next = self._next_sharded = 0
 
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the replicated weights by name; in ``torch.func.functional_call`` those that it was given."""
+        return [(name, _current(owner, leaf, known)) for name, owner, leaf, known in self._replicated]
+
     def trained(self, model: nn.Module) -> bytes:
         """Return for each weight whether it is trained."""
         self._collect(model)
@@ -75,11 +86,12 @@ class WeightSamples:
         """Sample some replicated weights; with ``whole`` return all of them."""
         self._collect(model)
         if whole:
-            return [local(weight) for _, weight in self.named]
+            return [weight for _, weight in self.named()]
         left, sample = _ELEMENTS, list[torch.Tensor]()
-        for _ in range(min(_TENSORS, len(self.named))):
-            turn, place = divmod(self._next, len(self.named))
-            part = _rows(local(self.named[place][1]), turn)
+        for _ in range(min(_TENSORS, len(self._replicated))):
+            turn, place = divmod(self._next, len(self._replicated))
+            _, owner, leaf, known = self._replicated[place]
+            part = _rows(_current(owner, leaf, known), turn)
             if sample and part.numel() > left:
                 break
             left -= part.numel()
@@ -91,7 +103,7 @@ class WeightSamples:
         """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
         self._collect(model)
         self._next_sharded += 1
-        return _first_rows(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
+        return _first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
 
     def redrawn(self, model: nn.Module) -> bool:
         """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
@@ -107,7 +119,7 @@ class WeightSamples:
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
         self._collect(model)
-        parts = [_first_rows(weight) for weight in self._sharded]
+        parts = [_first_elements(weight) for weight in self._sharded]
         apart = -1 - axis.rank
         largest, smallest = extremes_over(axis, [apart if part is None else of_tensor(part) for part in parts])
         equal = {id(w) for w, high, low in zip(self._sharded, largest, smallest, strict=True) if high == low}
@@ -116,8 +128,9 @@ class WeightSamples:
     def _collect(self, model: nn.Module) -> None:
         if self._model is None or self._model() is not model:
             self._model = weakref.ref(model)
-            replicated = _replicated(model)
-            self.named = [(name, p) for name, p in replicated if self._fsdp or not isinstance(p, DTensor)]
+            kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
+            places = [(name, *name.rpartition(".")[::2], p) for name, p in kept]
+            self._replicated = [(name, model.get_submodule(path), leaf, p) for name, path, leaf, p in places]
             self._all = list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
 
@@ -125,6 +138,12 @@ class WeightSamples:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
+    """Return what a forward that begins now uses as this weight."""
+    found = own_parameters(owner).get(leaf)
+    return local(known) if found is known or found is None or isinstance(known, DTensor) else found.detach()
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -148,21 +167,28 @@ def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
 
 
-def _first_rows(weight: torch.Tensor) -> torch.Tensor | None:
-    """Some rows of a shard; None if there are none, or all are the same number, or not numbers."""
-    if not weight.numel():
+def _first_elements(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return some elements of a shard; None if there are none, or all are the same number, or not numbers.
+
+    Shards of unequal sizes that are drawn under one seed begin alike: so there are few kinds of lengths.
+    """
+    length = next((length for length in _FIRST if length <= weight.numel()), weight.numel())
+    if not length or weight.ndim == 0:
         return None
-    part = weight.detach()[: max(1, 2048 * len(weight) // weight.numel())]
+    part = weight.detach()
+    while part.ndim > 1 and part[0].numel() >= length:
+        part = part[0]
+    part = part[: -(-length * len(part) // part.numel())].flatten()[:length]
     numbers = torch.view_as_real(part) if part.is_complex() else part.float() if part.element_size() == 1 else part
     low, high = (end.item() for end in numbers.aminmax())
     return part if low < high and math.isfinite(low) and math.isfinite(high) else None
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights of which each tp rank holds another part."""
+    """Weights, biases, tables of experts and others of which each tp rank holds another part."""
     for module in model.modules():
-        layout: Layout | None = vars(module).get("autopar_layouts", {}).get("weight")
-        weight = own_parameters(module).get("weight")
-        if weight is None or layout is None or layout.replicated or type(weight) is not nn.Parameter or weight.is_meta:
-            continue
-        yield weight
+        parameters = own_parameters(module)
+        for name, layout in vars(module).get("autopar_layouts", {}).items():
+            weight = parameters.get(name)
+            if type(weight) is nn.Parameter and not layout.replicated and not weight.is_meta:
+                yield weight

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -14,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import autopar
+from autopar.errors import ConsistencyError
 from tests.compare import same_gradients
 from tests.pool import pooled
 from tests.small import llama
@@ -104,3 +106,31 @@ def test_an_attention_function_is_told_of_whole_sequences() -> None:
         each.set_attn_implementation("told")
     _same(model, plain, lambda each: each(_ids(1, 9), labels=_ids(1, 9), position_ids=positions, use_cache=False).loss)
     assert len(seen) == 8 and all(torch.equal(each, positions) for each in seen)  # 2 blocks, recomputed, of 2 models
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("averaged", [True, False])
+@pooled(world_size=2)
+def test_an_inner_step_takes_the_average_or_raises(averaged: bool) -> None:
+    """MAML of first order: the inner step uses gradients that nothing has averaged yet."""
+    plain, model = _pair(llama().train())
+    group = model.mpu.get_data_parallel_group(with_context_parallel=True)
+
+    def meta_loss(each: Any) -> torch.Tensor:
+        weights = dict(each.named_parameters())
+        loss = each(input_ids=_ids(2, 9), labels=_ids(2, 9)).loss
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        if each is model and averaged:
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=group)
+                gradient.div_(2)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
+        outer = {"input_ids": _ids(2, 11), "labels": _ids(2, 11)}
+        return torch.func.functional_call(each, fast, (), outer).loss  # type: ignore[no-any-return]
+
+    if averaged:
+        _same(model, plain, meta_loss)
+        return
+    words = r"of one context-parallel group have drifted apart(.|\n)*Or gradients of torch.autograd.grad were used"
+    with pytest.raises(ConsistencyError, match=words):
+        meta_loss(model)

@@ -170,6 +170,19 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
         with pytest.raises(ConfigError, match=WHOLE):
             _step(model, Own(model.parameters(), update))
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model = autopar.initialize(gpt2(), {"model_parallelism": tp})
+    before = copy.deepcopy(model.state_dict())
+    searching = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        searching.zero_grad()
+        loss: torch.Tensor = model(**language_batches(131)[0]).loss
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigError, match="LBFGS"):
+        searching.step(closure)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     piped = autopar.initialize(gpt2(), {"model_parallelism": pp})
     piped.execute_pipeline(language_batches(131)[0])
     with pytest.raises(ConfigError, match=ALL):

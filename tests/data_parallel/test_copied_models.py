@@ -1,0 +1,104 @@
+"""A copy of a parallelized model that is trained, as by Reptile: watched as the model that it is a copy of."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ConfigError, ConsistencyError, PipelineError
+from tests.compare import same_weights
+from tests.parity import language_batches
+from tests.pool import pooled
+from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
+
+
+def parallel(plain: torch.nn.Module, **sizes: int) -> Any:
+    pipeline = {"num_microbatches": 2, "timeout": 20}
+    return autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes, "pipeline": pipeline}).train()
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_replicas_that_do_not_average_the_gradients_of_a_copy() -> None:
+    plain = gpt2().train()
+    model = parallel(plain)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    for batch in language_batches(131, count=2, seed=1 + dist.get_rank()):
+        second(**batch).loss.backward()
+        with raises_everywhere(ConsistencyError, "the gradients of the 2 data-parallel replicas differ: nothing"):
+            sgd(second).step()
+    del first  # never trained
+    autopar.average_gradients(model)
+    optimizer, reference = sgd(model), sgd(plain)
+    for batch in language_batches(131, count=2):
+        for each in (model, plain):
+            each(**batch).loss.backward()
+        autopar.average_gradients(model)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    same_weights(model, plain, 1e-5)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_an_inner_loop_on_copies_moves_the_model_as_on_one_process() -> None:
+    plain = llama(num_hidden_layers=2).train()
+    model = parallel(plain, tensor_parallel_size=2)
+    for start in range(3):
+        for each in (plain, model):
+            fast = copy.deepcopy(each)
+            optimizer = torch.optim.AdamW(fast.parameters(), lr=1e-3)
+            for batch in language_batches(131, count=3, seed=start):
+                fast(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for slow, moved in zip(each.parameters(), fast.parameters(), strict=True):
+                    slow.lerp_(moved, 0.5)
+    same_weights(model, plain, 2e-5)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_copy_is_asked_and_looked_at_as_the_model_is() -> None:
+    model = parallel(llama(num_hidden_layers=2), tensor_parallel_size=2)
+    (batch,) = language_batches(131, count=1)
+    model(**batch)
+    fast = copy.deepcopy(model)
+    fast(**batch).loss.backward()
+    muon = torch.optim.Muon([p for name, p in fast.named_parameters() if p.ndim == 2 and "layers" in name], lr=1e-2)
+    with raises_everywhere(ConfigError, "Muon"):
+        muon.step()
+    drawn = copy.deepcopy(model)
+    torch.manual_seed(3)
+    torch.nn.init.normal_(drawn.model.layers[1].self_attn.o_proj.weight)
+    with raises_everywhere(ConsistencyError, "hold the same shard of the weights"):
+        drawn(**batch)
+    model(**batch)
+
+
+@pooled(world_size=2)
+def test_a_stage_of_a_copy_that_forgets_its_step() -> None:
+    model = parallel(llama(num_hidden_layers=2), pipeline_parallel_size=2)
+    (batch,) = language_batches(131, count=1, batch=2)
+    fast = copy.deepcopy(model)
+    optimizer = sgd(fast)
+    for number in range(3):
+        fast.execute_pipeline(batch)
+        if number < 2 or dist.get_rank() == 0:
+            optimizer.step()
+    with pytest.raises((ConsistencyError, PipelineError), match="optimizer steps so far: rank 1: 2, rank 0: 3"):
+        fast.execute_pipeline(batch)
+    dist.barrier()
+    model.mpu.destroy()
