@@ -20,12 +20,14 @@ from torch import nn
 from autopar.call_site import warn_user
 from autopar.data_parallel.process_hooks import listen
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.pipeline_parallel.group_places import check_places, cut_by_place
 
 __all__ = ["StepCount", "check_steps"]
 
 _STEPS = "passes that steps came after"
 _NOTHING = "weights that no optimizer steps"
 _IDLE = "passes since the last step"
+_PLACES = "groups by place"
 _PATIENCE = 8  # passes without a step after which a stage is told, if another stage goes on
 
 
@@ -57,6 +59,7 @@ class StepCount:
         self._optimizers: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
         self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
+        self._places = ""  # of a new optimizer
         self._trained: str | None = None  # weights with a gradient after a pass that no step was to come after
         listen(self)
 
@@ -83,6 +86,7 @@ class StepCount:
             ours = not self._stepped(optimizer).isdisjoint(self._weights() | set(self._released))
             steps = self._optimizers.setdefault(optimizer, _Steps(size, ours, self._begin(ours)))
             steps.parameters, steps.ours = size, steps.ours or ours
+            self._places = cut_by_place(optimizer, self._model, self._released) or self._places
         if steps.ours and steps.last != self._passes:
             steps.count, steps.last = steps.count + 1, self._passes
             self._last, self._stepped_once, self._trained = self._passes, True, None
@@ -109,7 +113,8 @@ class StepCount:
         counted = {(steps.first, steps.count) for steps in self._optimizers.values() if steps.count}
         if self.expected and not self._stepped_once:
             counted = {(0, 0)}
-        found = {_STEPS: json.dumps(sorted(counted)), _IDLE: str(idle)}
+        found = {_STEPS: json.dumps(sorted(counted)), _IDLE: str(idle), _PLACES: self._places}
+        self._places = ""
         waits = idle >= _PATIENCE if self._stepped_once else not self.expected
         return {**found, _NOTHING: self._trained or ""} if waits else found
 
@@ -133,6 +138,7 @@ def check_steps(said: Mapping[int, dict[str, str]]) -> None:
     """
     counts = {rank: _by_first(digests.pop(_STEPS, "[]")) for rank, digests in said.items()}
     idle = {rank: int(digests.pop(_IDLE, "0")) for rank, digests in said.items()}
+    check_places({rank: digests.pop(_PLACES, "") for rank, digests in said.items()})
     nothing = {rank: digests.pop(_NOTHING) for rank, digests in said.items() if _NOTHING in digests}
     if any(counts[rank] and idle[rank] < _PATIENCE for rank in said):
         for rank, trained in nothing.items():

@@ -256,6 +256,50 @@ def test_a_stage_that_forgets_its_step() -> None:
     model.mpu.destroy()
 
 
+def by_name(model: Any) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    norms = [p for name, p in named if "norm" in name]
+    return [{"params": norms, "lr": 0.01}, {"params": [p for name, p in named if "norm" not in name]}]
+
+
+def by_layer(model: Any) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    layers = [[p for name, p in named if f"layers.{number}." in name] for number in range(4)]
+    return [{"params": params, "lr": 0.1 * 0.5**number} for number, params in enumerate(layers)]
+
+
+def by_place(model: Any) -> list[dict[str, Any]]:
+    listed = list(model.parameters())
+    return [{"params": listed[:10], "lr": 0.01}, {"params": listed[10:]}]
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_groups_by_place_are_told_and_others_are_not() -> None:
+    plain = llama(num_hidden_layers=4).train()
+    for groups, before in ((by_name, False), (by_layer, False), (by_place, True), (by_place, False)):
+        model = copy.deepcopy(plain)
+        made = torch.optim.SGD(groups(model), lr=0.1) if before else None
+        if made is not None:
+            model, made = autopar.initialize(model, stages(), optimizer=made)
+        else:
+            model = autopar.initialize(model, stages())
+            made = torch.optim.SGD(groups(model), lr=0.1)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            list(losses(model, made.step))
+        told = [str(each.message) for each in found if "by place" in str(each.message)]
+        assert len(told) == (groups is by_place and not before and dist.get_rank() == 1) * 2, (groups, told)
+        if told:  # by the rank that receives, for each micro-batch
+            assert told[0] == (
+                "groups of the optimizer seem to be cut by place in model.parameters(): one ends on rank 0 at "
+                "model.layers.1.self_attn.q_proj.weight, on rank 1 at model.layers.3.self_attn.k_proj.weight. Each "
+                "stage lists its own weights, so a place is another weight than in the plain model. Make groups by "
+                "name, or make the optimizer before autopar.initialize and give it (optimizer=)."
+            )
+        model.mpu.destroy()
+
+
 @pooled(world_size=2)
 def test_a_model_beside_it_may_step_on_one_stage_only() -> None:
     """A critic on the last stage steps after each pass, the model after two."""

@@ -1,0 +1,54 @@
+"""Groups of an optimizer that were cut by place in ``model.parameters()``, which lists the weights of one stage.
+
+``params[:10]`` are other weights on each stage than in the plain model. Such groups are runs of that list on several
+stages, with the same settings, and part weights that blocks have alike: groups by name do not, and rates that decay
+from layer to layer are other ones on each stage.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.call_site import warn_user
+
+__all__ = ["check_places", "cut_by_place"]
+
+
+def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) -> str:
+    """Describe the groups of an optimizer if they may have been cut by place on this stage; else return "".
+
+    Args:
+        model: with the weights of this stage.
+        released: ``id`` of those of other stages: an optimizer that holds some was made of the whole list.
+    """
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    held = [(name, group_of[id(p)]) for name, p in model.named_parameters() if id(p) in group_of]
+    order = [number for _, number in held]
+    groups_of: dict[str, set[int]] = {}
+    for name, number in held:
+        groups_of.setdefault(re.sub(r"\d+", "*", name), set()).add(number)
+    parts_alike = any(len(groups) > 1 for groups in groups_of.values())
+    if not parts_alike or order not in (sorted(order), sorted(order, reverse=True)) or group_of.keys() & set(released):
+        return ""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if all(each == settings[0] for each in settings):
+        return ""
+    begins = [name for (name, number), (_, before) in zip(held[1:], held, strict=False) if number != before]
+    return json.dumps([repr([settings[number] for number in dict.fromkeys(order)]), begins[0]])
+
+
+def check_places(said: Mapping[int, str]) -> None:
+    """Warn if groups of an optimizer seem to be cut by place on both of two stages; ``said``: by rank."""
+    found = {rank: json.loads(text) for rank, text in said.items() if text}
+    if len(found) == 2 and len({settings for settings, _ in found.values()}) == 1:
+        where = ", ".join(f"on rank {rank} at {begins}" for rank, (_, begins) in sorted(found.items()))
+        warn_user(
+            f"groups of the optimizer seem to be cut by place in model.parameters(): one ends {where}. Each stage "
+            "lists its own weights, so a place is another weight than in the plain model. Make groups by name, or "
+            "make the optimizer before autopar.initialize and give it (optimizer=)."
+        )
