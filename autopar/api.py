@@ -67,7 +67,7 @@ def initialize(
         config: dict, path of a JSON or YAML file, or :class:`~autopar.config.ParallelConfig`. The data-parallel size
             is what remains of the world. Without torchrun the world is this one process.
         policy: path, dict or YAML text of a policy of your own, before the config's ``policy``; None of both finds the
-            one that lists the model type, or imports the ``tp_plan`` that comes with the model. Without ``match`` it
+            one that lists the model type, or is derived where transformers ships a ``tp_plan``. Without ``match`` it
             describes ``model`` as a whole.
             ``"derive"`` derives one from the structure of a Hugging Face model and dry runs; ``autopar policy new``
             writes the same one down, and proves it.

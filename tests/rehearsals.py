@@ -31,7 +31,7 @@ class _Unknown(Exception):
 
 def remember() -> None:
     """Have ``autopar.initialize`` of this process make each dry run once."""
-    plan_model.rehearse = _once(plan_model.rehearse, _of_plan)
+    plan_model.check_plan = _once(plan_model.check_plan, _of_plan)
     sequence_parallel.plan_sequence = _once(sequence_parallel.plan_sequence, _of_sequence)
     context_parallel.plan_rows = _once(context_parallel.plan_rows, _of_rows)
 

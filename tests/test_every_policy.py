@@ -95,7 +95,7 @@ def _run(
         once: rank 0 rehearses rows for all ranks. The representatives' do it themselves, and agree.
     """
     transformers.logging.set_verbosity_error()
-    autopar.dry_run.plan_model.rehearse = lambda *_: True  # the tests of rehearsals have it, without a world
+    autopar.dry_run.plan_model.check_plan = lambda *_: True  # the tests of rehearsals have it, without a world
     if once:
         for module, name in ((sequence_parallel, "plan_sequence"), (context_parallel, "plan_rows")):
             setattr(module, name, by_rank_0(getattr(module, name)))

@@ -26,7 +26,7 @@ from autopar.distributed.rng import sync_generators
 from autopar.dry_run.first_forward import FirstForward
 from autopar.on_demand import tool
 from autopar.pipeline_parallel.pipeline import Pipeline
-from autopar.plan.summary import count, imported_notice, summarise
+from autopar.plan.summary import count, derived_notice, summarise
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_parallel.shape_errors import shards_named
@@ -182,7 +182,7 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
 def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Make all steps, and log on rank 0 what has become of the model."""
     mpu, plan, stages = state.mpu, state.plan, state.stages
-    whole, notice = count(model), imported_notice(model, plan) if mpu.is_master else None
+    whole, notice = count(model), derived_notice(model, plan, state.policy) if mpu.is_master else None
     telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
     allocated = tool("planner.allocated") if telling else None
     facts = (model, state.inner_of(model), plan, stages, state.config, mpu, given.optimizer)

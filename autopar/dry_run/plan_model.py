@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.dry_run.imported_plan import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import Reads, StagePlan, make_stages
@@ -77,7 +77,7 @@ class ModelPlans:
     def tried(self, tp: int, *, by_expert: bool = False) -> bool:
         """Run the shards without data; False if no inputs for that are known."""
         plan = self.tensors(tp, by_expert=by_expert)
-        return self._once(("tried", tp, by_expert), lambda: rehearse(self.inner, self.prefix, plan))
+        return self._once(("tried", tp, by_expert), lambda: check_plan(self.inner, self.prefix, plan))
 
     def stages(
         self,

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from autopar.plan.plan import Plan
-from autopar.policy.tp_plan import is_imported
+from autopar.policy.match import DERIVED
+from autopar.policy.schema import Policy
 
-__all__ = ["count", "imported_notice", "summarise", "whole_share"]
+__all__ = ["count", "derived_notice", "summarise", "whole_share"]
 
 _NEAR_EMPTY = 0.5  # of the parameters
 
@@ -46,13 +47,16 @@ def whole_share(model: nn.Module, plan: Plan) -> float:
     return sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
 
 
-def imported_notice(model: nn.Module, plan: Plan) -> str | None:
-    """Return one line on a ``tp_plan`` that stands in for a policy; None if none does. ``model`` is not sharded yet."""
-    if not any(is_imported(tensor.where) for tensor in plan.tensors.values()):
+def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
+    """Return one line on a policy that was derived unasked; None for any other. ``model`` is not sharded yet."""
+    if policy.name != DERIVED:
         return None
-    line = f"no policy lists model_type '{plan.model_type}': the tp_plan that comes with it is used"
+    line = (
+        f"no policy lists model_type '{plan.model_type}', which comes with a tp_plan: one is derived from what forward "
+        "computes ('autopar policy new' proves it and writes it down)"
+    )
     if plan.tp == 1:
         return line
     share = whole_share(model, plan)
-    near = ", which is near-empty" if share >= _NEAR_EMPTY else ""
+    near = " and is near-empty" if share >= _NEAR_EMPTY else ""
     return f"{line}{near}; it leaves {share:.0%} of the parameters whole on each of {plan.tp} ranks"

@@ -1,4 +1,9 @@
-"""The policy that a caller gives, by an argument or in the configuration: read from where it is, or derived."""
+"""The policy that a caller gives, by an argument or in the configuration: read from where it is, or derived.
+
+Where no policy lists the type of a model, a ``tp_plan`` that transformers ships with it says that somebody shards such
+models. It names modules and styles, and nothing of what features are made of. So the policy is derived from what
+``forward`` computes, and not read off the plan.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
-from autopar.policy.described_model import hugging_face_model
+from autopar.policy.described_model import base_of, hugging_face_model
 from autopar.policy.load import read_user_policy
 from autopar.policy.schema import Policy
 
-__all__ = ["DERIVE", "given_policy"]
+__all__ = ["DERIVE", "derived_policy", "given_policy", "ships_plan"]
 
 DERIVE = "derive"
 
@@ -36,5 +43,23 @@ def given_policy(
         return None
     if isinstance(policy, str | Path) and str(policy) == DERIVE:
         _, inner = hugging_face_model(model)
-        return read_user_policy(tool("derivation.derive").derive(inner).tree)
+        return derived_policy(inner)
     return read_user_policy(policy)
+
+
+def derived_policy(model: PreTrainedModel) -> Policy:
+    """Derive the policy of a model from one forward without data.
+
+    Raises:
+        UnsupportedModelError: nothing of it can be sharded, or it does not run without data.
+    """
+    tree = tool("derivation.derive").derive(model).tree
+    return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
+
+
+def ships_plan(model: PreTrainedModel) -> bool:
+    """Return whether transformers ships a ``tp_plan`` with the model: one for more than its head."""
+    name, base = base_of(model)
+    named = [str(pattern) for pattern in tensor_plan(model)]
+    of_base = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
+    return bool(of_base) or any(pattern.startswith(f"{name}." if name else "") for pattern in named)

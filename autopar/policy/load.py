@@ -76,10 +76,13 @@ def _load(path: Path) -> tuple[Policy, ...]:
 _load_own = functools.cache(_load)
 
 
-def read_user_policy(source: str | Path | Mapping[str, Any] | Policy) -> Policy:
+def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: str = "policy dict") -> Policy:
     """Read a policy from a path, a dict, YAML text, or take a ready one.
 
     ``extends`` finds files beside the given file first, then those that come with autopar.
+
+    Args:
+        place: how errors call a dict.
     """
     if isinstance(source, Policy):
         return source
@@ -90,7 +93,7 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy) -> Policy:
             raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text")
         return load_policy(path.resolve())
     if isinstance(source, Mapping):
-        root = plain_tree(source, "policy dict", fail_in("policy dict"))
+        root = plain_tree(source, place, fail_in(place))
     else:
         root = compose(text, "policy text")
     return parse_policy("user", user_tree(root))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from transformers import __version__ as transformers_version
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy.advice import advice
 from autopar.policy.described_model import config_of, hugging_face_model
+from autopar.policy.given_policy import derived_policy, ships_plan
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import Policy
-from autopar.policy.tp_plan import import_tp_plan
 
-__all__ = ["find_policy", "supported_model_types"]
+__all__ = ["DERIVED", "find_policy", "supported_model_types"]
+
+DERIVED = "derived"
+"""Name of a policy that was derived because none lists the model type."""
 
 
 def supported_model_types() -> dict[str, str]:
@@ -30,11 +34,11 @@ def supported_model_types() -> dict[str, str]:
 def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
     """Find the policy of ``model``: the user's if given (path, dict or YAML text), else the one that matches.
 
-    A model type that no policy lists gets its ``tp_plan`` as one (:mod:`autopar.policy.tp_plan`), if it has any.
+    For a model type that no policy lists one is derived, if transformers ships a ``tp_plan`` with the model.
 
     Raises:
-        UnsupportedModelError: no file lists the model type, and it has no ``tp_plan`` that can be imported; says which
-            policy is nearest and how to use it.
+        UnsupportedModelError: no file lists the model type, and none can be derived; says which policy is nearest and
+            how to use it.
         PolicyError: two files match, or the user's policy is for another model type.
     """
     if policy is not None:
@@ -62,11 +66,10 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
         reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}"
         if not listed:
             try:
-                imported = import_tp_plan(model)
+                if ships_plan(model):
+                    return replace(derived_policy(model), name=DERIVED)
             except UnsupportedModelError as error:
-                imported, reason = None, f"{reason}, and {error}"
-            if imported is not None:
-                return imported
+                reason = f"{reason}, and {error}"
             reason = f"{reason.rstrip('.')}."
         else:
             conditions = "; ".join(

@@ -255,7 +255,7 @@ def compare(case: Case, mesh: Mesh, method: str) -> Verdict:
 @contextlib.contextmanager
 def _rehearsed_by_rank_0() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autopar.dry_run.plan_model, "rehearse", lambda *_: True)  # the tests of rehearsals have it
+        patch.setattr(autopar.dry_run.plan_model, "check_plan", lambda *_: True)  # the tests of rehearsals have it
         for module, name in ((sequence_parallel, "plan_sequence"), (context_parallel, "plan_rows")):
             patch.setattr(module, name, by_rank_0(getattr(module, name)))
         yield

@@ -40,7 +40,7 @@ REFUSED = {  # by this combination anywhere, not by the device
 @on_device(world_size=2, timeout=180)
 def test_a_forward_and_backward_are_the_plain_models_and_wait_no_more(mesh: str) -> None:
     transformers.logging.set_verbosity_error()
-    autopar.dry_run.plan_model.rehearse = lambda *_: True  # the tests of rehearsals have it
+    autopar.dry_run.plan_model.check_plan = lambda *_: True  # the tests of rehearsals have it
     refused = set[str]()
     for model_type in REPRESENTATIVES:
         model, batch = _small(model_type)

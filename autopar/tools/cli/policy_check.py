@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.plan.listing import rule_of
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.plan.summary import imported_notice
+from autopar.plan.summary import derived_notice
 from autopar.policy.described_model import model_inside
 from autopar.policy.given_policy import given_policy
 from autopar.policy.match import find_policy
@@ -44,7 +44,7 @@ def resolve_policy(
         by_expert: shard mixtures by expert (``expert_parallel_size`` above 1).
 
     Returns:
-        ``policy``, ``notice`` (of a ``tp_plan`` that stands in for one), ``attributes``, ``tensors`` (one a
+        ``policy``, ``notice`` (of one that was derived unasked), ``attributes``, ``tensors`` (one a
         parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, ``ranks`` of the pipeline),
         ``ranks`` (``parameters`` and ``bytes`` of each) and ``stages``.
 
@@ -54,7 +54,7 @@ def resolve_policy(
     plans = _plans(model, policy)
     plan, stages = plans.tensors(tp, by_expert=by_expert), plans.stages(pp)
     report = {**_empty_report(model, tp, pp), "policy": _named(plans.policy), "stages": _stage_report(stages)}
-    report["notice"] = imported_notice(model, plan)
+    report["notice"] = derived_notice(model, plan, plans.policy)
     return {**report, **_holdings(model, plan, stages, tp, pp)}
 
 
@@ -88,7 +88,7 @@ def check_policy(
         plans = _plans(model, policy)
         report["policy"] = _named(plans.policy)
         plan = plans.tensors(tp, by_expert=by_expert)
-        report["notice"] = imported_notice(model, plan)
+        report["notice"] = derived_notice(model, plan, plans.policy)
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}

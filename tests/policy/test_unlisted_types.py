@@ -1,0 +1,223 @@
+"""Model types that no policy lists and that come with a ``tp_plan``: a policy is derived from what they compute."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+import autopar
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import UnsupportedModelError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.match import find_policy
+from autopar.tools.cli.policy_check import check_policy
+from tests.parity import check, language_batches
+from tests.pool import pooled
+
+
+class OwnConfig(LlamaConfig):
+    """Llama by another name, with the plan that it inherits."""
+
+    model_type = "someones_llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+def own(heads: int = 6, kv_heads: int = 3, **changes: Any) -> OwnForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8 * heads, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": 131}
+    config = OwnConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads, **changes)
+    return OwnForCausalLM(config)
+
+
+def test_it_shards_as_the_policy_that_was_written_for_the_structure() -> None:
+    model = own()
+    plain = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "model_type": "llama"}))
+    for tp in (2, 3):
+        ours, derived = make_plan(plain, find_policy(plain), tp), make_plan(model, find_policy(model), tp)
+        for name, tensor in ours.tensors.items():
+            shapes = [[t.local_shape(rank) for rank in range(tp)] for t in (tensor, derived.tensors[name])]
+            assert shapes[0] == shapes[1], name
+        assert [(a.path, a.name, a.values) for a in ours.attributes] == [
+            (a.path, a.name, a.values) for a in derived.attributes
+        ]
+        assert check_plan(model, "", derived)
+
+
+def test_kv_heads_may_be_fewer_than_ranks() -> None:
+    plan = make_plan(own(8, 2), find_policy(own(8, 2)), 4)
+    shapes = {name: [tensor.local_shape(rank) for rank in range(4)] for name, tensor in plan.tensors.items()}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == [(16, 64)] * 4
+    assert shapes["model.layers.0.self_attn.k_proj.weight"] == [(8, 64)] * 4
+
+
+@pooled(world_size=2)
+def trains_as_the_plain_model() -> None:
+    check(own, language_batches(131), 2)
+    check(lambda: own(5, 1, tie_word_embeddings=True), language_batches(131), 2, step=False)
+
+
+@pytest.mark.tier("all")
+def test_an_unlisted_type_trains_as_the_plain_model() -> None:
+    trains_as_the_plain_model()
+
+
+@pooled(world_size=2)
+def notice(expected: str) -> None:
+    records: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("autopar.api")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = autopar.initialize(own(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert records[:-1] == ([expected] if model.mpu.is_master else []) if records else not model.mpu.is_master
+
+
+@pytest.mark.tier("all")
+def test_initialize_says_so_in_one_line() -> None:
+    notice(
+        "no policy lists model_type 'someones_llama', which comes with a tp_plan: one is derived from what forward "
+        "computes ('autopar policy new' proves it and writes it down); it leaves 1% of the parameters whole on each of "
+        "2 ranks"
+    )
+
+
+def test_policy_check_says_so_too() -> None:
+    report = check_policy(own())
+    assert report["holds"] and report["policy"]["name"] == "derived", report
+    assert report["notice"].startswith("no policy lists model_type 'someones_llama', which comes with a tp_plan")
+    assert check_policy(own(), policy="derive")["notice"] is None
+
+
+class ToyConfig(PretrainedConfig):
+    model_type = "someones_toy"
+    base_model_tp_plan: Any = None
+
+    def __init__(self, plan: dict[str, str] | None = None, kind: str = "apart", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_attention_heads, self.kind, self.base_model_tp_plan = 4, kind, plan
+
+
+class ToyAttention(nn.Module):
+    """``kind``: how q, k, v lie."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.num_heads, self.kind = 4, kind
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        fused = self.qkv(x)
+        if self.kind == "by head":  # q0 k0 v0 q1 k1 v1 ...
+            q, k, v = (part.transpose(1, 2) for part in fused.view(batch, length, -1, 24).chunk(3, -1))
+        else:
+            q, k, v = (part.reshape(batch, length, -1, 8).transpose(1, 2) for part in fused.chunk(3, -1))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(seen.transpose(1, 2).reshape(batch, length, -1))
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.attention = ToyAttention(kind)
+        self.gate_up, self.down = nn.Linear(32, 48), nn.Linear(24, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Toy(PreTrainedModel):
+    config_class = ToyConfig
+
+    def __init__(self, config: ToyConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(131, 32)
+        self.blocks = nn.ModuleList(ToyBlock(config.kind) for _ in range(2))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutput:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return BaseModelOutput(last_hidden_state=x)
+
+
+WRONG = {"blocks.*.attention.qkv": "colwise", "blocks.*.gate_up": "colwise", "blocks.*.down": "sequence_parallel"}
+
+
+@pooled(world_size=2)
+def right_in_spite_of_its_plan() -> None:
+    """Both plans have fitting shapes: forward says how q, k, v and gate, up lie."""
+    for kind in ("apart", "by head"):
+        torch.manual_seed(0)
+        plain = Toy(ToyConfig(WRONG, kind))
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        assert model.get_parameter("blocks.0.attention.qkv.weight").shape == (48, 32)
+        assert model.get_parameter("blocks.0.gate_up.weight").shape == (24, 32)
+        ids = torch.arange(14).reshape(2, 7)
+        ours, theirs = model(ids).last_hidden_state, plain(ids).last_hidden_state
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.tier("test")
+def test_what_forward_computes_decides_and_not_the_plan() -> None:
+    right_in_spite_of_its_plan()
+
+
+def test_a_model_of_which_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Toy, input_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=self.embed(torch.tensor(input_ids.tolist())))
+
+    monkeypatch.setattr(Toy, "forward", forward)
+    with pytest.raises(UnsupportedModelError) as error:
+        find_policy(Toy(ToyConfig(WRONG)))
+    text = str(error.value)
+    assert text.startswith("no policy lists model_type 'someones_toy' of Toy, and no policy can be derived for Toy: ")
+    assert len(text.splitlines()) <= 10
+
+
+def test_without_a_plan_none_is_derived_unasked() -> None:
+    for plan in ({}, {"lm_head": "colwise_gather_output"}):
+        model = own()
+        model._tp_plan, model.config.base_model_tp_plan = plan, {}
+        with pytest.raises(UnsupportedModelError, match=r"lists model_type 'someones_llama' of OwnForCausalLM\."):
+            find_policy(model)
+
+
+@pooled(world_size=2)
+def stages_of_an_unlisted_type() -> None:
+    plain = own().eval()
+    model = autopar.initialize(own(), {"model_parallelism": {"pipeline_parallel_size": 2}}).eval()
+    batch = language_batches(131)[0]
+    with torch.no_grad():
+        expected = plain(**batch).loss
+        got = model(**batch).loss
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.tier("all")
+def test_stages() -> None:
+    stages_of_an_unlisted_type()
