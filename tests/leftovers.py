@@ -70,7 +70,6 @@ class Settings:
             torch._dynamo.reset()  # graphs keep their models
             counters.clear()
         gc.collect()  # models, and whoever listens to the hooks of the process as long as they live
-        gloo_collectives._IN_GRAPHS.clear()  # the world's own group is one
         process_hooks._listeners.clear()  # also of a model that a cache of another library still holds
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)

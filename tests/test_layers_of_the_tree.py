@@ -36,7 +36,7 @@ LINES = {
     "context_parallel": 2570,
     "data_parallel": 3400,
     "deferred_init": 1140,
-    "distributed": 3840,
+    "distributed": 3720,
     "dry_run": 3380,
     "foreign": 930,
     "integrations": 1850,

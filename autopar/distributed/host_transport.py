@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.gloo_collectives import SUMMABLE, add_in_order
 from autopar.distributed.process import Process
 from autopar.foreign.groups import backend_of
 from autopar.foreign.modes import is_in_torch_dispatch_mode, no_dispatch_modes
@@ -64,6 +63,10 @@ _METHODS = {  # torch's name of a collective -> ours
     "all_gather_into_tensor": "_all_gather",
     "broadcast": "_broadcast",
 }
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_SUMMABLE = frozenset({*_HALF, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64})
 
 
 def segment_bytes(size: int) -> int:
@@ -133,7 +136,7 @@ class HostTransport:
         first: torch.Tensor = args[0]
         if not name or not first.is_cpu or torch.compiler.is_compiling():
             return False
-        if first.dtype not in SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
+        if first.dtype not in _SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
             return False
         if name == "_broadcast" and first.nbytes > _BROADCAST:
             return False
@@ -194,7 +197,7 @@ class HostTransport:
         slots = views.slots[turn]
         slots[self._rank].copy_(x)
         self._meet(views.signature ^ 1)
-        add_in_order(slots, x)
+        _add_in_order(slots, x)
 
     def _sum_in_two_steps(self, x: torch.Tensor) -> None:
         views, turn = self._next(x)
@@ -204,7 +207,7 @@ class HostTransport:
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
         parts = list(itertools.pairwise(bounds))
         start, stop = parts[self._rank]
-        add_in_order([slot[start:stop] for slot in slots], x[start:stop])
+        _add_in_order([slot[start:stop] for slot in slots], x[start:stop])
         slots[self._rank][start:stop].copy_(x[start:stop])
         self._meet(views.signature ^ 3, step=1)
         for rank, (start, stop) in enumerate(parts):
@@ -227,7 +230,7 @@ class HostTransport:
             views, turn = self._next(part)
             views.slots[turn][self._rank].copy_(part)
             self._meet(views.signature ^ 5)
-            add_in_order([slot[self._rank] for slot in views.slots[turn]], out[start : start + width])
+            _add_in_order([slot[self._rank] for slot in views.slots[turn]], out[start : start + width])
 
     def _broadcast(self, x: torch.Tensor, global_source: int) -> None:
         source = self._axis.ranks.index(global_source)
@@ -325,3 +328,19 @@ def _timeout(group: Any) -> float:
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     seconds: float = backend.options._timeout.total_seconds()
     return seconds
+
+
+def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of the parts, in their order, into ``out``; halves are added up in fp32 and rounded once."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    if out.dtype in _HALF and len(parts) > 2:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        torch.add(out, part, out=out)

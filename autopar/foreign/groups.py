@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_group as default_group
@@ -21,15 +20,12 @@ __all__ = [
     "backends_of",
     "default_group",
     "default_store",
-    "group_named",
     "has_timeout",
     "is_flat_parameter",
     "local_part",
     "meshes_of_fsdp",
     "set_timeout",
 ]
-
-group_named: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
 
 
 def backend_of(group: Any, device: torch.device) -> Any:

@@ -199,7 +199,7 @@ def _private_of_models() -> bool:
 
 
 def _groups() -> bool:
-    named = (groups.default_group, groups.default_store, groups.group_named, groups.PrefixStore)
+    named = (groups.default_group, groups.default_store, groups.PrefixStore)
     return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1))
 
 

@@ -10,17 +10,16 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed import gloo_collectives
-from autopar.distributed.gloo_collectives import SUMMABLE, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
-from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
-from benchmarks.traffic import record
+from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from tests.pool import pooled
 from tests.small import llama
 from tests.tiers import in_tier, mainly
 
 RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
 SHAPES: list[tuple[int, ...]] = [(), (1, 1, 512), (3, 5, 7), (2, 0, 3), (7_001,)]
-LONG = (300_003,)  # goes over the ring
+LONG = (300_003,)
+HALVES, WHOLES = [torch.float16, torch.bfloat16], [torch.uint8, torch.int8, torch.int32, torch.int64]
+DTYPES = [*HALVES, torch.float32, torch.float64, *WHOLES]
 OPERATIONS = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
 
 
@@ -38,41 +37,16 @@ def same_on_all(x: torch.Tensor) -> None:
     assert all(torch.equal(bits, other) for other in everyone)
 
 
-class _Asked(TensorTracking):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def track(self, func, args, kwargs, result):  # type: ignore[no-untyped-def]
-        if func.namespace == "c10d":
-            self.names.append(func.__name__.partition(".")[0].strip("_"))
-
-
-def names(*calls: object) -> list[str]:
-    """The collectives that torch's process groups are asked for."""
-    with _Asked() as asked:
-        for call in calls:
-            call()  # type: ignore[operator]
-    return asked.names
-
-
 def _sums_of_torch() -> None:
-    size = dist.get_world_size()
-    for number, dtype in enumerate(sorted(SUMMABLE, key=str)):
+    for number, dtype in enumerate(DTYPES):
         for shape in [*SHAPES, LONG] if dtype is torch.float32 else SHAPES:
             mine = values(shape, dtype, number)
-            everyone = torch.stack([values(shape, dtype, number, rank) for rank in range(size)])
             for operation in OPERATIONS if shape == (3, 5, 7) else OPERATIONS[:1]:
                 found, wanted = mine.clone(), mine.clone()
                 all_reduce(found, operation)
                 dist.all_reduce(wanted, operation)
                 same_on_all(found)
-                if size == 2 or not dtype.is_floating_point or operation != dist.ReduceOp.SUM:
-                    assert torch.equal(found, wanted), (dtype, shape, operation)
-                else:
-                    exact, whole = everyone.double().sum(0), everyone.double().abs().sum(0)
-                    steps = 1 if dtype.itemsize == 2 else size  # halves are rounded once
-                    assert ((found.double() - exact).abs() <= steps * torch.finfo(dtype).eps * whole).all()
+                assert torch.equal(found, wanted), (dtype, shape, operation)
 
 
 @pytest.mark.tier("test")
@@ -84,7 +58,7 @@ def test_an_all_reduce_is_that_of_torch(size: int) -> None:
 def _others_of_torch() -> None:
     size, world = dist.get_world_size(), dist.group.WORLD
     assert world is not None
-    for dtype in (*SUMMABLE, torch.bool):
+    for dtype in (*DTYPES, torch.bool):
         for width in (0, 1, 7, 140_001 // size):
             mine = values((width,), torch.uint8) > 3 if dtype is torch.bool else values((width,), dtype)
             found, wanted = mine.new_empty(size * width), mine.new_empty(size * width)
@@ -105,26 +79,6 @@ def test_all_gather_and_reduce_scatter_are_those_of_torch(size: int) -> None:
     pooled(size)(_others_of_torch)()
 
 
-@pooled(world_size=3)
-def test_what_is_sent_decides() -> None:
-    world = dist.group.WORLD
-    assert world is not None
-    most = gloo_collectives._SENT // 2 // 4  # elements of fp32 to each of two others
-    for elements, exchanged in ((1, True), (most, True), (most + 1, False)):
-        x, whole = torch.ones(elements), torch.empty(3 * elements)
-        calls = (
-            lambda x=x: all_reduce(x),
-            lambda x=x, whole=whole: all_gather_into_tensor(whole, x, world),
-            lambda x=x, whole=whole: reduce_scatter_tensor(x, whole, world),
-        )
-        torchs = ["allreduce", "allgather_base", "reduce_scatter_base"]
-        assert names(*calls) == (["alltoall_base"] * 3 if exchanged else torchs)
-        found = record(lambda calls=calls: [call() for call in calls])  # whoever counts sees what was asked for
-        assert [(each.name, each.elements) for each in found] == [(name, elements) for name in torchs]
-    assert names(lambda: all_reduce(torch.ones(2), dist.ReduceOp.PRODUCT)) == ["allreduce"]
-    assert names(lambda: all_reduce(torch.ones(0))) == []
-
-
 @pooled(world_size=5)
 def test_a_group_that_is_not_the_world() -> None:
     groups = [dist.new_group(ranks) for ranks in ([3, 1], [0, 2, 4])]
@@ -141,8 +95,7 @@ def test_a_group_that_is_not_the_world() -> None:
     assert part.item() == len(ranks) * ranks.index(dist.get_rank())
     silent = dist.new_group([0, 1], backend="fake")
     if dist.get_rank() < 2:
-        x = torch.ones(3)
-        assert names(lambda: all_reduce(x, group=silent)) == ["allreduce"]
+        all_reduce(torch.ones(3), group=silent)
 
 
 @pooled(world_size=2)
@@ -161,49 +114,14 @@ def test_modes_and_strides() -> None:
     all_reduce(odd)
     same_on_all(odd)
     assert odd.isnan().tolist() == [True, False, False]
-    flag = torch.tensor([float("nan") if dist.get_rank() else 1.0])
-    all_reduce(flag, dist.ReduceOp.MAX)
-    assert flag.isnan().all()
-
-
-def over_gloo() -> torch.nn.Module:
-    config = {"model_parallelism": {"tensor_parallel_size": 2, "cpu_transport": "gloo"}}
-    model: torch.nn.Module = autopar.initialize(llama(num_hidden_layers=1), config)
-    return model
-
-
-class _Follow(TensorTracking):
-    """Mark what is made of marked tensors."""
-
-    marked: set[int | None]
-    alive: list[object]
-
-    def track(self, func, args, kwargs, result):  # type: ignore[no-untyped-def]
-        self.alive.append((args, result))
-        if any(storage_key(tensor) in self.marked for tensor in tensors_in((args, kwargs))):
-            touched = [*tensors_in(result), *(tensors_in(args[:1]) if func._schema.is_mutable else ())]
-            self.marked.update(storage_key(tensor) for tensor in touched)
 
 
 @pooled(world_size=2)
-def test_who_follows_tensors_sees_what_a_sum_is_made_of() -> None:
-    followed, plain = torch.ones(4), torch.ones(4)
-    with _Follow() as follow:
-        follow.marked, follow.alive = {storage_key(followed)}, []
-        copies = [followed.clone(), plain.clone()]
-        for each in copies:
-            all_reduce(each)
-    assert [storage_key(each) in follow.marked for each in copies] == [True, False]
-
-
-@pooled(world_size=2)
-def test_a_group_that_was_in_a_graph_keeps_torchs_collectives() -> None:
-    """Then a rank that stops compiling goes on with those that do not."""
+def test_a_rank_that_stops_compiling_goes_on_with_those_that_do_not() -> None:
     ids = torch.arange(14).view(2, 7)
     model = over_gloo()
     torch._dynamo.reset()
     with torch.no_grad():
-        assert "allreduce" not in names(lambda: model(ids))
         wanted = model(ids).logits
         run = torch.compile(copy.copy(model), backend="eager", fullgraph=True)
         run(ids)
@@ -213,7 +131,6 @@ def test_a_group_that_was_in_a_graph_keeps_torchs_collectives() -> None:
         else:
             logits = run(ids).logits
         assert torch.equal(logits, wanted)
-        assert "allreduce" in names(lambda: model(ids))
 
 
 @pooled(world_size=2)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.gloo_collectives import exchanged_for
 from autopar.tensor_tracking import TensorTracking
 from autopar.tools.verification.report import Traffic
 
@@ -37,8 +36,7 @@ class _Recorder(TensorTracking):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
-            name, given = exchanged_for() or (function.__name__.partition(".")[0].strip("_"), args)
-            self.note(name, (given,))
+            self.note(function.__name__.partition(".")[0].strip("_"), (args,))
         return function(*args, **(kwargs or {}))
 
     def note(self, name: str, args: Any) -> None:
