@@ -18,7 +18,7 @@ from typing import Any
 
 import transformers
 
-from autopar.dry_run.imported_plan import rehearse
+from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
@@ -86,7 +86,7 @@ def proven(case: Case, tree: dict[str, Any]) -> str:
     sizes = _UNEVEN
     try:  # a policy is for all sizes of its type, but for those that initialize refuses
         model = build(case, *sizes)
-        rehearse(model, "", make_plan(model, read_user_policy(tree), _TP))
+        check_plan(model, "", make_plan(model, read_user_policy(tree), _TP))
     except Exception:  # counts that are no heads, or a config that has but one size
         sizes = _EVEN
     try:

@@ -41,7 +41,7 @@ def _leave_everything_behind() -> None:
     warnings.simplefilter("error")
     logging.getLogger("autopar").addHandler(logging.NullHandler())
     logging.getLogger("autopar").setLevel(logging.DEBUG)
-    autopar.dry_run.plan_model.rehearse = lambda *_: True
+    autopar.dry_run.plan_model.check_plan = lambda *_: True
     MPU.destroy = lambda _: None  # type: ignore[method-assign]
 
 
@@ -55,7 +55,7 @@ def _find_nothing() -> None:
     assert sys.excepthook is not print and ("error", None, Warning, None, 0) not in warnings.filters
     assert logging.getLogger("autopar").level != logging.DEBUG
     assert not any(type(each) is logging.NullHandler for each in logging.getLogger("autopar").handlers)
-    assert autopar.dry_run.plan_model.rehearse.__module__.startswith("autopar") and MPU.destroy.__module__.startswith(
+    assert autopar.dry_run.plan_model.check_plan.__module__.startswith("autopar") and MPU.destroy.__module__.startswith(
         "autopar"
     )
     torch.manual_seed(17)

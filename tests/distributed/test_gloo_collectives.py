@@ -116,6 +116,12 @@ def test_modes_and_strides() -> None:
     assert odd.isnan().tolist() == [True, False, False]
 
 
+def over_gloo() -> torch.nn.Module:
+    config = {"model_parallelism": {"tensor_parallel_size": 2, "cpu_transport": "gloo"}}
+    model: torch.nn.Module = autopar.initialize(llama(num_hidden_layers=1), config)
+    return model
+
+
 @pooled(world_size=2)
 def test_a_rank_that_stops_compiling_goes_on_with_those_that_do_not() -> None:
     ids = torch.arange(14).view(2, 7)
