@@ -53,13 +53,9 @@ def _types(name: str) -> tuple[str, ...]:
     return own_policies()[name].model_types
 
 
-def _cases(model_type: str) -> list[Case]:
-    return cases(model_type)
-
-
 def _main(model_type: str) -> list[Case]:
     """Cases of the heads that make text, the one with most behind it first; of a model type without, its first head."""
-    listed = _cases(model_type)
+    listed = cases(model_type)
     order = ("seq2seq", "causal", "masked")
     words = sorted(
         (c for c in listed if kind(c.head) in order), key=lambda c: (order.index(str(kind(c.head))), c.variant)
@@ -191,7 +187,7 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
 
 @pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
 def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
-    listed = _cases(model_type)
+    listed = cases(model_type)
     if not listed:
         return  # all its heads are left out, with reasons: a part that the tests of another model hold
     for case in _main(model_type)[:1]:
@@ -205,7 +201,7 @@ def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
 def test_every_head_is_rehearsed(model_type: str) -> None:
     """Heads that only classify share all but a replicated layer with the others; the main head's has its own test."""
     main = _main(model_type)[:1]
-    for case in [case for case in _cases(model_type) if case not in main]:
+    for case in [case for case in cases(model_type) if case not in main]:
         if case.variant or kind(case.head) in ("seq2seq", "causal", "masked", "base"):
             _rehearse(case, 2)
     for case in main:
@@ -267,7 +263,7 @@ def test_every_head_on_two(model_type: str) -> None:
     main = _main(model_type)[:1]
     _run(main, 2, rows=True, merges=True, once=True)
     # That gradients add up and that a step finds its parameters is no matter of the head.
-    _run([case for case in _cases(model_type) if case not in main], 2, thorough=False)
+    _run([case for case in cases(model_type) if case not in main], 2, thorough=False)
 
 
 @pytest.mark.tier("sweep")
@@ -357,17 +353,17 @@ def test_every_head_that_transformers_has_is_tested_or_listed_with_a_reason() ->
         for head in heads - left_out:
             known = kind(head) is not None or of_type(model_type).inputs is not None or "For" not in head
             assert known, f"{model_type}: no inputs for {head}; add them in tests/zoo"
-        assert {case.head for case in _cases(model_type)} == heads - left_out, model_type
+        assert {case.head for case in cases(model_type)} == heads - left_out, model_type
 
 
 def test_every_model_type_has_a_model_or_comes_inside_another() -> None:
-    assert not [name for name in MODEL_TYPES if not of_type(name).inside and not _cases(name)]
+    assert not [name for name in MODEL_TYPES if not of_type(name).inside and not cases(name)]
 
 
 @pytest.mark.tier("all")
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if of_type(name).inside])
 def test_a_part_is_inside_what_tests_it(model_type: str) -> None:
-    outer = _cases(of_type(model_type).inside)
+    outer = cases(of_type(model_type).inside)
     found = [module.config.model_type for case in outer[:2] for module in _inside(build(case, *SIZES[2]))]
     assert model_type in found
 
