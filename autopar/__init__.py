@@ -3,8 +3,7 @@
 The public names are loaded when they are first used, so that the command line starts without torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.errors import (
     AutoparError,
@@ -16,7 +15,9 @@ from autopar.errors import (
     ShardWarning,
     UnsupportedModelError,
     VerificationError,
+    nearest,
 )
+from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
@@ -95,17 +96,8 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        from autopar.errors import nearest
-
-        hint = "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
-        raise AttributeError(f"module 'autopar' has no attribute '{name}'{'.' if hint else ''}{hint}")
-    home = importlib.import_module(_HOMES[name])
-    value = home if _HOMES[name] == f"autopar.{name}" else getattr(home, name)
-    globals()[name] = value
-    return value
+def _hint(name: str) -> str:
+    return "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _hint)

@@ -3,8 +3,9 @@
 The public names are loaded when they are first used: a model is initialized without what saves and loads it.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from autopar.checkpoint.dtensor import to_dtensor_state_dict
@@ -39,8 +40,4 @@ _HOMES = {
     "to_dtensor_training_state": "dtensor_optimizer",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

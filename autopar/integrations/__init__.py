@@ -1,7 +1,8 @@
 """Other libraries' training loops with a parallelized model. Each name imports its library when it is first used."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from autopar.integrations.adapters import add_adapter, get_peft_model
@@ -18,14 +19,4 @@ _HOMES = {
     "get_peft_model": "autopar.integrations.adapters",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'autopar.integrations' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
