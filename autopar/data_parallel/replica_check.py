@@ -13,8 +13,6 @@ differs is a warning there, since replicas may look at them after different upda
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import json
 import logging
 import sys
@@ -54,7 +52,6 @@ _DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
 _BUSY = 16  # ranks from which on the store is asked less often
-_COPIES = itertools.count(1)  # of models, by their first comparisons, which come in one order on all ranks
 _OWN, _UPDATE = -2, "an update without a torch optimizer"  # number and name of those of the user's own
 
 
@@ -101,8 +98,6 @@ class StepCheck:
         shard_is_read: whether a forward after the next step will read ``last_shard``.
     """
 
-    _is_copy = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -128,45 +123,40 @@ class StepCheck:
         self._count, self._told_of_routers, self._told_of_own_updates = 0, False, False
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
+        self._input_hook: Any = None
         if self._compare:
             self._input_hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            self._store = PrefixStore(f"autopar steps {failures.name}", default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
         self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCheck:
-        """Return one that watches the copied model, from its first step on; a copy of a part of it has none."""
+        """Return one for the copied model; a copy of a part of it has none.
+
+        It compares nothing over the replicas: each may train a copy on data of its own (Reptile, local SGD).
+        """
         model = self._model()
         if model is None or id(model) not in memo:
             return self
         copied = memo[id(self)] = copy.copy(self)
         copied._model = weakref.ref(memo[id(model)])
         copied._names = {name for name, p in model.named_parameters() if id(p) in self._sharded}
-        copied._free, copied._own = FreeWeights(), _Progress(_OWN, [], [], 0)
         copied._progress, copied._count, copied.made = weakref.WeakKeyDictionary(), 0, 0
-        copied._is_copy = True
-        vars(copied).pop("_store", None)
-        copied._input, copied._same, copied.settings, copied.last_shard = None, [], "", None
-        if self._compare:
-            copied._input_hook = copy.deepcopy(self._input_hook, memo)
+        copied.settings, copied.last_shard = "", None
+        copied._input_hook, copied._compare = copy.deepcopy(self._input_hook, memo), False
         listen(copied)
         return copied
-
-    @functools.cached_property
-    def _store(self) -> PrefixStore:
-        """Where digests of this model are published."""
-        name = f"autopar steps {self.failures.name}" + (f" copy {next(_COPIES)}" if self._is_copy else "")
-        return PrefixStore(name, default_store())
 
     def remove(self) -> None:
         """Remove the hooks."""
         forget(self)
-        if self._compare:
+        if self._input_hook is not None:
             self._input_hook.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
+        if not self._compare or not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
             return
         self._compare_own_update()
         if module.training and self.made < _WHOLE:

@@ -34,8 +34,9 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
     context = f" x cp {cp}" if cp > 1 else ""
     held = {id(p): p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()}.values()
     elements, size = sum(p.numel() for p in held), sum(p.numel() * p.element_size() for p in held)
+    place = Path(str(policy)).name.removesuffix(":top")
     return (
-        f"{type(model).__name__} by {Path(str(policy)).name}: tp {tp}{context} x pp {pp} x dp {dp} on {device}; "
+        f"{type(model).__name__} by {place}: tp {tp}{context} x pp {pp} x dp {dp} on {device}; "
         f"{whole:,} parameters, this rank holds {elements:,} ({size / 1e6:,.1f} MB)"
     )
 
