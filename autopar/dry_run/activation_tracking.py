@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.dry_run.operators import CONSTANT, name_of
 from autopar.errors import PolicyError
 from autopar.foreign.tensors import base_of
 from autopar.plan.plan import ModulePlan, Plan
@@ -108,7 +109,7 @@ class ActivationTracking(ValuelessTracking):
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         kinds = [kind for tensor in tensors_in((args, kwargs)) if (kind := self._kinds.get(tensor)) is not None]
-        if kinds and func not in _SHAPE_ONLY:
+        if kinds and name_of(func) not in CONSTANT:
             kind = self._combine(kinds)
             for tensor in tensors_in(result):
                 self._set(tensor, kind)
@@ -166,16 +167,6 @@ class TrackedReplay(BlockReplay):
     def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
         form, kind = kept
         return self._tracking.set_kind(tensor_of(form), kind)
-
-
-_SHAPE_ONLY = {  # the result has nothing of the argument's values
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.new_ones.default,
-    torch.ops.aten.new_full.default,
-    torch.ops.aten.zeros_like.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default,
-}
 
 
 def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, stack: list[str]) -> Iterator[Any]:

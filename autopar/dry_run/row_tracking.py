@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, name_of
 from autopar.foreign.operators import schema_of
 from autopar.foreign.tensors import base_of
 from autopar.foreign.trees import tree_map
@@ -107,7 +108,7 @@ class RowTracking(ValuelessTracking):
             self._paused -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
+        name = name_of(func)
         if name in _READING and not self._paused and self.holds_rows(args):
             raise MixedRows(f"{name}: what it finds is another thing on each rank")
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -115,7 +116,7 @@ class RowTracking(ValuelessTracking):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self._paused:
             return
-        name = func.overloadpacket.__name__
+        name = name_of(func)
         if any(tensor in self._tables for tensor in tensors_in((args, kwargs))):
             raise MixedRows(f"{name}: uses a table of rows by rows")
         held = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self._rows]
@@ -123,7 +124,7 @@ class RowTracking(ValuelessTracking):
             if name in _COUNTING and any(self._of_rows(size) for x in tensors_in(result) for size in x.shape):
                 raise MixedRows(f"{name}: counts the rows of one rank from 0")
             return
-        if name in _SHAPE_ONLY:
+        if name in CONSTANT | EMPTY | SIZES:
             return
         self._check(func, name, args, kwargs, held[0])
         for tensor in tensors_in(result):
@@ -189,13 +190,6 @@ def _embedded(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
 _READING = frozenset(("_local_scalar_dense", "nonzero"))
 # What counts positions.
 _COUNTING = frozenset(("arange", "linspace", "tril_indices", "triu_indices", "range", "eye"))
-# What has nothing of its argument but the shape.
-_SHAPE_ONLY = frozenset(
-    (
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "sym_size", "sym_stride", "sym_numel"),
-    )
-)
 # What treats each row by itself whenever one dim of rows is left: the size of the result tells.
 _APART = frozenset(
     (
@@ -213,9 +207,7 @@ _APART = frozenset(
 _ALONG = _dims_of("dim", "dims")
 # What works along one dim, or several, and keeps its size: those must not be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
-    **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax"), _ALONG),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "roll", "renorm"), _ALONG),
-    **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "mode", "median"), _ALONG),
+    **dict.fromkeys((*ALONG, "flip", "roll", "renorm"), _ALONG),
     **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select"), _ALONG),
     **dict.fromkeys(
         ("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "repeat_interleave"), _ALONG

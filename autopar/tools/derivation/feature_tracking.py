@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from autopar.dry_run.operators import MOVES, SHAPE_ONLY, matrices_of, name_of, reduced_dims
 from autopar.foreign.operators import schema_of
 from autopar.foreign.tensors import base_of
 from autopar.foreign.trees import tree_leaves, tree_map
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.marked_tensors import MarkedTensors
 from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
-from autopar.tools.derivation.operators import MOVES, SHAPE_ONLY, matrices_of, reduced_dims
 
 __all__ = ["FeatureTracking"]
 
@@ -45,7 +45,7 @@ class FeatureTracking(MarkedTensors):
         self._bare_source, self._record = bare_source, record
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self.suspended or func in SHAPE_ONLY:
+        if self.suspended or name_of(func) in SHAPE_ONLY:
             return
         self._follow(func, args, kwargs, result)
         if self._record is not None:
@@ -67,7 +67,7 @@ class FeatureTracking(MarkedTensors):
         if kind == INSIDE and not numbered:
             for mark in marks:
                 self.inside.update(mark.places)
-                if base.partial and _name(func) in ("add", "add_"):
+                if base.partial and name_of(func) in ("add", "add_"):
                     self.once.update(mark.places)
         if not numbered and not any(m.places for m in marks):
             for output in outputs:
@@ -81,7 +81,7 @@ class FeatureTracking(MarkedTensors):
     def _marks_of(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
-        name = _name(func)
+        name = name_of(func)
         if name in MOVES:
             return self._moved(func, args, kwargs, outputs, base)
         if name.startswith("upsample_"):
@@ -118,15 +118,15 @@ class FeatureTracking(MarkedTensors):
                 return torch.full(value.shape, none, dtype=torch.int32) if found is None else found
 
             try:
-                if _name(func) in ("_to_copy", "clone", "contiguous"):
+                if name_of(func) in ("_to_copy", "clone", "contiguous"):
                     made: Any = stand_in(args[0])
-                elif _name(func) == "embedding":
+                elif name_of(func) == "embedding":
                     made = torch.ops.aten.embedding.default(stand_in(args[0]), stand_in(args[1]))
-                elif _name(func) == "view_as_complex":
+                elif name_of(func) == "view_as_complex":
                     made = stand_in(args[0]).select(-1, 0)
-                elif _name(func) == "view_as_real":
+                elif name_of(func) == "view_as_real":
                     made = stand_in(args[0])[..., None].expand(*args[0].shape, 2)
-                elif _name(func) == "constant_pad_nd":
+                elif name_of(func) == "constant_pad_nd":
                     made = func(stand_in(args[0]), args[1], none)
                 else:
                     made = func(*tree_map(stand_in, args), **tree_map(stand_in, kept))
@@ -136,7 +136,7 @@ class FeatureTracking(MarkedTensors):
             same = len(listed) == len(outputs) and all(a.shape == b.shape for a, b in zip(listed, outputs, strict=True))
             return listed if same else None
 
-        indexed = _indexed_dims(func, args) or ([-1] if _name(func) == "view_as_complex" else [])  # pairs
+        indexed = _indexed_dims(func, args) or ([-1] if name_of(func) == "view_as_complex" else [])  # pairs
 
         def features(x: torch.Tensor) -> torch.Tensor | None:
             found = self.features_of(x)
@@ -147,7 +147,7 @@ class FeatureTracking(MarkedTensors):
         numbered = any(self.features_of(x) is not None for x in leaves)
         moved = run(features, 0) if numbered else None
         if numbered and moved is None:
-            return self._mixed_up(_name(func), args, kwargs, outputs, base)
+            return self._mixed_up(name_of(func), args, kwargs, outputs, base)
         made = [
             replace(base, features=None if moved is None else moved[n], fresh=fresh, places={})
             for n in range(len(outputs))
@@ -310,10 +310,6 @@ class FeatureTracking(MarkedTensors):
         return [replace(base, features=joined.reshape([1] * x.ndim).expand(x.shape), fresh=False) for x in outputs]
 
 
-def _name(func: Any) -> str:
-    return str(schema_of(func).name).split("::")[-1]
-
-
 def _fits(small: torch.Tensor, large: torch.Tensor) -> bool:
     return all(a in (1, b) for a, b in zip(small.shape, large.shape, strict=True))
 
@@ -324,7 +320,7 @@ def _place(mark: Mark | None, name: str, dim: int) -> torch.Tensor | None:
 
 def _indexed_dims(func: Any, args: tuple[Any, ...]) -> list[int]:
     """The dims of the first argument of which elements are picked by a tensor without data."""
-    name = _name(func)
+    name = name_of(func)
     if name in ("index", "index_put", "index_put_"):
         return [dim for dim, index in enumerate(args[1]) if index is not None]
     if name in ("gather", "index_select", "scatter", "scatter_add", "index_add", "take_along_dim"):

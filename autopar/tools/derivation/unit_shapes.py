@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import first_line
 from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.dry_run.operators import SHAPE_ONLY, name_of
 from autopar.dry_run.tensor_parallel import different_ranks, run
 from autopar.errors import PolicyError
-from autopar.foreign.operators import schema_of
 from autopar.foreign.trees import tree_leaves
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
@@ -32,7 +32,6 @@ from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.decisions import Decisions, Trace
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 from autopar.tools.derivation.marks import ACTIVATION
-from autopar.tools.derivation.operators import SHAPE_ONLY
 from autopar.tools.derivation.trace import Traced, trace
 
 __all__ = ["check_units"]
@@ -50,7 +49,7 @@ class _Recorded:
 
     def note(self, place: str, func: Any, args: Any, outputs: list[torch.Tensor], shapes: tuple[Any, ...]) -> None:
         """Note an operator that does more than copy."""
-        name = str(schema_of(func).name).split("::")[-1]
+        name = name_of(func)
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         still = first is not None and len(outputs) == 1 and first.shape == outputs[0].shape
         if name not in _COPIES and not (still and name in _VIEWS):
@@ -75,7 +74,7 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
         ) -> None:  # fmt: skip
             place = tracking.stack[-1] if tracking.stack else ""
             given = list(tensors_in(args))
-            more = str(schema_of(func).name).split("::")[-1] in _REPEATS and outputs[0].numel() > given[0].numel()
+            more = name_of(func) in _REPEATS and outputs[0].numel() > given[0].numel()
             if more or any(x in repeated for x in given):
                 repeated.update(dict.fromkeys((x for x in outputs if tracking.features_of(x) is None), True))
             shapes = tuple(None if x in repeated else _local(x, tracking, own) for x in outputs)
@@ -140,7 +139,7 @@ class _ShardRecorder(ValuelessTracking):
         self.recorded, self.stack, self.suspended = recorded, list[str](), 0
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if not self.suspended and func not in SHAPE_ONLY:
+        if not self.suspended and name_of(func) not in SHAPE_ONLY:
             outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             shapes = tuple(tuple(x.shape) for x in outputs)
             self.recorded.note(self.stack[-1] if self.stack else "", func, args, outputs, shapes)

@@ -1,4 +1,7 @@
-"""A table of operators by their effect on elements: move them, sum over dims, multiply matrices."""
+"""One table of operators: what each does to the elements of its arguments, and along which dims.
+
+Trackers follow tensors through a run without data. What a mark means is theirs; what an operator does is here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,32 @@ import torch
 
 from autopar.foreign.operators import schema_of
 
-__all__ = ["MOVES", "SHAPE_ONLY", "matrices_of", "reduced_dims"]
+__all__ = [
+    "ALONG",
+    "CONSTANT",
+    "EMPTY",
+    "MOVES",
+    "RANDOM",
+    "SHAPE_ONLY",
+    "SIZES",
+    "matrices_of",
+    "name_of",
+    "reduced_dims",
+]
+
+CONSTANT = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
+"""The result has the shape of the argument, and none of its values: one number everywhere."""
+
+EMPTY = frozenset(("new_empty", "new_empty_strided", "empty_like"))
+"""The same, with no values yet."""
+
+RANDOM = frozenset(("rand_like", "randn_like"))
+"""The same, with random numbers."""
+
+SHAPE_ONLY = CONSTANT | EMPTY | RANDOM
+
+SIZES = frozenset(("sym_size", "sym_stride", "sym_numel"))
+"""The result is a size of the argument."""
 
 MOVES = frozenset({
     *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand", "slice", "select"),
@@ -19,44 +47,36 @@ MOVES = frozenset({
     *("pixel_shuffle", "pixel_unshuffle", "scatter", "take_along_dim", "split_copy", "expand_copy", "narrow"),
     *("_adaptive_avg_pool2d", "im2col", "avg_pool1d", "avg_pool2d"),
 })  # fmt: skip
-"""Operators that put elements elsewhere, in whole or in part, or leave them where they are."""
+"""Elements come to other places, in whole or in part, or stay; pools mean some, and keep the order of the others."""
 
-_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-SHAPE_ONLY = frozenset(getattr(torch.ops.aten, name).default for name in (*_LIKE, *_NEW))
-"""Operators whose results have nothing of their arguments' values."""
+ALONG = frozenset({
+    *("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax"),
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    *("sort", "argsort", "topk", "kthvalue", "mode", "median"),
+})  # fmt: skip
+"""An element of the result is made of all, or of some, of those along ``dim``."""
 
-_ALL_DIMS = {
-    "sum",
-    "mean",
-    "prod",
-    "amax",
-    "amin",
-    "var",
-    "std",
-    "any",
-    "all",
-    "norm",
-    "linalg_vector_norm",
-    "max",
-    "min",
-}
-_ONE_DIM = {
-    *("_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "argmax", "argmin", "logsumexp", "logcumsumexp"),
-    *("kthvalue", "median", "cummax", "_safe_softmax", "var_mean", "glu"),
-}
+_SUMS = frozenset({
+    *("sum", "mean", "prod", "amax", "amin", "var", "std", "any", "all", "norm", "linalg_vector_norm", "max", "min"),
+    *("argmax", "argmin", "logsumexp", "var_mean"),
+})  # fmt: skip
+_LAST = frozenset(("topk", "sort", "argsort", "kthvalue", "median", "mode"))  # along the last dim, if no other is named
+_NORMS = frozenset(("native_layer_norm", "_fused_rms_norm"))
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operator, without that of its overload."""
+    return str(schema_of(func).name).split("::")[-1]
 
 
 def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
     """Return the dims of the first argument over which an operator sums or compares; None if it does neither."""
-    name = str(schema_of(func).name).split("::")[-1]
-    if name == "native_layer_norm":
-        return [-1 - dim for dim in range(len(args[1]))]
-    if name == "_fused_rms_norm":
+    name = name_of(func)
+    if name in _NORMS:
         return [-1 - dim for dim in range(len(args[1]))]
     if name == "native_group_norm":
         return list(range(1, args[0].ndim))
-    if name not in _ALL_DIMS | _ONE_DIM or name == "glu":
+    if name not in _SUMS | ALONG:
         return None
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return None  # of two tensors
@@ -65,7 +85,7 @@ def reduced_dims(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     if dim is None and "dim" in names and names.index("dim") < len(args):
         dim = args[names.index("dim")]
     if dim is None:
-        dim = -1 if name in ("topk", "sort", "kthvalue", "median") and "dim" in names else None
+        dim = -1 if name in _LAST and "dim" in names else None
     if dim is None or dim == []:
         return list(range(args[0].ndim))
     return [dim] if isinstance(dim, int) else list(dim)

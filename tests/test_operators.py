@@ -1,0 +1,137 @@
+"""The table of operators against torch: which elements of a result depend on which of an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, MOVES, RANDOM, SIZES, name_of, reduced_dims
+from autopar.tensor_tracking import TensorTracking
+
+Call = Callable[[torch.Tensor], Any]
+
+REDUCE: dict[str, Call] = {
+    **{
+        name: lambda x, name=name: getattr(torch, name)(x, 1) for name in ("sum", "mean", "prod", "logsumexp", "median")
+    },
+    **{name: lambda x, name=name: getattr(torch, name)(x, (0, 2)) for name in ("amax", "amin", "var", "std")},
+    **{name: lambda x, name=name: getattr(torch, name)(x) for name in ("sum", "mean", "max", "min", "var_mean")},
+    **{name: lambda x, name=name: getattr(torch, name)(x, -1) for name in ("softmax", "log_softmax", "logcumsumexp")},
+    **{name: lambda x, name=name: getattr(torch, name)(x, 1) for name in ("cumsum", "cumprod", "cummax", "cummin")},
+    **{name: lambda x, name=name: getattr(torch, name)(x) for name in ("sort", "argsort")},
+    "sort along a dim": lambda x: torch.sort(x, 0),
+    "topk": lambda x: torch.topk(x, 2),
+    "topk along a dim": lambda x: torch.topk(x, 2, 0),
+    "kthvalue": lambda x: torch.kthvalue(x, 2),
+    "argmax": lambda x: torch.argmax(x, 1),
+    "argmin of all": torch.argmin,
+    "the larger of two": lambda x: torch.max(x, torch.zeros_like(x)),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=2),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "rms norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "group norm": lambda x: F.group_norm(x, 1),
+}
+MOVE: dict[str, Call] = {
+    "views": lambda x: x.transpose(0, 1).reshape(-1)[3:].unsqueeze(1).expand(-1, 2),
+    "parts": lambda x: [part.clone() for part in (*x.split(1), *x.chunk(2, 2), *x.unbind(1))],
+    "turned": lambda x: x.roll(1, 2).flip(0).repeat(1, 2, 1),
+    "looked up": lambda x: x[:, torch.tensor([1, 0])].index_select(2, torch.tensor([1])),
+    "gathered": lambda x: x.gather(1, torch.zeros_like(x, dtype=torch.long)),
+    "halves": lambda x: x.tril().triu(),
+    "repeated": lambda x: x.repeat_interleave(2, 0).unfold(2, 2, 1),
+}
+
+
+def elements(value: Any) -> list[torch.Tensor]:
+    leaves = value if isinstance(value, list | tuple) else [value]
+    return [leaf.double() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def readers(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> list[torch.Tensor]:
+    """For each output: ``[output elements, input elements]``, whether a change of an element is seen there."""
+    before = elements(function(x))
+    found = [torch.zeros(each.numel(), x.numel(), dtype=torch.bool) for each in before]
+    for place in range(x.numel()):
+        for by in (50.0, -50.0):
+            changed = x.clone(memory_format=torch.contiguous_format)
+            changed.view(-1)[place] += by
+            for seen, old, new in zip(found, before, elements(function(changed)), strict=True):
+                seen[:, place] |= old.flatten() != new.flatten()
+    return found
+
+
+class Operators(TensorTracking):
+    """Keep the operators that have one tensor of the given shape as first argument, and how they were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point() and not func._schema.is_mutable:
+            copied = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in args)
+            self.calls.append((func, copied, dict(kwargs)))
+
+
+def operators_in(call: Call, shape: tuple[int, ...]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    with Operators() as seen:
+        call(x)
+    return seen.calls
+
+
+SHAPES = [(2, 3, 4), (3, 2, 5)]
+
+
+@pytest.mark.parametrize("name", REDUCE)
+def test_an_operator_reads_along_the_dims_that_the_table_names_and_no_others(name: str) -> None:
+    named = 0
+    for shape in SHAPES:
+        for func, args, kwargs in operators_in(REDUCE[name], shape):
+            x, dims = args[0], reduced_dims(func, args, kwargs)
+            seen = readers(lambda x, func=func, args=args, kwargs=kwargs: func(x, *args[1:], **kwargs), x)
+            if dims is None:
+                assert not any((reads.sum(1) > 1).any() for reads in seen), func
+                continue
+            named += 1
+            reduced = {dim % x.ndim for dim in dims}
+            kept = [dim for dim in range(x.ndim) if dim not in reduced]
+            for reads in seen:
+                for row in reads:  # the places that one element of the result reads
+                    places = torch.stack(torch.unravel_index(row.nonzero()[:, 0], x.shape), 1)
+                    assert all(len(places[:, dim].unique()) <= 1 for dim in kept), (func, dims)
+            most = torch.stack([reads.sum(1).max() for reads in seen if reads.numel()]).max()
+            assert most > 1 or torch.tensor([x.shape[dim] for dim in reduced]).prod() == 1, (func, dims)
+    assert named or name == "the larger of two"
+
+
+@pytest.mark.parametrize("name", MOVE)
+def test_an_operator_that_moves_elements_makes_no_new_ones(name: str) -> None:
+    moved = 0
+    for shape in SHAPES:
+        for func, args, kwargs in operators_in(MOVE[name], shape):
+            if name_of(func) not in MOVES:
+                continue
+            moved += 1
+            known = {0.0, *args[0].double().flatten().tolist()}
+            for out in elements(func(*args, **kwargs)):
+                assert set(out.flatten().tolist()) <= known, func
+            for reads in readers(lambda x, func=func, args=args, kwargs=kwargs: func(x, *args[1:], **kwargs), args[0]):
+                assert (reads.sum(1) <= 1).all(), func
+    assert moved >= len(SHAPES)
+
+
+def test_what_has_only_the_shape_has_no_values() -> None:
+    x = torch.randn(2, 3)
+    for name in sorted(CONSTANT):
+        more = {"new_zeros": [(2, 3)], "new_ones": [(2, 3)], "new_full": [(2, 3), 5.0], "full_like": [5.0]}.get(
+            name, []
+        )
+        function = getattr(torch.ops.aten, name)
+        (reads,) = readers(lambda x, function=function, more=more: function(x, *more), x)
+        assert not reads.any() and len(function(x, *more).unique()) == 1, name
+    assert all(hasattr(torch.ops.aten, name) for name in (*CONSTANT, *EMPTY, *RANDOM, *SIZES, *MOVES, *ALONG))
