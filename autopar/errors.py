@@ -29,6 +29,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "clip",
+    "first_line",
     "nearest",
 ]
 
@@ -67,7 +68,15 @@ class CheckpointError(AutoparError):
 
 
 class ConsistencyError(AutoparError):
-    """Ranks hold different values where they must hold the same."""
+    """Ranks hold different values where they must hold the same.
+
+    Args:
+        parameter: name of the first weight that differs; "" if that is something else.
+    """
+
+    def __init__(self, message: str, parameter: str = "") -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class VerificationError(AutoparError):
@@ -85,6 +94,11 @@ class ShardWarning(UserWarning):
 def clip(text: str, width: int = 120) -> str:
     """Return ``text``, or of a longer one the beginning: for values of users in messages."""
     return text if len(text) <= width else f"{text[: width - 4]} ..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.5) -> str:

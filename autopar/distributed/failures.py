@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
-from autopar.errors import PipelineError
+from autopar.errors import PipelineError, first_line
 from autopar.foreign.groups import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 
-__all__ = ["GRACE", "FailureLog", "Report", "first_line", "waiting"]
+__all__ = ["GRACE", "FailureLog", "Report", "waiting"]
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
@@ -246,8 +246,3 @@ def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
     """
     with contextlib.nullcontext() if mpu.failures is None else mpu.failures.wait(collective, ranks):
         yield
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its type."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -27,7 +27,7 @@ from autopar.dry_run.handed_states import calls_of, hand_on_states
 from autopar.dry_run.head_shards import modules_by_heads
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, first_line
 from autopar.plan.blocks import Blocks, dropped_blocks
 from autopar.policy.schema import Policy
 
@@ -248,7 +248,7 @@ class _Search:
         except MixedRows as error:
             return self._failed(stack, error.operation, count, error.between)
         except Exception as error:
-            return self._failed(stack, f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}", count)
+            return self._failed(stack, f"{type(error).__name__}: {first_line(error)}", count)
         own = state.opened - state.spoiled
         self.plan.own = {path: where for path, where in self.plan.own.items() if path in own}
         rows = [name for name, value in out.items() if tracking.holds_rows(value)]

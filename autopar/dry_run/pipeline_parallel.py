@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.distributed.failures import first_line
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
-from autopar.errors import UnsupportedModelError
+from autopar.errors import UnsupportedModelError, first_line
 from autopar.pipeline_parallel.provenance import Provenance, examine
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,

@@ -24,7 +24,7 @@ from autopar.dry_run.row_tracking import RowTracking, prime_beside
 from autopar.dry_run.sequence_notes import SampleRows, note_given, note_inputs, note_modules
 from autopar.dry_run.sequence_tracking import SequenceTracking
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, first_line
 from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
@@ -197,7 +197,7 @@ class _Rehearsal:
         except ConfigError:
             raise
         except Exception as error:
-            reason = f"it does not run without data, so nothing is known of its blocks ({_first_line(error)})"
+            reason = f"it does not run without data, so nothing is known of its blocks ({first_line(error)})"
             raise _refused(self.model, reason) from None
 
     def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
@@ -240,7 +240,7 @@ class _Rehearsal:
                 out = run(shard, (), inputs)
         except Exception as error:
             at = stack[-1] if stack else ""
-            raise _Problem(at, f"{_first_line(error)}, in {self.start}{at}", tuple(sorted(beside))) from error
+            raise _Problem(at, f"{first_line(error)}, in {self.start}{at}", tuple(sorted(beside))) from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -288,10 +288,6 @@ def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | No
             path = path.rpartition(".")[0]
         found.append(getattr(modules[path].config, "max_position_embeddings", None))
     return min((value for value in found if type(value) is int and value > 0), default=None)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 class _Found(NamedTuple):

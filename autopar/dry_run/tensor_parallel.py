@@ -25,12 +25,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.failures import first_line
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, tracking_hooks
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
-from autopar.errors import PolicyError
+from autopar.errors import PolicyError, first_line
 from autopar.foreign.trees import tree_leaves
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply

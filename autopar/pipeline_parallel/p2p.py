@@ -25,9 +25,9 @@ from transformers.utils.generic import ModelOutput
 
 from autopar.distributed.accelerator import accelerator
 from autopar.distributed.axis import Axis
-from autopar.distributed.failures import GRACE, FailureLog, first_line
+from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU, new_pipeline_group
-from autopar.errors import PipelineError
+from autopar.errors import PipelineError, first_line
 
 __all__ = ["P2P", "Failure", "Message", "TensorMeta", "map_tensors"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, first_line
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
 from autopar.storage.range_file import RangeFile
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
@@ -86,7 +86,7 @@ def _unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # a pickle that was cut off or tampered with can raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise CheckpointError(f"{path} is no whole checkpoint of tensors: {reason}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, first_line
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 __all__ = ["Json", "decode", "encode", "encode_inline", "inside"]
@@ -239,7 +239,7 @@ def _unpack(data: dict[str, Json], where: str) -> Any:
             return flat.reshape(shape)
         array = np.frombuffer(raw, dtype).reshape(shape).copy()
     except (ValueError, TypeError, RuntimeError) as error:  # also what torch and numpy say of impossible shapes
-        _damaged(where, str(error).splitlines()[0])
+        _damaged(where, first_line(error))
     return array[()] if tag == "scalar" else array
 
 

@@ -33,7 +33,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators
 from autopar.errors import ConsistencyError
-from autopar.tensor_parallel.consistency_errors import explanation, same_gradient, same_shard
+from autopar.tensor_parallel.consistency_errors import different, explanation, same_gradient, same_shard
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.weight_samples import WeightSamples, local
 
@@ -290,7 +290,9 @@ class ForwardCheck:
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
         self._count_anew()
-        raise ConsistencyError(explanation(everyone, list(axis.ranks), _kind_of_group(self.mpu)))
+        weights = (name.removeprefix("weight ") for name in different(everyone) if name.startswith("weight "))
+        text = explanation(everyone, list(axis.ranks), _kind_of_group(self.mpu))
+        raise ConsistencyError(text, next(weights, ""))
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

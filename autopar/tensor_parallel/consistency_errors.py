@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["explanation", "same_gradient", "same_shard"]
+__all__ = ["different", "explanation", "same_gradient", "same_shard"]
 
 _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
+
+
+def different(everyone: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of the values that some ranks have differently."""
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    return [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
 
 
 def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kind: str = "tensor-parallel") -> str:
@@ -16,11 +22,10 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
         everyone: the compared values, by name, of each of the ranks.
         kind: of the group.
     """
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    different = [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
-    weights = [name for name in different if name.startswith("weight ")]
-    states = [name for name in different if name.startswith("random state")]
-    calls = [name for name in different if name not in weights and name not in states][:5]
+    unlike = different(everyone)
+    weights = [name for name in unlike if name.startswith("weight ")]
+    states = [name for name in unlike if name.startswith("random state")]
+    calls = [name for name in unlike if name not in weights and name not in states][:5]
     lines = []
     for name in [*calls, *states, *weights[:3]]:
         seen = ", ".join(f"rank {r}: {t.get(name, 'missing')}" for r, t in zip(ranks, everyone, strict=True))
@@ -28,19 +33,19 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
     if len(weights) > 3:
         lines.append(f"  and {len(weights) - 3} more weights")
     group = f"the ranks {list(ranks)} of one {kind} group"
-    if "call" in different:
+    if "call" in unlike:
         head, lines = f"{group} are in different calls:", lines[:1]
         hint = (
             "  Every rank of a group makes every forward and every generate: evaluate and generate on all of them,\n"
             "  and print on one (mpu.is_master)."
         )
-    elif any(name.startswith("requires_grad of") for name in different):
+    elif any(name.startswith("requires_grad of") for name in unlike):
         head = f"{group} train different weights:"
         hint = "  Freeze and unfreeze weights on all ranks of a group alike."
-    elif "optimizer settings" in different and not weights:
+    elif "optimizer settings" in unlike and not weights:
         head = f"{group} stepped with different settings of the optimizer:"
         hint = "  Learning rates and the like must be the same on all ranks of a group. Go on from the last checkpoint."
-    elif weights or "optimizer steps so far" in different:
+    elif weights or "optimizer steps so far" in unlike:
         head = f"{group} have drifted apart: replicated weights differ ({len(weights)}):"
         if not weights:
             head = f"{group} have made different numbers of optimizer steps:"

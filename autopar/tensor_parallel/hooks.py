@@ -17,10 +17,10 @@ from transformers.generation.streamers import TextStreamer
 
 from autopar import activation_checkpoint
 from autopar.distributed.derivatives import check_no_transform
-from autopar.distributed.failures import FailureLog, first_line
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, first_line
 from autopar.foreign.modules import remove_forward_hooks
 from autopar.layout import Layout
 from autopar.plan.plan import Plan

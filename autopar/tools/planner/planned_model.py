@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
 from autopar.context_parallel.state import RowPlan
-from autopar.distributed.failures import first_line
 from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
-from autopar.errors import ConfigError, UnsupportedModelError
+from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, rank_of_stage

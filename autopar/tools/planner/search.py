@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autopar.errors import AutoparError, ConfigError
+from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 
@@ -169,7 +169,7 @@ def rehearsed(estimator: Estimator, found: Found) -> None:
                 estimator.model.rehearse(config)
                 holds[kind] = ""
             except AutoparError as error:
-                holds[kind] = str(error).splitlines()[0]
+                holds[kind] = first_line(error)
         if holds[kind]:
             found.best.remove(estimate)
             found.refused.append(((candidate.tp, candidate.cp, candidate.pp, candidate.dp), holds[kind]))
@@ -193,7 +193,7 @@ def _try_mesh(
                     estimator.model.check_checkpointing()
                 memory = max(estimator.memory(candidate), key=lambda rank: rank.total)
             except AutoparError as error:
-                reason = reason or str(error).splitlines()[0]
+                reason = reason or first_line(error)
                 continue
             found.tried += 1
             if memory.total <= estimator.gpu.memory:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from autopar.errors import ConsistencyError, PolicyError, clip
+from autopar.errors import ConsistencyError, PolicyError, clip, first_line
 from autopar.plan.listing import rule_of
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.tools.verification.bisection import Found
@@ -56,12 +55,11 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
     A PolicyError names its line itself.
     """
     if isinstance(error, PolicyError) and error.where:
-        return Culprit("", clip(str(error).splitlines()[0], 300), (error.where,))
+        return Culprit("", clip(first_line(error), 300), (error.where,))
     if plan is None:
         return None
-    drifted = [name for name in re.findall(r"weight (\S+): rank", str(error)) if name in plan.tensors]
-    if isinstance(error, ConsistencyError) and drifted:
-        return culprit_of_parameter(drifted[0], "", plan, policy)
+    if isinstance(error, ConsistencyError) and error.parameter in plan.tensors:
+        return culprit_of_parameter(error.parameter, "", plan, policy)
     paths = {id(module): path for path, module in model.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
