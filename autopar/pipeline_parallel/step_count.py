@@ -60,7 +60,7 @@ class StepCount:
         self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
         self._places = ""  # of a new optimizer
-        self._trained: str | None = None  # weights with a gradient after a pass that no step was to come after
+        self._trained = ""  # weights with a gradient after a pass that no step was to come after
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCount:
@@ -89,7 +89,7 @@ class StepCount:
             self._places = cut_by_place(optimizer, self._model, self._released) or self._places
         if steps.ours and steps.last != self._passes:
             steps.count, steps.last = steps.count + 1, self._passes
-            self._last, self._stepped_once, self._trained = self._passes, True, None
+            self._last, self._stepped_once, self._trained = self._passes, True, ""
 
     def _begin(self, ours: bool) -> int:
         """Return the pass that a new optimizer begins after; 0 for the one that ``initialize`` was given."""
@@ -116,13 +116,13 @@ class StepCount:
         found = {_STEPS: json.dumps(sorted(counted)), _IDLE: str(idle), _PLACES: self._places}
         self._places = ""
         waits = idle >= _PATIENCE if self._stepped_once else not self.expected
-        return {**found, _NOTHING: self._trained or ""} if waits else found
+        return {**found, _NOTHING: self._trained} if waits else found
 
     def end_pass(self) -> None:
         """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
         trained, self._running = self._running, 0
         waits = self._passes - self._last >= _PATIENCE or not self._stepped_once
-        if self._trained is None and trained and waits:
+        if not self._trained and trained and waits:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is not None]
             self._trained = f"{len(names)} weights, {names[0]} first" if names else ""
 
