@@ -1,4 +1,4 @@
-"""Context parallelism of one model: doors, attention, and the logits of rows; and all of that undone."""
+"""Context parallelism of one model: boundaries, attention, and the logits of rows; and all of that undone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from autopar.context_parallel.attention import Implementation, register
-from autopar.context_parallel.door import Door, NeedsAllRows, Recomputed, gather_all
+from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, Recomputed, gather_all
 from autopar.context_parallel.joined_rows import entered
+from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.context_parallel.own_rows import OwnRows
 from autopar.context_parallel.row_logits import row_logits
-from autopar.context_parallel.rows_ahead import whole_tensors
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -31,7 +31,7 @@ _MODELS = itertools.count(1)
 
 
 def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
-    """Put doors before the blocks of ``model`` and attention over rows into them, in place; no communication.
+    """Put boundaries before the blocks of ``model`` and attention over rows into them, in place; no communication.
 
     Args:
         model: the Hugging Face model inside; names of the plan begin there.
@@ -53,7 +53,7 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
                 swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where, path))
         for place, path in enumerate(blocks):
             ends = (number, place == 0, place == len(blocks) - 1)
-            swap(modules[path], Door, _autopar_rows=state, _autopar_place=ends)
+            swap(modules[path], BlockBoundary, _autopar_rows=state, _autopar_place=ends)
     for path, own in plan.own.items():
         swap(modules[path], OwnRows, _autopar_rows=state, _autopar_own=(path, own))
     for module in _callable_alone(model):
@@ -76,7 +76,7 @@ def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState
 def undo(model: nn.Module) -> None:
     """Take all of it away: the model runs whole again on each rank."""
     for module in model.modules():
-        unswap(module, Door, "_autopar_place")
+        unswap(module, BlockBoundary, "_autopar_place")
         unswap(module, NeedsAllRows, "_autopar_whole")
         unswap(module, OwnRows, "_autopar_own")
         if "_autopar_list" in vars(module):

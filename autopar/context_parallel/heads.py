@@ -4,7 +4,8 @@ Attention that does not go through transformers' functions (BLOOM, GPT-J, T5), a
 Where the tensor-parallel rules of the policy shard such a module, they also say which heads (or channels) a rank can
 compute by itself: for the time of its forward the module has slices of its whole parameters, and sizes of this rank.
 What its row-parallel layers return is summed over the ranks, forward and backward: behind them every rank has all rows
-again, of which it keeps its own (:class:`~autopar.context_parallel.door.NeedsAllRows`), and the gradients of all rows.
+again, of which it keeps its own (:class:`~autopar.context_parallel.block_boundary.NeedsAllRows`), and the gradients of
+all rows.
 
 A rank has the gradients of its heads, zeros elsewhere. They are summed with those of rows, by whoever averages.
 """

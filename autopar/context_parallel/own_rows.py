@@ -1,7 +1,7 @@
 """Modules in front of the blocks that compute this rank's rows only: embeddings, and rotary angles of positions.
 
-The rehearsal finds them: their operations treat rows apart, and what they return comes to the door of the blocks
-through others that do. They return whole tensors without memory (:mod:`~autopar.context_parallel.rows_ahead`).
+The rehearsal finds them: their operations treat rows apart, and what they return comes to the boundary of the blocks
+through others that do. They return lazy tensors (:mod:`~autopar.context_parallel.lazy_rows`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.context_parallel.rows_ahead import MadeOf, RowsAhead, ahead
+from autopar.context_parallel.lazy_rows import LazyRows, MadeOf, lazy_rows
 from autopar.context_parallel.state import OwnModule, RowState
 from autopar.foreign.trees import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.layout import Layout
@@ -54,7 +54,7 @@ class OwnRows:
             state.spoiled.add(path)
             return plain()
         made_of = [x for _, x in _tensors((args, kwargs))] + [*self.parameters(), *self.buffers()]  # type: ignore[attr-defined]
-        return _ahead_of(out, path, where, rows, state, plain, made_of)
+        return _lazy(out, path, where, rows, state, plain, made_of)
 
 
 def _place(path: Any, x: torch.Tensor) -> str:
@@ -106,16 +106,16 @@ def _cut(values: Any, where: OwnModule, rows: Layout, state: RowState) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         dim = where.inputs[_place(path, x)]
-        held = x.opened(rows, dim) if isinstance(x, RowsAhead) else None
+        held = x.opened(rows, dim) if isinstance(x, LazyRows) else None
         if held is not None:
             return held
-        whole = x.whole() if isinstance(x, RowsAhead) else x
+        whole = x.whole() if isinstance(x, LazyRows) else x
         return whole if dim < 0 else state.mark(rows.shard(whole, state.axis.rank, dim))
 
     return tree_map_with_path(own, values)
 
 
-def _ahead_of(
+def _lazy(
     out: Any, path: str, where: OwnModule, rows: Layout, state: RowState, plain: Callable[[], Any], made_of: list[Any]
 ) -> Any:
     """Wrap each output, which holds this rank's rows; the first read of one computes all of them in full."""
@@ -139,5 +139,5 @@ def _ahead_of(
             state.spoiled.add(path)
             return plain()
         how = MadeOf(functools.partial(again, place), made_of)
-        made.append(ahead(x, dim, rows, state, frozenset((path,)), how))
+        made.append(lazy_rows(x, dim, rows, state, frozenset((path,)), how))
     return tree_unflatten(made, structure)

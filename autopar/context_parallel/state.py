@@ -116,7 +116,7 @@ class RowState:
         resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
         tracking: of a rehearsal: marks rows.
-        opened, spoiled: modules whose rows came to a door, and those of which the whole was read in front of it.
+        opened, spoiled: modules whose rows came to a boundary, and those of which the whole was read in front of it.
         region: random draws that differ over the axis.
         links: the ranks beside this one, to which states are handed on.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.

@@ -49,7 +49,7 @@ def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) 
     """
     lists = lists_of_blocks(stages)
     if not lists:
-        raise _refused(model, f"the policy {plan.policy} names no blocks, at whose door sequences are sharded")
+        raise _refused(model, f"the policy {plan.policy} names no blocks, at whose boundary sequences are sharded")
     if not isinstance(model, PreTrainedModel):
         raise _refused(model, "a module without a config has no dry run before its first forward")
     dropped = dropped_blocks(model)

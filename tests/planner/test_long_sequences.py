@@ -35,7 +35,7 @@ def model(**changes: Any) -> Any:
 
 
 def middle(rows: Rows, **changes: Any) -> Any:
-    """The second of three blocks: neither door is in it."""
+    """The second of three blocks: neither boundary is in it."""
     return PlannedModel(model(**changes), sequence=SEQUENCE, precision="fp32").count(rows, BATCH).elements[1]
 
 

@@ -165,7 +165,7 @@ def test_checks_over_context_run_with_every_graph() -> None:
 @pytest.mark.parametrize("method", mainly("ulysses", "gather", later="sweep"))
 @pooled(world_size=2, timeout=400)
 def test_a_compiled_model_over_context(method: str) -> None:
-    """Graphs break at the doors, and at logits and embeddings of own rows; the numbers are those of the plain model."""
+    """Graphs break at the boundaries, and at logits and embeddings of own rows; the numbers are the plain model's."""
     (batch,) = language_batches(131, count=1)
     plain = llama(num_hidden_layers=1)
     sizes = {"context_parallel_size": 2, "context_parallel_method": method}

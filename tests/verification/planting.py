@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.context_parallel.rows_ahead import whole_tensors
+from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
 from autopar.tools.verification.session import Session

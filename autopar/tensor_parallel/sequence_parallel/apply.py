@@ -22,7 +22,7 @@ __all__ = ["apply", "undo"]
 def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[..., RowsOfList] = RowsOfList) -> None:
     """Swap the classes of blocks and of modules inside them, in place; parameters stay where they are.
 
-    The last of all swaps: the doors of blocks are in front of the boundaries of pipeline stages.
+    The last of all swaps: the boundaries of blocks are in front of those of pipeline stages.
     """
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     owned = {block: tuple(_held(modules, names)) for block, names in plan.parameters.items()}

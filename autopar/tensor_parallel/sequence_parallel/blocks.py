@@ -1,6 +1,6 @@
-"""The door of a list of blocks: hidden states enter the first block as rows of the sequence and leave the last whole.
+"""The boundaries of a list of blocks: hidden states enter the first one as rows of the sequence, leave the last whole.
 
-Masks, positions and rotary angles stay whole: regions see whole sequences. A later pipeline stage runs the door of the
+Masks, positions and rotary angles stay whole: regions see whole sequences. A later pipeline stage runs that of the
 first block too, whose output is what the stage received: rows.
 """
 
@@ -154,7 +154,7 @@ class RowsBlock:
         return change_output(output, of.leave) if leaves_whole else output
 
     def forward(self, *args: Any, autopar_rows: Layout | None = None, **kwargs: Any) -> Any:
-        """Compute with rows; activation checkpointing calls it a second time, without the door."""
+        """Compute with rows; activation checkpointing calls it a second time, without the boundary."""
         if autopar_rows is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         region = self.rows_list.region

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autopar.context_parallel.rows_ahead import RowsAhead
+from autopar.context_parallel.lazy_rows import LazyRows
 from autopar.foreign.autograd import in_backward
 from autopar.foreign.operators import safe_softmax
 from autopar.foreign.trees import tree_leaves
@@ -70,7 +70,7 @@ class DrawNotes(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PRODUCTS or func is F.alpha_dropout:
             x = args[0] if args else kwargs["input"]
-            if isinstance(x, RowsAhead):
+            if isinstance(x, LazyRows):
                 with self:  # it calls dropout of its own rows
                     return type(x).__torch_function__(func, types, args, kwargs)
             named = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs

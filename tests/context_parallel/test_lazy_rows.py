@@ -1,4 +1,4 @@
-"""Embeddings and rotary angles of own rows, before the door of the blocks: what is done to them, and who reads them."""
+"""Embeddings and rotary angles of own rows, before the block boundary: what is done to them, and who reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.context_parallel.lazy_rows import LazyRows
 from autopar.context_parallel.own_rows import OwnRows, may_own_rows
-from autopar.context_parallel.rows_ahead import RowsAhead
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.dry_run.context_parallel import plan_rows
@@ -64,7 +64,7 @@ ROWS_OF_FEATURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_what_treats_rows_apart_is_done_to_rows(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     plain, made, state = _pair()
     expected, ahead = operation(plain(IDS)), operation(made(IDS))
-    assert isinstance(ahead, RowsAhead) and ahead.shape == expected.shape and ahead.dtype == expected.dtype
+    assert isinstance(ahead, LazyRows) and ahead.shape == expected.shape and ahead.dtype == expected.dtype
     rows = state.rows_of(7)
     own = ahead.opened(rows, 1)
     torch.testing.assert_close(own, rows.shard(expected, 1, 1))
@@ -103,8 +103,8 @@ def test_what_is_written_into_it_is_seen_by_all_who_have_it() -> None:
         assert torch.equal(doubled.opened(state.rows_of(7), 1), before * 2), "made before"
         seen = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("autopar.context_parallel.rows_ahead.meet", lambda *args: seen.append(args[1]))
-            patch.setattr("autopar.context_parallel.rows_ahead.join", lambda own, *args: own)
+            patch.setattr("autopar.context_parallel.lazy_rows.meet", lambda *args: seen.append(args[1]))
+            patch.setattr("autopar.context_parallel.lazy_rows.join", lambda own, *args: own)
             doubled.sum()  # what it was made of is another now: it is gathered
         assert seen == ["a tensor of [2, 7, 6] in front of the blocks"]
 
@@ -145,11 +145,11 @@ def test_a_function_of_ones_own_loses_no_gradient() -> None:
 def test_ids_and_shapes_that_the_rehearsal_did_not_have() -> None:
     plain, made, state = _pair()
     for ids in (IDS[:, :1], IDS[0], torch.tensor(3), IDS[None]):  # too short to be cut; other dims
-        assert not isinstance(made(ids), RowsAhead) and torch.equal(made(ids), plain(ids))
+        assert not isinstance(made(ids), LazyRows) and torch.equal(made(ids), plain(ids))
     with pytest.raises(IndexError):  # on the other rank, too, whose rows are fine
         made(IDS.clone().index_fill_(1, torch.tensor([0]), 10))
     state.finish()
-    assert not isinstance(made(IDS), RowsAhead), "outside of a forward"
+    assert not isinstance(made(IDS), LazyRows), "outside of a forward"
 
 
 def test_dropout_draws_for_own_rows() -> None:
@@ -159,7 +159,7 @@ def test_dropout_draws_for_own_rows() -> None:
     before = torch.get_rng_state()
     ahead = F.dropout(made(IDS), 0.5, True)
     drawn = torch.rand(())
-    assert isinstance(ahead, RowsAhead) and 0 < (ahead.own == 0).sum() < ahead.own.numel()
+    assert isinstance(ahead, LazyRows) and 0 < (ahead.own == 0).sum() < ahead.own.numel()
     torch.set_rng_state(before)
     assert torch.equal(F.dropout(made(IDS), 0.5, True).own, ahead.own)
     assert torch.equal(torch.rand(()), drawn), "of the others' generator one number is taken"
@@ -209,7 +209,7 @@ def test_readers_in_a_model(make: Callable[..., Any]) -> None:
         out = model(**{**batch, **more}, use_cache=False)
         handle.remove()
         hidden = out.hidden_states or ()
-        assert not any(isinstance(x, RowsAhead) for x in hidden)
+        assert not any(isinstance(x, LazyRows) for x in hidden)
         return out.loss + sum(x.square().mean() for x in hidden)
 
     def noise(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""A tensor in front of the blocks that holds this rank's rows, and becomes whole on any other use.
+"""A lazy tensor in front of the blocks: it holds this rank's rows, and computes the whole on any other use.
 
-It may be added to others, scaled, normed and projected, which is done to the rows, and the door of the blocks opens it.
+It may be added to others, scaled, normed and projected, which is done to the rows, and the block boundary opens it.
 Whatever else touches it gets the whole tensor, which each rank computes by itself, as it would without rows.
 """
 
@@ -20,7 +20,7 @@ from autopar.foreign.tensors import version_of, wrapper_subclass
 from autopar.foreign.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from autopar.layout import Layout
 
-__all__ = ["MadeOf", "RowsAhead", "ahead", "version_of", "whole_tensors"]
+__all__ = ["LazyRows", "MadeOf", "lazy_rows", "version_of", "whole_tensors"]
 
 _ADVICE = (
     "Dropout, or what has changed since, left rows of it on each context-parallel rank. They are gathered when it is\n"
@@ -28,7 +28,7 @@ _ADVICE = (
 )
 
 
-class RowsAhead(WholeOnRead):
+class LazyRows(WholeOnRead):
     """A whole tensor in front of the blocks, of which this rank has some rows.
 
     Attributes:
@@ -95,14 +95,14 @@ class RowsAhead(WholeOnRead):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from this rank's rows what can be, compute the whole for everything else."""
         first, name = args[0] if args else None, name_of(func)
-        if isinstance(first, RowsAhead) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
+        if isinstance(first, LazyRows) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
             return getattr(first.own, name)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do to own rows what treats rows apart."""
-        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, RowsAhead)), None)
+        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyRows)), None)
         if lead is None or lead.is_whole:
             return None
         if name == "requires_grad_":
@@ -116,20 +116,20 @@ class MadeOf:
 
     def __init__(self, again: Callable[[], torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
         self.again = again
-        self._ahead = [x for x in tensors if isinstance(x, RowsAhead)]
-        self._versions = [(x, version_of(x)) for x in tensors if not isinstance(x, RowsAhead)]
+        self._lazy = [x for x in tensors if isinstance(x, LazyRows)]
+        self._versions = [(x, version_of(x)) for x in tensors if not isinstance(x, LazyRows)]
 
     def unchanged(self) -> bool:
         """Whether nobody has written into them."""
-        return all(x.unchanged() for x in self._ahead) and all(version_of(x) == seen for x, seen in self._versions)
+        return all(x.unchanged() for x in self._lazy) and all(version_of(x) == seen for x, seen in self._versions)
 
 
-def ahead(
+def lazy_rows(
     own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str], made_of: MadeOf | None
-) -> RowsAhead:
+) -> LazyRows:
     """Return the whole tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
     check_no_tangent(own)
-    made: RowsAhead = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
+    made: LazyRows = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
     made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
     made._state, made._made_of, made._plain = state, made_of, None
     made._version_of_own, made._version_of_plain = version_of(own), 0
@@ -142,7 +142,7 @@ class _Closed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:
         keep_none(ctx)
-        return wrapper_subclass(RowsAhead, shape, dtype=own.dtype, device=own.device)
+        return wrapper_subclass(LazyRows, shape, dtype=own.dtype, device=own.device)
 
     @staticmethod
     @single_backward
@@ -155,8 +155,8 @@ class _Closed(torch.autograd.Function):
 
 def whole_tensors(value: Any) -> Any:
     """Return a nested value with whole tensors in the place of those of which there are rows."""
-    if any(isinstance(x, RowsAhead) for x in tree_leaves(value)):
-        return tree_map_only(RowsAhead, lambda x: x.whole(), value)
+    if any(isinstance(x, LazyRows) for x in tree_leaves(value)):
+        return tree_map_only(LazyRows, lambda x: x.whole(), value)
     return value
 
 
@@ -177,7 +177,7 @@ _BINARY = frozenset(
 )
 
 
-def _of_own_rows(lead: RowsAhead, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_own_rows(lead: LazyRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what ``func`` makes, or None if it is not known to treat rows apart."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -193,24 +193,24 @@ def _of_own_rows(lead: RowsAhead, func: Any, name: str, args: tuple[Any, ...], k
         parts = [lead.own if x is lead else x for x in leaves]
     else:
         return None
-    if any(isinstance(x, RowsAhead) for x in parts):
+    if any(isinstance(x, LazyRows) for x in parts):
         return None
     mine, named = tree_unflatten(parts, structure)
     own = func(*mine, **named)
     if own is lead.own:  # as it was
         return lead
-    sources = frozenset[str]().union(*(x.sources for x in tensors if isinstance(x, RowsAhead)))
+    sources = frozenset[str]().union(*(x.sources for x in tensors if isinstance(x, LazyRows)))
 
     def again() -> torch.Tensor:
-        whole, names = tree_map_only(RowsAhead, lambda x: x.whole(), (args, kwargs))
+        whole, names = tree_map_only(LazyRows, lambda x: x.whole(), (args, kwargs))
         made: torch.Tensor = func(*whole, **names)
         return made
 
     dim = own.ndim - (lead.ndim - lead.rows_dim)
-    return ahead(own, dim, lead.rows, lead._state, sources, MadeOf(again, tensors))
+    return lazy_rows(own, dim, lead.rows, lead._state, sources, MadeOf(again, tensors))
 
 
-def _is_of_features(lead: RowsAhead, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation works along the last dims, which are not the rows', with weights beside it."""
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
@@ -221,10 +221,10 @@ def _is_of_features(lead: RowsAhead, name: str, args: tuple[Any, ...], kwargs: d
     return name == "linear" and lead.rows_dim < lead.ndim - 1
 
 
-def _part(x: torch.Tensor, lead: RowsAhead) -> torch.Tensor | None:
+def _part(x: torch.Tensor, lead: LazyRows) -> torch.Tensor | None:
     """Return this rank's rows of a tensor that is broadcast with ``lead``; itself if it is the same for all rows."""
     dim = x.ndim - (lead.ndim - lead.rows_dim)
-    if isinstance(x, RowsAhead):
+    if isinstance(x, LazyRows):
         if x._plain is None:
             return x.own if x.rows == lead.rows and x.rows_dim == dim else None
         x = x._plain
@@ -233,7 +233,7 @@ def _part(x: torch.Tensor, lead: RowsAhead) -> torch.Tensor | None:
     return lead.rows.shard(x, lead._state.axis.rank, dim) if x.shape[dim] == lead.rows.size else None
 
 
-def _dropout(lead: RowsAhead, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsAhead | None:
+def _dropout(lead: LazyRows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyRows | None:
     """``F.dropout``: each rank draws for its own rows, as it does in the blocks."""
     given = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
     if not given.get("training", given.get("train", True)) or given.get("p", 0.5) == 0:
@@ -244,4 +244,4 @@ def _dropout(lead: RowsAhead, func: Any, args: tuple[Any, ...], kwargs: dict[str
     region.draw_per_rank(True)
     own = func(lead.own, *args[1:], **kwargs)
     region.draw_alike()
-    return ahead(own, lead.rows_dim, lead.rows, lead._state, lead.sources, None)
+    return lazy_rows(own, lead.rows_dim, lead.rows, lead._state, lead.sources, None)

@@ -1,7 +1,7 @@
-"""The doors of a list of blocks: in front of the first one the sequence is cut into rows, behind the last one joined.
+"""The boundaries of a list of blocks: the sequence is cut into rows before the first one, and joined behind the last.
 
 Everything before the first block is the model's own and sees the whole sequence: positions, masks, documents, and
-embeddings, which may be rows behind the scenes (:mod:`autopar.context_parallel.rows_ahead`). A block gets this rank's
+embeddings, which may be rows behind the scenes (:mod:`autopar.context_parallel.lazy_rows`). A block gets this rank's
 rows of the hidden states and of whatever else has a row for each position; masks stay whole. Modules that need all
 rows gather them, and keep their own of what they return.
 """
@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 
 from autopar.context_parallel.handed_states import own_arguments, with_states
 from autopar.context_parallel.joined_rows import join
+from autopar.context_parallel.lazy_rows import LazyRows, whole_tensors
 from autopar.context_parallel.rank_states import StatesOfRank
-from autopar.context_parallel.rows_ahead import RowsAhead, whole_tensors
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
@@ -29,10 +29,10 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["Door", "NeedsAllRows", "gather_all"]
+__all__ = ["BlockBoundary", "NeedsAllRows", "gather_all"]
 
 
-class Door:
+class BlockBoundary:
     """Class before that of a block.
 
     Attributes:
@@ -97,7 +97,7 @@ class Door:
 
 
 def _own_rows(x: torch.Tensor, layout: Layout, dim: int, state: RowState) -> torch.Tensor:
-    if not isinstance(x, RowsAhead):
+    if not isinstance(x, LazyRows):
         return state.narrow(x, layout, dim)
     own = x.opened(layout, dim)
     if own is None:
