@@ -2,14 +2,15 @@
 
 ``params[:10]`` are other weights on each stage than in the plain model. Such groups are runs of that list on several
 stages, with the same settings, and part weights that blocks have alike: groups by name do not, and rates that decay
-from layer to layer are other ones on each stage.
+from layer to layer are other ones on each stage. Of a stage the first group ends behind where that of an earlier one
+does, although the next group has begun there: groups of the first layers and the last do not take turns.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -38,17 +39,27 @@ def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) ->
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     if all(each == settings[0] for each in settings):
         return ""
-    begins = [name for (name, number), (_, before) in zip(held[1:], held, strict=False) if number != before]
-    return json.dumps([repr([settings[number] for number in dict.fromkeys(order)]), begins[0]])
+    place = next(place for place, number in enumerate(order) if number != order[0])
+    return json.dumps([repr([settings[n] for n in dict.fromkeys(order)]), held[place - 1][0], held[place][0]])
 
 
 def check_places(said: Mapping[int, str]) -> None:
     """Warn if groups of an optimizer seem to be cut by place on both of two stages; ``said``: by rank."""
     found = {rank: json.loads(text) for rank, text in said.items() if text}
-    if len(found) == 2 and len({settings for settings, _ in found.values()}) == 1:
-        where = ", ".join(f"on rank {rank} at {begins}" for rank, (_, begins) in sorted(found.items()))
+    if len(found) == 2 and len({settings for settings, _, _ in found.values()}) == 1 and _take_turns(found.values()):
+        where = ", ".join(f"on rank {rank} at {begins}" for rank, (_, _, begins) in sorted(found.items()))
         warn_user(
             f"groups of the optimizer seem to be cut by place in model.parameters(): one ends {where}. Each stage "
             "lists its own weights, so a place is another weight than in the plain model. Make groups by name, or "
             "make the optimizer before autopar.initialize and give it (optimizer=)."
         )
+
+
+def _take_turns(found: Iterable[tuple[str, str, str]]) -> bool:
+    """Whether the second group begins on one stage before the first one ends on the other."""
+    (_, _, begins), (_, ends, _) = sorted(found, key=lambda each: _numbers(each[1]))
+    return _numbers(begins) < _numbers(ends)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]

@@ -15,6 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, ShardWarning
+from autopar.pipeline_parallel.group_places import check_places, cut_by_place
 from tests.compare import same_weights
 from tests.parity import close, language_batches
 from tests.pool import pooled
@@ -298,6 +299,32 @@ def test_groups_by_place_are_told_and_others_are_not() -> None:
                 "name, or make the optimizer before autopar.initialize and give it (optimizer=)."
             )
         model.mpu.destroy()
+
+
+@pytest.mark.parametrize(
+    ("layers", "first_group", "told"),
+    [
+        (([0, 1, 2, 3], [4, 5, 6, 7]), {0, 1, 4, 5}, 1),  # the first two of each list
+        (([0, 1, 4, 5], [2, 3, 6, 7]), {0, 1, 2, 3}, 0),  # the first half of a model whose ranks have two chunks each
+        (([0, 1, 2, 3], [4, 5, 6, 7]), {0, 1, 2, 3}, 0),
+        (([0, 1, 2, 3], [4, 5, 6, 7]), {0, 1, 2, 3, 4, 5}, 0),
+    ],
+)
+def test_groups_of_the_first_layers_and_the_last(
+    layers: tuple[list[int], list[int]], first_group: set[int], told: int
+) -> None:
+    said = {}
+    for rank, held in enumerate(layers):
+        model = nn.ModuleDict({str(layer): nn.Linear(1, 1, bias=False) for layer in held})
+        groups: list[list[Any]] = [[], []]
+        for layer in held:
+            groups[layer not in first_group].append(model[str(layer)].weight)
+        optimizer = torch.optim.SGD([{"params": groups[0], "lr": 0.1}, {"params": groups[1], "lr": 0.2}])
+        said[rank] = cut_by_place(optimizer, model, ())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        check_places(said)
+    assert len(found) == told
 
 
 @pooled(world_size=2)
