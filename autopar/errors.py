@@ -74,7 +74,7 @@ class ConsistencyError(AutoparError):
         parameter: name of the first weight that differs; "" if that is something else.
     """
 
-    def __init__(self, message: str, parameter: str = "") -> None:
+    def __init__(self, message: str = "", parameter: str = "") -> None:
         super().__init__(message)
         self.parameter = parameter
 

@@ -34,7 +34,7 @@ from autopar.data_parallel.own_updates import FreeWeights
 from autopar.data_parallel.process_hooks import forget, listen
 from autopar.data_parallel.replica_errors import unlike_gradients, unlike_weights
 from autopar.data_parallel.router_loss import adds_router_loss, warn_of_router_loss
-from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step
+from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step, plain_settings
 from autopar.data_parallel.wrapper_check import group_call
 from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.digest import of_text, of_values
@@ -198,7 +198,7 @@ class StepCheck:
         progress.steps += 1
         self.made += 1
         if self.mpu.tp_cp.size > 1:
-            self.settings = repr([_settings(group) for group in optimizer.param_groups])
+            self.settings = repr([plain_settings(group) for group in optimizer.param_groups])
             apart = -1 - self.mpu.tp_cp.rank
             read = self.shard_is_read and not closure
             self.last_shard = digest_shard(progress.sharded, self.made, optimizer, apart) if read else None
@@ -362,9 +362,3 @@ def _inside_another_step() -> bool:
         found += frame.f_code is _WRAPPER
         frame = frame.f_back  # type: ignore[assignment]
     return found > 1
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is plain data in a param group."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from autopar.distributed.digest import checksum, of_checksum, of_tensor, sum_of_bits
 
-__all__ = ["OVERFLOW", "Digests", "digest_shard", "digest_step"]
+__all__ = ["OVERFLOW", "Digests", "digest_shard", "digest_step", "plain_settings"]
 
 OVERFLOW = -1  # the digest of a gradient that is not finite
 _SAMPLE = 16384  # elements of a sample
@@ -90,3 +91,9 @@ def _sum(tensor: torch.Tensor | None, device: torch.device, start: int, rows: in
     if tensor.is_sparse or rows is None:
         return sum_of_bits(tensor)
     return sum_of_bits(tensor.narrow(0, start, rows))
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is plain data in a param group."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

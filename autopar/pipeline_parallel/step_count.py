@@ -28,7 +28,7 @@ _STEPS = "passes that steps came after"
 _NOTHING = "weights that no optimizer steps"
 _IDLE = "passes since the last step"
 _PLACES = "groups by place"
-_PATIENCE = 8  # passes without a step after which a stage is told, if another stage goes on
+_PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on
 
 
 @dataclass
@@ -59,6 +59,7 @@ class StepCount:
         self._optimizers: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
         self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
+        self._patience = _PATIENCE  # twice the longest interval between two steps, at least
         self._places = ""  # of a new optimizer
         self._trained = ""  # weights with a gradient after a pass that no step was to come after
         listen(self)
@@ -89,6 +90,7 @@ class StepCount:
             self._places = cut_by_place(optimizer, self._model, self._released) or self._places
         if steps.ours and steps.last != self._passes:
             steps.count, steps.last = steps.count + 1, self._passes
+            self._patience = max(self._patience, 2 * (self._passes - self._last))
             self._last, self._stepped_once, self._trained = self._passes, True, ""
 
     def _begin(self, ours: bool) -> int:
@@ -115,14 +117,14 @@ class StepCount:
             counted = {(0, 0)}
         found = {_STEPS: json.dumps(sorted(counted)), _IDLE: str(idle), _PLACES: self._places}
         self._places = ""
-        waits = idle >= _PATIENCE if self._stepped_once else not self.expected
-        return {**found, _NOTHING: self._trained} if waits else found
+        told = idle == self._patience if self._stepped_once else not self.expected
+        return {**found, _NOTHING: self._trained} if told else found
 
     def end_pass(self) -> None:
         """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
         trained, self._running = self._running, 0
-        waits = self._passes - self._last >= _PATIENCE or not self._stepped_once
-        if not self._trained and trained and waits:
+        waits = self._passes - self._last >= self._patience or not self._stepped_once
+        if trained and waits:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is not None]
             self._trained = f"{len(names)} weights, {names[0]} first" if names else ""
 
@@ -143,7 +145,7 @@ def check_steps(said: Mapping[int, dict[str, str]]) -> None:
     if any(counts[rank] and idle[rank] < _PATIENCE for rank in said):
         for rank, trained in nothing.items():
             if trained:
-                warn_user(_idle(rank, trained, idle[rank] if counts[rank] else None))
+                warn_user(_idle(rank, trained, idle[rank] if counts[rank] else 0))
     if len(counts) < 2:
         return
     one, other = counts.values()
@@ -152,8 +154,8 @@ def check_steps(said: Mapping[int, dict[str, str]]) -> None:
             raise ConsistencyError(_unlike({rank: max(found[first]) for rank, found in counts.items()}))
 
 
-def _idle(rank: int, trained: str, passes: int | None) -> str:
-    since = "" if passes is None else f" in the last {passes} passes"
+def _idle(rank: int, trained: str, passes: int) -> str:
+    since = f" in the last {passes} passes" if passes else ""
     return (
         f"rank {rank} has stepped no optimizer{since}, and other stages of its replica have: {trained}, have "
         "gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "

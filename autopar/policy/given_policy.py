@@ -7,10 +7,12 @@ models. It names modules and styles, and nothing of what features are made of. S
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,6 +25,8 @@ from autopar.policy.schema import Policy
 __all__ = ["DERIVE", "derived_policy", "given_policy", "ships_plan"]
 
 DERIVE = "derive"
+
+_log = logging.getLogger(__name__)
 
 
 def given_policy(
@@ -53,7 +57,9 @@ def derived_policy(model: PreTrainedModel) -> Policy:
     Raises:
         UnsupportedModelError: nothing of it can be sharded, or it does not run without data.
     """
-    tree = tool("derivation.derive").derive(model).tree
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.info("deriving a policy for %s: seconds, or minutes where forward loops in Python", type(model).__name__)
+    tree = tool("verification.policy_of_small").derived_tree(model)
     return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
 
 

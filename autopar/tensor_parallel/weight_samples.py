@@ -22,6 +22,7 @@ __all__ = ["WeightSamples", "local"]
 
 _ELEMENTS = 16384  # of replicated weights in one sample
 _TENSORS = 8  # and of how many weights
+_FEW = 256  # elements of what is no ``weight``, from which on shards are compared
 _FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
 
 
@@ -185,10 +186,17 @@ def _first_elements(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Weights, biases, tables of experts and others of which each tp rank holds another part."""
+    """Weights, tables of experts and the like of which each tp rank holds another part.
+
+    Not what may well have the same few numbers on all ranks: biases, and others with few elements.
+    """
     for module in model.modules():
         parameters = own_parameters(module)
         for name, layout in vars(module).get("autopar_layouts", {}).items():
             weight = parameters.get(name)
-            if type(weight) is nn.Parameter and not layout.replicated and not weight.is_meta:
+            if type(weight) is not nn.Parameter or layout.replicated or weight.is_meta:
+                continue
+            beside = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
+            least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks
+            if name == "weight" or (weight.ndim > 1 and least >= _FEW):
                 yield weight

@@ -19,6 +19,8 @@ from autopar.errors import UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tools.cli.policy_check import check_policy
+from autopar.tools.derivation.derive import derive
+from autopar.tools.verification import policy_of_small
 from tests.parity import check, language_batches
 from tests.pool import pooled
 
@@ -197,6 +199,24 @@ def test_a_model_of_which_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch
     text = str(error.value)
     assert text.startswith("no policy lists model_type 'someones_toy' of Toy, and no policy can be derived for Toy: ")
     assert len(text.splitlines()) <= 10
+
+
+def test_a_large_model_takes_the_policy_of_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Llama with 70 billion parameters. Where that does not fit, its own forward is followed."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    with torch.device("meta"):
+        model = OwnForCausalLM(OwnConfig(**sizes, num_attention_heads=64, num_key_value_heads=8))
+    seen = []
+    monkeypatch.setattr(policy_of_small, "derive", lambda small: seen.append(small) or derive(small))
+    drawn = torch.get_rng_state()
+    plan = make_plan(model, find_policy(model), 8)
+    assert torch.equal(drawn, torch.get_rng_state()) and sum(p.numel() for p in seen[0].parameters()) < 1e6
+    assert plan.tensors["model.layers.79.self_attn.q_proj.weight"].local_shape(7) == (1024, 8192)
+    assert plan.tensors["model.layers.79.self_attn.k_proj.weight"].local_shape(7) == (128, 8192)
+    monkeypatch.setattr(policy_of_small, "build_small", lambda *_: own(3, 3))  # another structure: no grouped keys
+    monkeypatch.setattr(policy_of_small, "_LARGE", 0)
+    found = make_plan(own(8, 2), find_policy(own(8, 2)), 2)
+    assert found.tensors["model.layers.0.self_attn.k_proj.weight"].local_shape(0) == (8, 64)
 
 
 def test_without_a_plan_none_is_derived_unasked() -> None:

@@ -77,13 +77,15 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
 def _garbage_left_alone() -> Iterator[None]:
     """Let a fork collect nothing of this process: the end of a process group waits for its threads, which stay here."""
     gc.collect()
+    frozen = gc.get_freeze_count() > 0  # by the caller, and to stay so
     gc.freeze()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: none of theirs is used
             yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout: float) -> Report:
