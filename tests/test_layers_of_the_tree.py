@@ -29,7 +29,7 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 420,
+    "applied": 435,
     "adapters": 200,
     "checkpoint": 6130,
     "config": 860,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
 __all__ = ["Parallelized"]
+
+_alive: weakref.WeakSet[Parallelized] = weakref.WeakSet()
 
 
 class Parallelized:
@@ -50,6 +54,22 @@ class Parallelized:
         self.stages: StagePlan = plans.stages
         self.sequence, self.rows = plans.sequence, plans.rows
         self.undo: list[Callable[[Any, Parallelized], None]] = []
+        _alive.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
+        copied = memo[id(self)] = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        _alive.add(copied)
+        return copied
+
+    @property
+    def shares_its_mesh(self) -> bool:
+        """Whether a copy of the model lives that is parallelized, too: it goes on with the same process groups."""
+        return any(other is not self and other.mpu is self.mpu for other in _alive)
+
+    def forget(self) -> None:
+        """Be the state of no model any more."""
+        _alive.discard(self)
 
     @property
     def steps(self) -> StepCheck:

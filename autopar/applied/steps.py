@@ -198,8 +198,10 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def undo(model: nn.Module, state: Parallelized) -> None:
-    """Take back all steps, the last one first, and destroy the process groups."""
+    """Take back all steps, the last one first, and destroy the process groups, unless a copy goes on with them."""
     while state.undo:
         state.undo.pop()(model, state)
     del model._autopar, model.mpu
-    state.mpu.destroy()
+    state.forget()
+    if not state.shares_its_mesh:
+        state.mpu.destroy()

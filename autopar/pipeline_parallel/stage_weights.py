@@ -8,6 +8,7 @@ gives the right shapes; what it computes there is replaced by what the stage rec
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,13 @@ class ReleasedWeights:
         self.buffers: list[tuple[nn.Module, str, str, torch.Tensor]] = []
         self.emptied: list[nn.Module] = []
         self.dtype: torch.dtype | None = None  # of this stage's tensors at the last call; None: they have several
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReleasedWeights:
+        """Return those of a copied model, by the ids that they have there."""
+        copied = memo[id(self)] = ReleasedWeights()
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.parameters = {id(parameter): parameter for parameter in copied.parameters.values()}
+        return copied
 
     def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
         """Give what stands for the tensors of other stages the dtype that these have there; the objects stay.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
 from tests.compare import same_weights
-from tests.parity import language_batches
+from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
@@ -111,3 +111,36 @@ def test_a_stage_of_a_copy_that_forgets_its_step() -> None:
         fast.execute_pipeline(batch)
     dist.barrier()
     model.mpu.destroy()
+
+
+def same_plain(model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(found.data, expected.data, name)
+
+
+@pytest.mark.tier("test", only=("stages",))
+@pytest.mark.parametrize("kind", ["shards", "stages"])
+@pooled(world_size=4)
+def test_a_copy_becomes_plain_and_the_model_goes_on(kind: str) -> None:
+    """As for an export in the middle of a training; the process groups end with the last of them."""
+    sizes = {"tensor_parallel_size": 2} if kind == "shards" else {"pipeline_parallel_size": 2}
+    plain = llama(num_hidden_layers=2).train()
+    model = parallel(plain, **sizes)
+    reference, optimizer = sgd(plain), sgd(model)
+    for first in (True, False):
+        for batch in language_batches(131, count=2, batch=2):
+            plain(**batch).loss.backward()
+            reference.step()
+            reference.zero_grad()
+            if kind == "stages":
+                model.execute_pipeline(batch)
+            else:
+                model(**batch).loss.backward()
+                autopar.average_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if first:
+            same_plain(autopar.deparallelize(copy.deepcopy(model)), plain)
+    mpu = model.mpu
+    same_plain(autopar.deparallelize(model), plain)
+    assert not mpu._alive
