@@ -20,6 +20,7 @@ from autopar.applied.state import Parallelized
 from autopar.data_parallel import apply as data_parallel
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.digest import extremes
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
@@ -203,5 +204,6 @@ def undo(model: nn.Module, state: Parallelized) -> None:
         state.undo.pop()(model, state)
     del model._autopar, model.mpu
     state.forget()
-    if not state.shares_its_mesh:
+    (kept,), _ = extremes([int(state.shares_its_mesh)], None)  # some ranks alone may hold a copy
+    if not kept:
         state.mpu.destroy()
