@@ -154,12 +154,19 @@ def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard(how: st
 
 
 @pytest.mark.tier("test")
+@pytest.mark.parametrize("how", ["init", "data", "new data"])
 @pooled(world_size=2)
-def test_weights_drawn_anew_between_steps_are_named_before_the_next_one():
+def test_weights_drawn_anew_between_steps_are_named_before_the_next_one(how: str):
     model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
     _train(model, 6)
     for block in model.transformer.h:  # seven of sixteen kinds of weights, as a user resets some layers
-        torch.nn.init.normal_(block.mlp.c_proj.weight)
+        weight = block.mlp.c_proj.weight
+        if how == "init":
+            torch.nn.init.normal_(weight)
+        elif how == "data":
+            weight.data.normal_()  # as transformers' models draw theirs
+        else:
+            weight.data = torch.randn(weight.shape)
     with raises_everywhere(
         ConsistencyError, "shard of the weights transformer.h.0.mlp.c_proj.weight, transformer.h.1.mlp.c_proj.weight.\n"
     ):

@@ -144,7 +144,7 @@ class ForwardCheck:
 
     def after_step(self, *_: Any) -> None:
         """Note what an optimizer has written into sharded weights."""
-        self._samples.note_versions()
+        self._samples.note_written()
 
     def after_forward(self, model: nn.Module) -> None:
         """Find the generators that the forward drew from: from then on their states are compared, and these at once.

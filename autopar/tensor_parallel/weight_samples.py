@@ -37,13 +37,15 @@ class WeightSamples:
         apart: ``id(weight)`` -> the sharded weights whose shards differ.
     """
 
-    _versions: int | None = None  # torch counts what is written into a tensor
+    _seen: tuple[int, list[int], torch.Tensor] | None = None  # writes into sharded weights, their places, elements
 
     def __init__(self, *, fsdp: bool = True) -> None:
         self._fsdp = fsdp
         self._replicated: list[tuple[str, nn.Module, str, nn.Parameter]] = []
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
+        self._places: list[int] = []
+        self._firsts: list[torch.Tensor] | None = None  # views of an element of each sharded weight
         self._all: list[nn.Parameter] = []
         self._model: weakref.ref[nn.Module] | None = None  # of these weights
         self._next = self._next_sharded = 0
@@ -109,13 +111,21 @@ class WeightSamples:
     def redrawn(self, model: nn.Module) -> bool:
         """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
         self._collect(model)
-        before = self._versions
-        self.note_versions()
-        return before not in (None, self._versions)
+        before, now = self._seen, self._written()
+        self._seen = now
+        return before is not None and (before[:2] != now[:2] or not torch.equal(before[2], now[2]))
 
-    def note_versions(self) -> None:
+    def note_written(self) -> None:
         """Take what was written into sharded weights until now for an optimizer's step."""
-        self._versions = writes_into(self._sharded)
+        self._seen = self._written()
+
+    def _written(self) -> tuple[int, list[int], torch.Tensor]:
+        """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each."""
+        places = [weight.data_ptr() for weight in self._sharded]
+        if self._firsts is None or places != self._places:
+            self._places, self._firsts = places, _first_of_each(self._sharded)
+        firsts = torch.cat(self._firsts) if self._firsts else torch.empty(0)
+        return writes_into(self._sharded), places, firsts
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
@@ -134,6 +144,7 @@ class WeightSamples:
             self._replicated = [(name, model.get_submodule(path), leaf, p) for name, path, leaf, p in places]
             self._all = list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
+            self._firsts = None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,6 +194,12 @@ def _first_elements(weight: torch.Tensor) -> torch.Tensor | None:
     numbers = torch.view_as_real(part) if part.is_complex() else part.float() if part.element_size() == 1 else part
     low, high = (end.item() for end in numbers.aminmax())
     return part if low < high and math.isfinite(low) and math.isfinite(high) else None
+
+
+def _first_of_each(weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Return views of the first elements of weights that can be joined: on one device, of two bytes or more."""
+    usual = [w for w in weights if w.numel() and w.element_size() > 1 and w.device == weights[0].device]
+    return [weight.detach().as_strided((1,), (1,), weight.storage_offset()) for weight in usual]
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
