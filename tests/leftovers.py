@@ -25,7 +25,7 @@ import transformers
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
-from autopar.data_parallel import process_hooks
+from autopar.checks import process_hooks
 from autopar.distributed import gloo_collectives, host_transport
 
 _LOGGERS = ("autopar", "torch", "transformers")

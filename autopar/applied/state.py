@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autopar.applied.call import Call
+from autopar.checks.step import StepCheck
 from autopar.data_parallel.apply import DataParallel
-from autopar.data_parallel.replica_check import StepCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans

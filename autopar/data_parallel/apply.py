@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.checks.step import StepCheck
+from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
 from autopar.data_parallel.fsdp import fully_shard
 from autopar.data_parallel.grad_norm import counted_here
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.master_weights import DTYPES
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
-from autopar.data_parallel.replica_check import StepCheck
 from autopar.data_parallel.replica_norm import ReplicaNorm
-from autopar.data_parallel.wrapper_check import WrapperCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from autopar.checks.optimizer_probe import refuse_unlike
 from autopar.config import ParallelConfig
-from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
@@ -19,7 +18,6 @@ __all__ = [
     "check_state",
     "keep_stage",
     "rebind",
-    "refuse_whole_state",
     "shard_state",
 ]
 
@@ -171,22 +169,3 @@ def rebind(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
-
-
-def refuse_whole_state(optimizer: torch.optim.Optimizer, held: Iterable[tuple[str, nn.Parameter]], plan: Plan) -> None:
-    """Raise ConfigError if an optimizer that ``initialize`` was not given has state from before the model was sharded.
-
-    Args:
-        held: names and shards of what it steps.
-    """
-    for name, parameter in held:
-        state = optimizer.state.get(parameter)
-        due = plan.tensors.get(plan.canonical(name))
-        whole = parameter.shape if due is None or isinstance(parameter, DTensor) else due.shape
-        for key, value in state.items() if isinstance(state, dict) and tuple(parameter.shape) != tuple(whole) else ():
-            if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(whole):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} has state of whole weights, and this rank has shards: {key} of {name} "
-                    f"is {list(whole)}, the shard {list(parameter.shape)}.\n  It stepped before initialize: "
-                    "model, optimizer = autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
-                )

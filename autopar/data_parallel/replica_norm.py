@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.checks.process_hooks import forget, listen
+from autopar.checks.wrappers import refuse_flat
 from autopar.data_parallel.grad_norm import counted_here, tensor_norm
 from autopar.data_parallel.loss_scale import agree_on_found
-from autopar.data_parallel.process_hooks import forget, listen
-from autopar.data_parallel.wrapper_check import refuse_flat
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU

@@ -18,9 +18,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
 
+from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.grad_norm import clip_factor, scale_gradients
 from autopar.data_parallel.loss_scale import GradScaler
-from autopar.data_parallel.process_hooks import listeners
 from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_body, patch_member

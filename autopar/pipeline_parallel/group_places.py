@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from autopar.call_site import warn_user
-from autopar.data_parallel.step_digests import plain_settings
+from autopar.checks.step_digests import plain_settings
 
 __all__ = ["check_places", "cut_by_place"]
 

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import (
     ForTokenClassification,
 )
 
-from autopar.data_parallel.router_loss import adds_router_loss
+from autopar.checks.router_loss import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import set_loss_function
 from autopar.pipeline_parallel.p2p import map_tensors

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from autopar.call_site import warn_user
-from autopar.data_parallel.process_hooks import listen
+from autopar.checks.process_hooks import listen
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.pipeline_parallel.group_places import check_places, cut_by_place
 

@@ -7,14 +7,14 @@ import itertools
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.checks.forward import ForwardCheck
+from autopar.checks.step import StepCheck
 from autopar.config import ParallelConfig
-from autopar.data_parallel.replica_check import StepCheck
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import adapters, hooks, layer_seeds, parallelize
-from autopar.tensor_parallel.consistency import ForwardCheck
 from autopar.tensor_parallel.megatron import parameter_marks
 from autopar.tensor_parallel.parallel_layer import ParallelLayer
 from autopar.tensor_parallel.regions import Region
@@ -54,7 +54,7 @@ def attach(
     if config.consistency_check and mpu.tp_cp.size > 1:
         kind, _, number = config.consistency_inputs.partition(" ")
         every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
-        check = ForwardCheck(mpu, failures, region, steps, int(number) if every is None else every)
+        check = ForwardCheck(mpu, failures, region.draws, steps, int(number) if every is None else every)
         check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
     if mpu.tp_cp.size > 1:

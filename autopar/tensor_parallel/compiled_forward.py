@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from autopar.checks.forward import leaves
 from autopar.foreign.modes import leave_alone
-from autopar.tensor_parallel.consistency import leaves
 
 __all__ = ["CompiledCheck", "checked_arguments", "no_graph_of_its_own"]
 

@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import TextStreamer
 
 from autopar import activation_checkpoint
+from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
+from autopar.checks.module_tree import ModuleTree
+from autopar.checks.users_hooks import UsersHooks
 from autopar.distributed.derivatives import check_no_transform
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -27,14 +30,11 @@ from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
-from autopar.tensor_parallel.consistency import ForwardCheck, named_arguments, parameters_of
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
 from autopar.tensor_parallel.hook import Hook
-from autopar.tensor_parallel.module_tree import ModuleTree
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 from autopar.tensor_parallel.stopping_criteria import agreed, refuse_continuous_batching
-from autopar.tensor_parallel.users_hooks import UsersHooks
 
 __all__ = ["Hook", "attach", "detach"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.data_parallel.optimizer_probe import probe
+from autopar.checks.optimizer_probe import probe
 from autopar.errors import ConfigError
 from tests.parity import language_batches
 from tests.pool import pooled

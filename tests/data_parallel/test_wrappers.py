@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.data_parallel import process_hooks
+from autopar.checks import process_hooks
 from autopar.errors import ConfigError
 from tests.parity import language_batches
 from tests.pool import pooled

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.data_parallel import replica_check
+from autopar.checks import step as step_check
 from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
 from autopar.errors import ConfigError, ConsistencyError
 from tests.parity import all_close, close, language_batches, whole
@@ -195,7 +195,7 @@ def test_context_ranks_that_nobody_averages_are_found() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as patch:
         warn = Mock()
-        patch.setattr(replica_check._log, "warning", warn)
+        patch.setattr(step_check._log, "warning", warn)
         for batch in language_batches(131, count=4):  # the same on both ranks, as it has to be
             model(**batch).loss.backward()
             autopar.average_gradients(model)

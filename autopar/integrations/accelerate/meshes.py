@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.data_parallel.process_hooks import listeners
+from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.call_site import frames_of
+from autopar.checks.wrappers import in_trainer
 from autopar.data_parallel.dataloader import ReplicaDataLoader
-from autopar.data_parallel.wrapper_check import in_trainer
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.integrations.accelerate.meshes import inside, meaning, mesh_of, only

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.checks.forward import leaves
 from autopar.errors import UnsupportedModelError
 from autopar.pipeline_parallel.outputs import complete, unavailable
-from autopar.tensor_parallel.consistency import leaves
 
 __all__ = ["floats_of", "named", "reseed", "same_floats", "size_of_loss", "total_loss"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.checks.forward import leaves
 from autopar.foreign.autograd import in_backward
 from autopar.pipeline_parallel.outputs import complete
-from autopar.tensor_parallel.consistency import leaves
 
 __all__ = ["Entry", "Recording", "recorded", "running"]
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.adapters.wrappers import is_adapted
 from autopar.call_site import calls
-from autopar.data_parallel.process_hooks import forget, listen
+from autopar.checks.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.groups import meshes_of_fsdp

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autopar.errors import ConfigError
+from autopar.plan.plan import Plan
 
-__all__ = ["Behaviour", "probe", "refuse_unlike"]
+__all__ = ["Behaviour", "probe", "refuse_unlike", "refuse_whole_state"]
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
 _STEPS = 4
@@ -211,3 +213,22 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Para
     copied = {**copy.deepcopy(settings, memo), "params": parameters}
     vars(made).update(attributes, state=defaultdict(dict), param_groups=[copied])
     return made
+
+
+def refuse_whole_state(optimizer: torch.optim.Optimizer, held: Iterable[tuple[str, nn.Parameter]], plan: Plan) -> None:
+    """Raise ConfigError if an optimizer that ``initialize`` was not given has state from before the model was sharded.
+
+    Args:
+        held: names and shards of what it steps.
+    """
+    for name, parameter in held:
+        state = optimizer.state.get(parameter)
+        due = plan.tensors.get(plan.canonical(name))
+        whole = parameter.shape if due is None or isinstance(parameter, DTensor) else due.shape
+        for key, value in state.items() if isinstance(state, dict) and tuple(parameter.shape) != tuple(whole) else ():
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(whole):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has state of whole weights, and this rank has shards: {key} of {name} "
+                    f"is {list(whole)}, the shard {list(parameter.shape)}.\n  It stepped before initialize: "
+                    "model, optimizer = autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
+                )

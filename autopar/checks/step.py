@@ -28,14 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autopar.call_site import warn_user
-from autopar.data_parallel.optimizer_probe import refuse_unlike
-from autopar.data_parallel.optimizer_state import refuse_whole_state
-from autopar.data_parallel.own_updates import FreeWeights
-from autopar.data_parallel.process_hooks import forget, listen
-from autopar.data_parallel.replica_errors import unlike_gradients, unlike_weights
-from autopar.data_parallel.router_loss import adds_router_loss, warn_of_router_loss
-from autopar.data_parallel.step_digests import OVERFLOW, digest_shard, digest_step, plain_settings
-from autopar.data_parallel.wrapper_check import group_call
+from autopar.checks.messages import unlike_gradients, unlike_weights
+from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state
+from autopar.checks.own_updates import FreeWeights
+from autopar.checks.process_hooks import forget, listen
+from autopar.checks.router_loss import adds_router_loss, warn_of_router_loss
+from autopar.checks.step_digests import OVERFLOW, digest_shard, digest_step, plain_settings
+from autopar.checks.wrappers import group_call
 from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog

@@ -17,25 +17,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.data_parallel.process_hooks import listen
-from autopar.data_parallel.replica_check import StepCheck
-from autopar.data_parallel.wrapper_check import group_call
+from autopar.checks.messages import different, explanation, same_gradient, same_shard
+from autopar.checks.process_hooks import listen
+from autopar.checks.step import StepCheck
+from autopar.checks.weight_samples import WeightSamples, local
+from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators
 from autopar.errors import ConsistencyError
-from autopar.tensor_parallel.consistency_errors import different, explanation, same_gradient, same_shard
-from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.weight_samples import WeightSamples, local
 
 __all__ = ["ForwardCheck", "leaves", "named_arguments", "parameters_of"]
 
@@ -55,6 +54,7 @@ class ForwardCheck:
     """Compare over tp and cp, at the start of the model's forwards.
 
     Args:
+        draws: whether the model draws random numbers, in training (True) or in evaluation.
         steps: counts and digests of optimizer steps.
         every: compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
             0 compares on the first of each mode and nothing, not even shapes, on the others.
@@ -62,9 +62,11 @@ class ForwardCheck:
     After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
     """
 
-    def __init__(self, mpu: MPU, failures: FailureLog, region: Region, steps: StepCheck, every: int) -> None:
+    def __init__(
+        self, mpu: MPU, failures: FailureLog, draws: Callable[[bool], bool], steps: StepCheck, every: int
+    ) -> None:
         self._whole_after = 0  # steps after which all replicated weights were compared last
-        self.mpu, self.failures, self.region, self.steps, self.every = mpu, failures, region, steps, every
+        self.mpu, self.failures, self.draws, self.steps, self.every = mpu, failures, draws, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
         self._samples = WeightSamples(fsdp=mpu.cp.size == 1)
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
@@ -229,7 +231,7 @@ class ForwardCheck:
     def _states(self, model: nn.Module) -> dict[str, str]:
         """The states of the generators that the model draws from."""
         drawn = set(self._drawn[model.training])
-        if self.region.draws(model.training):
+        if self.draws(model.training):
             on_gpu = self.mpu.device.type != "cpu"
             drawn |= {"random state of torch"} | ({"random state of torch (GPU)"} if on_gpu else set())
         known = (self._before or Generators.now().digests()) if drawn else {}
