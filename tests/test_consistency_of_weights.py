@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from autopar.checks.weight_samples import WeightSamples
 from autopar.errors import CheckpointError, ConsistencyError
 from tests.parity import language_batches
 from tests.pool import pooled
@@ -171,6 +175,18 @@ def test_weights_drawn_anew_between_steps_are_named_before_the_next_one(how: str
         ConsistencyError, "shard of the weights transformer.h.0.mlp.c_proj.weight, transformer.h.1.mlp.c_proj.weight.\n"
     ):
         model(torch.arange(4)[None])
+
+
+def test_weights_that_moved_elsewhere_leave_no_memory_behind():
+    """As where a model goes to another device or dtype after a forward."""
+    samples, memory = WeightSamples(), np.ones(4, np.float32)
+    weight = torch.nn.Parameter(torch.from_numpy(memory))
+    samples._sharded = [weight]
+    samples.note_written()
+    alive = weakref.ref(memory)
+    weight.data = torch.ones(4)
+    del memory
+    assert alive() is None
 
 
 @pytest.mark.parametrize("name", ["c_attn.weight", "experts.gate_up_proj", "experts.down_proj"])

@@ -44,8 +44,6 @@ class WeightSamples:
         self._replicated: list[tuple[str, nn.Module, str, nn.Parameter]] = []
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
-        self._places: list[int] = []
-        self._firsts: list[torch.Tensor] | None = None  # views of an element of each sharded weight
         self._all: list[nn.Parameter] = []
         self._model: weakref.ref[nn.Module] | None = None  # of these weights
         self._next = self._next_sharded = 0
@@ -122,10 +120,8 @@ class WeightSamples:
     def _written(self) -> tuple[int, list[int], torch.Tensor]:
         """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each."""
         places = [weight.data_ptr() for weight in self._sharded]
-        if self._firsts is None or places != self._places:
-            self._places, self._firsts = places, _first_of_each(self._sharded)
-        firsts = torch.cat(self._firsts) if self._firsts else torch.empty(0)
-        return writes_into(self._sharded), places, firsts
+        firsts = _first_of_each(self._sharded)
+        return writes_into(self._sharded), places, torch.cat(firsts) if firsts else torch.empty(0)
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
@@ -144,7 +140,6 @@ class WeightSamples:
             self._replicated = [(name, model.get_submodule(path), leaf, p) for name, path, leaf, p in places]
             self._all = list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
-            self._firsts = None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,10 +191,14 @@ def _first_elements(weight: torch.Tensor) -> torch.Tensor | None:
     return part if low < high and math.isfinite(low) and math.isfinite(high) else None
 
 
+@torch.no_grad()
 def _first_of_each(weights: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Return views of the first elements of weights that can be joined: on one device, of two bytes or more."""
+    """Return views of the first elements of weights that can be joined: on one device, of two bytes or more.
+
+    They are not kept: a view would keep the memory of a weight that has moved elsewhere.
+    """
     usual = [w for w in weights if w.numel() and w.element_size() > 1 and w.device == weights[0].device]
-    return [weight.detach().as_strided((1,), (1,), weight.storage_offset()) for weight in usual]
+    return [weight.as_strided((1,), (1,)) for weight in usual]
 
 
 def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
