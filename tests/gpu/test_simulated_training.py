@@ -38,8 +38,9 @@ WAITS = {
     LABELS: "a pipeline weighs the losses of micro-batches by their labels: one wait for the counts of a batch",
     "optimizer.py _agree": "fp16: whether a step is skipped is known to the host, as with torch's GradScaler",
     SUMS: "before and behind the first step: whether an optimizer changes weights past their fp32 weights",
-    "consistency.py _digests": "contents are compared in a forward of every ten",
+    "forward.py _digests": "contents are compared in a forward of every ten",
     "weight_samples.py <genexpr>": "the same: whether a sample of a weight tells ranks apart",
+    "weight_samples.py redrawn": "the same: whether sharded weights were drawn anew without a step",
     "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
     "step_digests.py _digest_of": "the step before such a forward: a digest of a gradient and of the optimizer's state",
     "step_digests.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
@@ -136,15 +137,17 @@ def test_with_checks_only_every_tenth_forward_waits() -> None:
     model_parallelism = MESHES["tp"]
     *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=model_parallelism)
     ids = share(model)
-    checked = ["consistency.py _digests", *["weight_samples.py <genexpr>"] * 2, *["digest.py of_tensor"] * 3]
+    inputs, digests = ["forward.py _digests", *["weight_samples.py <genexpr>"] * 2], ["digest.py of_tensor"] * 3
+    checked = {0: [*inputs, *digests], 9: ["step_digests.py _digest_of"] * 2}
+    checked[10] = [*inputs, "weight_samples.py redrawn", *digests]
     for number in range(12):
         with waits() as found:
             step(model, optimizer, ids)
-        expected = checked if number in (0, 10) else ["step_digests.py _digest_of"] * 2 if number == 9 else []
+        expected = checked.get(number, [])
         waited = own(found)
         if number == 0:  # then the shards of all weights are compared, once
-            assert set(waited[len(checked) :]) == {"weight_samples.py <genexpr>", "digest.py of_tensor"}
-            waited = waited[: len(checked)]
+            assert set(waited[len(expected) :]) == {"weight_samples.py <genexpr>", "digest.py of_tensor"}
+            waited = waited[: len(expected)]
         assert waited == expected, f"step {number}: {[wait.place for wait in found]}"
 
 
