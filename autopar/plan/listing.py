@@ -9,7 +9,7 @@ from typing import Any
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 
-__all__ = ["ranges", "rows", "rule_of", "size"]
+__all__ = ["ranges", "rows", "rule_of"]
 
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:
@@ -60,12 +60,3 @@ def ranges(numbers: list[int]) -> list[str]:
         values = [number for _, number in run]
         runs.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
     return runs
-
-
-def size(count: float) -> str:
-    """Return a number of bytes with three digits and a unit."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

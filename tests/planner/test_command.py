@@ -84,7 +84,7 @@ def test_nothing_fits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpu", "h10"), "gpu='h10' is not known. Did you mean 'h100'? Known: a100, h100, h200, b200"),
+        (("--gpu", "h10"), "gpu='h10' is not known. Did you mean 'h100'? Known: a100, h100, h200, h20, b200, mi300x"),
         (("--gpu-memory", "0"), "gpu-memory must be above 0 GB, not 0"),
         (("--gpus", "0"), "gpus must be at least 1, not 0"),
         (("--sequence", "0"), "sequence must be at least 1, not 0"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.tools.planner.hardware import GPUS, find_gpu, gpu_of
 from tests.pool import pooled
 from tests.small import llama, parallel
 
@@ -46,7 +49,7 @@ def test_summary_says_what_this_rank_holds() -> None:
     text = autopar.summary(model)
     rank = model.mpu.rank
     assert "llama by policy llama; tp 2 x pp 1 x dp 1" in text
-    [row] = [line for line in text.splitlines() if line.startswith("model.layers.0-1.self_attn.q_proj.weight")]
+    [row] = [line for line in text.splitlines() if line.strip().startswith("model.layers.0-1.self_attn.q_proj.weight")]
     held = 16 if rank == 0 else 8  # 3 KV heads: two and one, each with its two query heads of width 4
     assert row.split()[1:] == ["24", "x", "24", "column", "heads", str(held), "x", "24", "float32"]
     size = sum(p.nbytes for p in model.parameters())
@@ -56,3 +59,28 @@ def test_summary_says_what_this_rank_holds() -> None:
         autopar.summary(llama())
     with pytest.raises(ConfigError, match="LlamaForCausalLM is not parallelized"):
         autopar.metrics(llama(), {"input_ids": IDS}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA L40", None),  # not an L4
+        ("NVIDIA A10G", None),  # half the speed of an A10
+        ("Tesla T4", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_of_its_device(device: str, name: str | None) -> None:
+    found = gpu_of(device)
+    assert (found and found.name) == name
+
+
+def test_every_gpu_says_what_an_estimate_needs() -> None:
+    assert all(gpu.memory >= 24e9 and gpu.flops > gpu.flops_fp32 > 1e13 for gpu in GPUS.values())
+    assert all(gpu.bandwidth > gpu.within > gpu.between > 1e10 for gpu in GPUS.values())
+    assert find_gpu("h100", 96) == dataclasses.replace(GPUS["h100"], memory=96e9)

@@ -12,9 +12,8 @@ import typer
 
 from autopar import __version__
 from autopar.errors import AutoparError
-from autopar.plan.listing import size
 
-__all__ = ["Json", "Trust", "app", "errors", "size"]
+__all__ = ["Json", "Trust", "app", "errors"]
 
 app = typer.Typer(
     name="autopar",

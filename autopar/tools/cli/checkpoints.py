@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, app, errors, size
+from autopar.tools.cli.app import Json, app, errors
+from autopar.tools.tables import console, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
@@ -208,26 +209,25 @@ def in_words(layout: Layout | None) -> str:
 
 
 def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> None:
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Column, Table
+    from rich.table import Column
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    out = console()
     mesh = _mesh(manifest)
     tp, pp, *others = mesh.values()
-    console.print(
+    out.print(
         f"[bold]{escape(str(directory))}[/]: {escape(manifest.model_type)}, {manifest.total_parameters():,} parameters"
     )
     names = [f"{name} {size}" for name, size in zip([*mesh][2:], others, strict=True)]
-    console.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with {', '.join(names)}")
-    console.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
+    out.print(f"tensor_parallel_size {tp}, pipeline_parallel_size {pp}, saved with {', '.join(names)}")
+    out.print(f"policy {escape(manifest.policy)}; {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
     if manifest.training:
-        console.print(f"to go on training: {', '.join(sorted(manifest.training))}")
-    table = Table("file", "size", "tensors", "state")
+        out.print(f"to go on training: {', '.join(sorted(manifest.training))}")
+    sizes = table("file", "size", "tensors", "state")
     for file in files:
-        table.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
-    console.print(table)
-    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "sharded", "in", "merged as")
+        sizes.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
+    out.print(sizes)
+    tensors = table(Column("tensor", overflow="fold"), "shape", "dtype", "sharded", "in", "merged as")
     holders = manifest.parts["model"].holders
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
@@ -239,5 +239,5 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
             files_of[0].removeprefix("model-").removesuffix(".safetensors") if len(files_of) == 1 else "all tp ranks"
         )
         cells = (name, shape, tensor.dtype, in_words(tensor.layout), where, merged)
-        table.add_row(*(escape(str(cell)) for cell in cells))
-    console.print(table)
+        tensors.add_row(*(escape(str(cell)) for cell in cells))
+    out.print(tensors)

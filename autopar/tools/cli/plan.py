@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.tools.cli.app import Json, Trust, app, errors
+from autopar.tools.tables import console, lines, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +38,7 @@ def plan(
     sequence: Annotated[int, typer.Option(help="Tokens of each sample.")],
     global_batch: Annotated[int, typer.Option(help="Samples of a step, of all replicas.")],
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node; tp stays within one.")] = 8,
-    gpu: Annotated[str, typer.Option(help="a100, h100, h200 or b200.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="h100, a100, l40s, mi300x ...; an unknown one lists all.")] = "h100",
     gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, where it has another memory.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum.")] = "adamw",
@@ -134,8 +135,6 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
 
 
 def _show(estimator: Estimator, space: Space, found: Found) -> None:
-    from rich.console import Console
-
     from autopar.tools.planner.report import assumptions, gigabytes, rejected
 
     model, gpu = estimator.model, estimator.gpu
@@ -149,31 +148,22 @@ def _show(estimator: Estimator, space: Space, found: Found) -> None:
     )
     if not found.best:
         print(f"nothing fits, of {found.tried} candidates", file=sys.stderr)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for table in _tables(found, space) if found.best else ():
-        with console.capture() as captured:
-            console.print(table)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
-    lines = list(rejected(found, space))
-    if lines:
+    for shown in _tables(found, space) if found.best else ():
+        print("\n".join(filter(None, lines(shown, console().width))))
+    others = list(rejected(found, space))
+    if others:
         print(f"the others, of {found.tried} candidates:")
-        for line in lines[:_SHOWN]:
+        for line in others[:_SHOWN]:
             print(f"  {line}")
-        if len(lines) > _SHOWN:
-            print(f"  ... and {len(lines) - _SHOWN} more: --json lists all")
+        if len(others) > _SHOWN:
+            print(f"  ... and {len(others) - _SHOWN} more: --json lists all")
     print("assumed:")
     for line in assumptions(estimator):
         print(f"  {line}")
 
 
 def _tables(found: Found, space: Space) -> Iterator[Table]:
-    from rich import box
-    from rich.table import Table
-
     from autopar.tools.planner.report import gigabytes
-
-    def table(*columns: str) -> Table:
-        return Table("", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
     rare = {
         "cp": 1,
@@ -185,10 +175,10 @@ def _tables(found: Found, space: Space) -> Iterator[Table]:
     axes = {name: title for name, title in titles.items() if name not in rare}
     sent = [axis for axis, _ in found.best[0].bytes if axis not in rare]
     run = ("schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU", "bubble")
-    chosen = table(*axes.values(), *run)
-    memory = table(*found.best[0].peak.parts(), "GB in all")
+    chosen = table("", *axes.values(), *run)
+    memory = table("", *found.best[0].peak.parts(), "GB in all")
     spent = [name for name, _ in found.best[0].parts if name not in rare]
-    time = table("s/step:", *spent, *(f"GB sent: {axis}" if axis == sent[0] else axis for axis in sent))
+    time = table("", "s/step:", *spent, *(f"GB sent: {axis}" if axis == sent[0] else axis for axis in sent))
     for number, best in enumerate(found.best, 1):
         c = best.candidate
         cells: list[Any] = [

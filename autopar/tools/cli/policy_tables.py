@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from autopar.plan.listing import ranges, rows
-from autopar.tools.cli.app import size
+from autopar.tools.tables import console, lines, size, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,30 +24,27 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
         brief: without tables.
         places: with the place of each rule.
     """
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(width=None if sys.stdout.isatty() else 200 if places else 160, highlight=False, soft_wrap=True)
+    out = console(200 if places else 160, soft_wrap=True)
     if "skipped" in report:
-        console.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
+        out.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
         return
     used = report["policy"]
-    console.print(
+    out.print(
         f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
         + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
     )
     if report["notice"]:
-        console.print(escape(report["notice"]))
+        out.print(escape(report["notice"]))
     if report["tensors"] and not brief:
-        for table in _tables(report, places):
-            with console.capture() as captured:
-                console.print(table)
-            print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+        for shown in _tables(report, places):
+            print("\n".join(filter(None, lines(shown, out.width))))
     for line in _verdict(report):
-        console.print(escape(line))
+        out.print(escape(line))
     if "holds" not in report:
         return
-    console.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
+    out.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
     for error in report["errors"]:
         print(f"error: {error}", file=sys.stderr)
 
@@ -75,27 +72,26 @@ def _verdict(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _tables(report: dict[str, Any], places: bool) -> Iterator[Table]:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Column, Table
+    from rich.table import Column
 
     staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
     further = [*(["rule in"] if places else []), "on each tp rank", *(["pp rank"] if staged else [])]
-    table = Table(Column("parameter", overflow="fold"), "shape", "rule", *further, box=box.SIMPLE_HEAD, pad_edge=False)
+    tensors = table(Column("parameter", overflow="fold"), "shape", "rule", *further)
     for name, tensor in rows(report["tensors"]):
         local = _alike([_shape(shape) for shape in tensor["local_shapes"]])
         cells = [name, _shape(tensor["shape"]), tensor["rule"], *([tensor["where"]] if places else []), local]
-        table.add_row(*map(escape, [*cells, *([", ".join(map(str, tensor["ranks"]))] if staged else [])]))
-    yield table
+        tensors.add_row(*map(escape, [*cells, *([", ".join(map(str, tensor["ranks"]))] if staged else [])]))
+    yield tensors
     if report["attributes"]:
         attribute = Column("attribute", overflow="fold")
         columns = ["value", *(["rule in"] if places else []), "on each tp rank"]
-        table = Table(attribute, *columns, box=box.SIMPLE_HEAD, pad_edge=False)
+        attributes = table(attribute, *columns)
         for name, entry in rows(report["attributes"]):
             local = _alike([str(value) for value in entry["local"]])
             cells = [name, str(entry["whole"]), *([entry["where"]] if places else []), local]
-            table.add_row(*map(escape, cells))
-        yield table
+            attributes.add_row(*map(escape, cells))
+        yield attributes
 
 
 def _alike(values: list[str]) -> str:

@@ -1,12 +1,18 @@
-"""GPUs by name: their memory and speeds as their data sheets have them, and how much of that is reached."""
+"""GPUs by name: their memory and speeds (``gpus.yaml``), and how much of these is reached."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
 
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["GPUS", "Gpu", "find_gpu"]
+__all__ = ["GPUS", "Gpu", "find_gpu", "gpu_of"]
 
 
 @dataclass(frozen=True)
@@ -44,15 +50,21 @@ class Gpu:
         return self if gigabytes is None else replace(self, memory=gigabytes * 1e9)
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100", 80e9, 312e12, 19.5e12, 2.0e12, 300e9, 25e9),
-        Gpu("h100", 80e9, 989e12, 67e12, 3.35e12, 450e9, 50e9),
-        Gpu("h200", 141e9, 989e12, 67e12, 4.8e12, 450e9, 50e9),
-        Gpu("b200", 180e9, 2250e12, 75e12, 8.0e12, 900e9, 50e9),
-    )
-}
+def _read(name: str, row: Mapping[str, float]) -> Gpu:
+    """Make a GPU of its line in gpus.yaml."""
+    flops = [row[key] * 1e12 for key in ("tflops", "tflops_fp32")]
+    return Gpu(name, row["memory"] * 1e9, *flops, *(row[key] * 1e9 for key in ("bandwidth", "within", "between")))
+
+
+_FILE = Path(__file__).with_name("gpus.yaml")
+GPUS = {name: _read(name, row) for name, row in yaml.safe_load(_FILE.read_text("utf-8")).items()}
+
+
+def gpu_of(device: str) -> Gpu | None:
+    """Return the GPU that a device's name names, as ``NVIDIA A100-SXM4-80GB`` does; None if none is known."""
+    words = re.split(r"[\s-]+", device.lower())
+    named = {*words, *(first + second for first, second in pairwise(words))}
+    return next((gpu for name, gpu in GPUS.items() if name in named), None)
 
 
 def find_gpu(name: str, gigabytes: float | None = None) -> Gpu:

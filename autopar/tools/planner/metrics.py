@@ -13,7 +13,7 @@ from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import from_config
 from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.hardware import GPUS, Gpu, find_gpu
+from autopar.tools.planner.hardware import Gpu, find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel
 
 __all__ = ["metrics"]
@@ -87,10 +87,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
 
 
 def _own_gpu() -> Gpu | None:
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name().lower()
-    return next((gpu for key, gpu in GPUS.items() if key in name), None)
+    return gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def _kind(model: nn.Module) -> str:

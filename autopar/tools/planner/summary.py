@@ -8,6 +8,7 @@ from torch import nn
 
 from autopar.errors import ConfigError
 from autopar.plan.listing import rows, rule_of
+from autopar.tools.tables import lines, table
 
 __all__ = ["summary"]
 
@@ -21,6 +22,8 @@ def summary(model: nn.Module) -> str:
     Raises:
         ConfigError: the model is not parallelized.
     """
+    from rich.markup import escape
+
     state = vars(model).get("_autopar")
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
@@ -48,7 +51,9 @@ def summary(model: nn.Module) -> str:
         )
     staged = mpu.pp.size > 1
     header = ["parameter", "shape", "rule", "on this rank", "dtype", *(["pp rank"] if staged else [])]
-    table = [[name, *list(row.values())[1 : len(header)]] for name, row in rows(entries)]
+    tensors = table(*header)
+    for name, row in rows(entries):
+        tensors.add_row(*map(escape, [name, *list(row.values())[1 : len(header)]]))
     local_parameters: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in held.values()]
     sizes = mpu.sizes._asdict()
     if sizes.get("cp") == 1:
@@ -56,20 +61,14 @@ def summary(model: nn.Module) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     place = f"{mesh}, rank {mpu.rank}: " + ", ".join(f"{axis} {getattr(mpu, axis).rank}" for axis in sizes)
     size = sum(parameter.nbytes for parameter in local_parameters)
-    lines = [
+    text = [
         f"{plan.model_type} by policy {plan.policy}; {place}",
-        *_aligned([header, *table]),
+        *filter(None, lines(tensors)),
         f"this rank: {sum(p.numel() for p in local_parameters):,} parameters, {size / 1e6:,.1f} MB",
     ]
-    text = "\n".join(lines)
     if mpu.is_master:
-        print(text)
-    return text
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+        print("\n".join(text))
+    return "\n".join(text)
 
 
 def _shape(shape: Any) -> str:

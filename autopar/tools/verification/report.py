@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import VerificationError, clip
-from autopar.plan.listing import size
+from autopar.tools.tables import lines, size, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,12 +168,7 @@ class Report:
     # -- shown -----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, highlight=False, color_system=None)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return "\n".join(lines(self, 160))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.markup import escape
@@ -190,7 +185,7 @@ class Report:
         from rich.markup import escape
         from rich.table import Column
 
-        table = _table("check", Column("compared with the plain model", overflow="fold"), "difference", "allowed", "")
+        rows = table("check", Column("compared with the plain model", overflow="fold"), "difference", "allowed", "")
         for row in self.rows:
             number = row.difference is not None and math.isfinite(row.difference)
             difference = f"{row.difference:.1e}" if row.difference and number else "equal" if number else "-"
@@ -203,32 +198,25 @@ class Report:
                 + place
                 + (f": {row.note}" if row.note else "")
             )
-            table.add_row(row.check, escape(what), difference, allowed, verdict)
-        return table
+            rows.add_row(row.check, escape(what), difference, allowed, verdict)
+        return rows
 
     def _held(self) -> Table | None:
         if not self.memory or self.plain_memory is None:
             return None
-        table = _table("memory", "weights", "gradients", "optimizer")
+        rows = table("memory", "weights", "gradients", "optimizer")
         named = [(f"rank {one.rank}", one) for one in self.memory] + [("plain model", self.plain_memory)]
         for name, one in named:
-            table.add_row(name, *(size(each) for each in (one.weights, one.gradients, one.optimizer)))
-        return table
+            rows.add_row(name, *(size(each) for each in (one.weights, one.gradients, one.optimizer)))
+        return rows
 
     def _sent(self) -> Table | None:
         if not self.traffic:
             return None
-        table = _table("sent in a step by rank 0", "calls", "of together")
+        rows = table("sent in a step by rank 0", "calls", "of together")
         for one in self.traffic:
-            table.add_row(one.kind, str(one.calls), size(one.bytes))
-        return table
-
-
-def _table(*columns: Any) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+            rows.add_row(one.kind, str(one.calls), size(one.bytes))
+        return rows
 
 
 def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
