@@ -26,6 +26,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.first_forward import FirstForward
 from autopar.on_demand import tool
+from autopar.pipeline_parallel.own_loss import OwnLoss
 from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.summary import count, derived_notice, summarise
 from autopar.tensor_parallel import apply as tensor_parallel
@@ -102,9 +103,8 @@ def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
 def release_other_stages(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before memory: parameters of other stages become placeholders, and are never filled."""
     config, inner = state.config, state.inner_of(model)
-    state.pp = Pipeline(
-        model, inner, state.stages, state.mpu, config.pipeline, state.failures, check=config.consistency_check
-    )
+    loss, check = OwnLoss.of(inner, state.own_policy), config.consistency_check
+    state.pp = Pipeline(model, inner, state.stages, state.mpu, config.pipeline, state.failures, loss, check=check)
     state.undo.append(lambda model, own: own.pp.undo(model))
 
 

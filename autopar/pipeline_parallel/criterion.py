@@ -9,7 +9,7 @@ import torch
 
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import next_sequence_number, sequence_number
-from autopar.pipeline_parallel.microbatch import own_loss
+from autopar.pipeline_parallel.own_loss import loss_in
 
 __all__ = ["LossOf"]
 
@@ -37,7 +37,7 @@ class LossOf:
         Raises:
             ConfigError: there is none, it is no number, or it is made of weights of blocks.
         """
-        loss = own_loss(outputs) if self.criterion is None else self._of_criterion(outputs, inputs)
+        loss = loss_in(outputs) if self.criterion is None else self._of_criterion(outputs, inputs)
         if loss is None and self.required:
             raise ConfigError(
                 f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "

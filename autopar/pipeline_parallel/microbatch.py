@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import (
-    LOSS_MAPPING,
-    ForCausalLMLoss,
-    ForMaskedLMLoss,
-    ForSequenceClassificationLoss,
-    ForTokenClassification,
-)
 
-from autopar.checks.router_loss import adds_router_loss
 from autopar.errors import ConfigError
-from autopar.foreign.transformers import set_loss_function
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.sample_rows import sample_rows
 
 __all__ = [
     "batch_size",
-    "default_reduction",
-    "divides_by_items",
     "label_count",
     "next_batch",
-    "own_loss",
-    "shifts_labels",
     "split",
     "weights_of",
     "weights_over_replicas",
 ]
-
-_MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
-_LABELS = ("labels", "shift_labels")
-_LOSSES = frozenset(("CrossEntropyLoss", "cross_entropy", "loss_fct", "loss_function"))
-_OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indices", "observed_mask")  # parts of names
 
 
 def next_batch(data: Any) -> dict[str, Any]:
@@ -161,72 +141,6 @@ def weights_of(
     return [count / total for count in counts] if total else [0.0] * len(counts)
 
 
-def own_loss(outputs: Any) -> Any:
-    """Return the loss of a model's outputs: ``outputs.loss``, ``outputs["loss"]``, or the only number; or None.
-
-    A plain module often returns ``(logits, loss)``, or its loss alone.
-    """
-    if hasattr(outputs, "loss"):
-        return outputs.loss
-    if isinstance(outputs, Mapping):
-        return outputs.get("loss")
-    entries = outputs if isinstance(outputs, list | tuple) else [outputs]
-    numbers = [x for x in entries if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()]
-    return numbers[0] if len(numbers) == 1 else None
-
-
-def default_reduction(model: Any, batch: Mapping[str, Any], microbatches: int) -> str:
-    """Return how the model's own losses of micro-batches make up that of the batch: see :func:`weights_of`.
-
-    ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
-    ``num_items_in_batch``. What is neither cannot be put together, and is one micro-batch's mean.
-
-    Raises:
-        ConfigError: it is neither, and there are several micro-batches. From the model and the batch's names only, so
-            the same on every rank.
-    """
-    reason = _no_mean_over_labels(model, batch)
-    if reason is None:
-        return "sum" if divides_by_items(model, batch) else "tokens"
-    if microbatches > 1:
-        raise ConfigError(
-            f"execute_pipeline: the loss of {type(model).__name__} over {microbatches} micro-batches is not the mean "
-            f"of theirs by labels: {reason}.\n"
-            "  Give criterion=lambda outputs, inputs: ... (a mean over the labels of one micro-batch), or one "
-            "micro-batch\n  (pipeline.microbatch_size = the batch's samples); pipeline.loss_reduction: microbatch "
-            "takes the mean of their losses."
-        )
-    return "microbatch"
-
-
-def _no_mean_over_labels(model: Any, batch: Mapping[str, Any]) -> str | None:
-    """Why the model's own loss is no mean over ``labels``; None if it is one, as far as can be seen."""
-    if not isinstance(model, PreTrainedModel):
-        return "it is a module of your own, which does not say over what its loss is a mean"
-    given = {name: value for name, value in batch.items() if value is not None}
-    others = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
-    if others:
-        return f"the batch has targets besides labels ({', '.join(others)})"
-    if not isinstance(given.get("labels", torch.empty(0)), torch.Tensor):
-        return f"labels is a {type(given['labels']).__name__}, not a tensor"
-    if "ctc_loss_reduction" in _names_in_forward(model):
-        return f"it is a CTC loss (config.ctc_loss_reduction: {getattr(model.config, 'ctc_loss_reduction', None)})"
-    function = _loss_function(model)
-    if function in LOSS_MAPPING.values() and function not in _MEANS:
-        return f"it is transformers' {getattr(function, '__name__', function)}"
-    return "it has the routers' auxiliary loss (output_router_logits)" if adds_router_loss(model, given) else None
-
-
-def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``."""
-    labels = batch.get("shift_labels", batch.get("labels"))
-    if batch.get("num_items_in_batch") is None or not getattr(model, "accepts_loss_kwargs", True):
-        return False
-    if isinstance(labels, torch.Tensor) and labels.is_floating_point():
-        return False
-    return not {"loss_function", "num_items_in_batch"}.isdisjoint(_names_in_forward(model))
-
-
 def weights_over_replicas(weights: list[float], counts: list[float], replica: int) -> list[float]:
     """Return weights that make the mean of the replicas' gradients that of the global batch.
 
@@ -252,54 +166,3 @@ def _labels_in(microbatch: Mapping[str, Any], main_input: str, shifted: bool) ->
     if shifted and labels.ndim > 1 and microbatch.get("shift_labels") is None:
         labels = labels[..., 1:]
     return (labels != -100).sum()
-
-
-def shifts_labels(model: Any) -> bool:
-    """Check whether the model's own loss leaves out the first label of each sequence, as those of causal models do."""
-    code = _code_of_forward(model)
-    if code is None:
-        return False
-    if _is_encoder_decoder(model) and _names_an_argument(code, "shift_labels"):
-        return False  # they give their labels as those of a shift that has been done
-    function = _loss_function(model)
-    if function is not None:
-        return function is ForCausalLMLoss
-    if "shift_labels" in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]:
-        return True
-    if not _LOSSES.isdisjoint(_names_in_forward(model)):
-        return False
-    inside = [module for name, module in model.named_children() if name in code.co_names]  # which get the labels
-    return any(
-        isinstance(module, PreTrainedModel) and shifts_labels(module)
-        for module in inside
-        if "labels" in inspect.signature(module.forward).parameters
-    )
-
-
-def _is_encoder_decoder(model: Any) -> bool:
-    config = getattr(model, "config", None)
-    configs = (config, getattr(config, "text_config", None))
-    return any(getattr(each, "is_encoder_decoder", False) for each in configs)
-
-
-def _names_an_argument(code: Any, name: str) -> bool:
-    """Whether a forward calls something with ``name=``."""
-    return any(isinstance(names, tuple) and name in names for names in code.co_consts)
-
-
-def _loss_function(model: Any) -> Any:
-    """Return the function that the model's forward calls as ``self.loss_function``; None if it calls none."""
-    if not isinstance(model, PreTrainedModel) or "loss_function" not in _names_in_forward(model):
-        return None
-    own = set_loss_function(model)
-    return getattr(own, "plain", own) or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)
-
-
-def _names_in_forward(model: Any) -> set[str]:
-    """Attributes, globals and variables that the model's forward names."""
-    code = _code_of_forward(model)
-    return set() if code is None else {*code.co_names, *code.co_varnames}
-
-
-def _code_of_forward(model: Any) -> Any:
-    return getattr(inspect.unwrap(type(model).forward), "__code__", None)

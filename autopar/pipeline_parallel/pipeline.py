@@ -25,15 +25,14 @@ from autopar.pipeline_parallel.generate import call_through_stages
 from autopar.pipeline_parallel.merged_outputs import merge_outputs
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
-    default_reduction,
     label_count,
     next_batch,
-    shifts_labels,
     split,
     weights_of,
     weights_over_replicas,
 )
 from autopar.pipeline_parallel.outputs import incomplete
+from autopar.pipeline_parallel.own_loss import OwnLoss
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
@@ -70,6 +69,7 @@ class Pipeline:
         model: whole blocks in place (sharded by tensor parallelism already); changed in place.
         inner: the Hugging Face model inside it, or a plain module.
         plan: its stages.
+        loss: facts about the model's own loss.
         check: compare the batch over the stages on the first step of each mode.
     """
 
@@ -81,6 +81,7 @@ class Pipeline:
         mpu: MPU,
         config: PipelineConfig,
         failures: FailureLog,
+        loss: OwnLoss,
         *,
         check: bool = True,
     ) -> None:
@@ -99,7 +100,7 @@ class Pipeline:
             model, self.context, plan, mpu.pp.rank, self.p2p, check=check, released=self.released.parameters
         )
         self.engine.tied = self.tied
-        self.shifted, self.main_input = shifts_labels(inner), getattr(inner, "main_input_name", "")
+        self.loss, self.main_input = loss, getattr(inner, "main_input_name", "")
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
@@ -173,7 +174,7 @@ class Pipeline:
                 "execute_pipeline: count= says what a criterion is a mean over, and there is no criterion="
             )
         by_labels = config.loss_reduction == "tokens" or count is not None
-        labels = functools.partial(label_count, main_input=self.main_input, shifted=self.shifted)
+        labels = functools.partial(label_count, main_input=self.main_input, shifted=self.loss.shifted)
         whole = labels if count is None else lambda batch: float(count(batch))
         batch, counts = read_batch(
             lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
@@ -186,8 +187,8 @@ class Pipeline:
         microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches, of_model)
         reduction = "tokens" if by_labels else config.loss_reduction
         if by_labels and criterion is None and wants_loss:
-            reduction = default_reduction(self.inner, batch, len(microbatches))
-        shares = weights_of(microbatches, self.main_input, reduction, self.shifted, count)
+            reduction = self.loss.reduction(batch, len(microbatches))
+        shares = weights_of(microbatches, self.main_input, reduction, self.loss.shifted, count)
         globally = counts and reduction == "tokens"
         return Step(
             microbatches=microbatches,

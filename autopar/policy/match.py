@@ -20,7 +20,7 @@ from autopar.policy.given_policy import derived_policy, ships_plan
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import Policy
 
-__all__ = ["DERIVED", "find_policy", "supported_model_types"]
+__all__ = ["DERIVED", "find_policy", "policies_of", "supported_model_types"]
 
 DERIVED = "derived"
 """Name of a policy that was derived because none lists the model type."""
@@ -55,7 +55,7 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
         return chosen
     _, model = hugging_face_model(model)
     config = model.config
-    listed = _listing(config.model_type)
+    listed = policies_of(config.model_type)
     found = [candidate for candidate in listed if _fits(candidate, model)]
     if len(found) > 1:
         raise PolicyError(
@@ -84,8 +84,8 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
     return found[0]
 
 
-def _listing(model_type: str) -> list[Policy]:
-    """The policies that list the type. Only files whose lists hold it are parsed: a few of some hundreds."""
+def policies_of(model_type: str) -> list[Policy]:
+    """Return the policies that list the type. Only files whose lists hold it are parsed: a few of some hundreds."""
     word = re.compile(rf"(?<![\w.-]){re.escape(model_type)}(?![\w.-])")
     listed = (policy for path in policy_files() if _may_list(path, model_type, word) for policy in load_policies(path))
     return [policy for policy in listed if model_type in policy.model_types]

@@ -70,7 +70,7 @@ def _is_rule(node: Node) -> bool:
 def mounted_in_model(tree: Node, path: str, name: str, where: Where) -> Node:
     """Return the tower ``tree`` with all its paths below ``path`` of the base model. ``name`` is its file."""
     _check_path(path, where)
-    content = {key: entry for key, entry in tree.value.items() if key != "match"}
+    content = {key: entry for key, entry in tree.value.items() if key not in ("match", "loss")}
     _allow(content, ("units", "config", "blocks", "models", "without_kernels", *_IN_MODEL), name, path, where)
     for section in _IN_MODEL:
         if section in content:
@@ -88,7 +88,7 @@ def mounted_in_model(tree: Node, path: str, name: str, where: Where) -> Node:
 def mounted_in_block(tree: Node, path: str, name: str, where: Where) -> Node:
     """Return the fragment ``tree`` with its modules, and its ``block.x``, below ``path`` of each block."""
     _check_path(path, where)
-    content = {key: entry for key, entry in tree.value.items() if key != "match"}
+    content = {key: entry for key, entry in tree.value.items() if key not in ("match", "loss")}
     _allow(content, ("units", "blocks"), name, path, where)
     blocks = content.get("blocks")
     if blocks is not None and isinstance(blocks.value, dict):

@@ -10,6 +10,7 @@ from autopar.policy.schema import (
     HIDDEN,
     KINDS,
     LISTED,
+    LOSSES,
     SUPPORTED,
     Input,
     Part,
@@ -24,7 +25,7 @@ from autopar.policy.yaml_reader import Node, Where, plain
 __all__ = ["parse_policy"]
 
 _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
-_TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels")
+_TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
 _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
 _UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
@@ -67,6 +68,7 @@ def parse_policy(name: str, root: Node) -> Policy:
         head=_parse_rules(top["head"], units) if "head" in top else {},
         head_attributes=_parse_attributes(top["head_attributes"], units) if "head_attributes" in top else {},
         models=_parse_models(top["models"]) if "models" in top else {},
+        loss=_parse_loss(top["loss"]) if "loss" in top else {},
         without_kernels=_parse_names(top, "without_kernels", root.where) if "without_kernels" in top else (),
     )
 
@@ -276,6 +278,17 @@ def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]
             _parse_unit(content["sharded"], "sharded", units), _number(content["dim"], "dim"), entry.where
         )
     return inputs
+
+
+def _parse_loss(node: Node) -> dict[str, str]:
+    kinds = {name: _text(entry, name) for name, entry in _mapping(node, None, "'loss'").items()}
+    for name, kind in kinds.items():
+        if kind not in LOSSES:
+            raise PolicyError(
+                f"the loss of {name} is one of {', '.join(LOSSES)}, not '{kind}'.{nearest(kind, LOSSES)}",
+                node.value[name].where,
+            )
+    return kinds
 
 
 def _undefined(unit: str, units: Mapping[str, UnitSpec]) -> str:

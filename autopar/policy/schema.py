@@ -17,6 +17,7 @@ __all__ = [
     "INFERRED",
     "KINDS",
     "LISTED",
+    "LOSSES",
     "SUPPORTED",
     "Input",
     "Part",
@@ -33,6 +34,9 @@ SUPPORTED = ">=5.20,<6"
 """The versions of transformers for which a policy holds that names no others."""
 LISTED = ("column", "row", "sharded", "norm_over")
 """Kinds of rules that take a list of parts."""
+LOSSES = ("loss_function", "mean", "shifted_mean", "other")
+"""Kinds of a model's own loss: what ``self.loss_function`` of transformers is; a mean over the labels that are not
+-100; that without the first label of each sequence; no mean over labels."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
 
 
@@ -145,7 +149,7 @@ class Policy:
     ``model_types`` is empty for a policy that is given by hand, without ``match``. ``models``: path (relative to the
     base model) -> place. Each is a Hugging Face model whose own policy, found by its own ``model_type``, holds below
     it. ``without_kernels``: functions of the modeling file that must be transformers' own (see
-    :mod:`autopar.plan.kernels`).
+    :mod:`autopar.plan.kernels`). ``loss``: class of a model -> one of :data:`LOSSES`, where its name does not tell.
     """
 
     name: str
@@ -160,6 +164,7 @@ class Policy:
     models: Mapping[str, Where] = field(default_factory=dict)
     without_kernels: tuple[str, ...] = ()
     ranges: Mapping[str, str] = field(default_factory=dict)
+    loss: Mapping[str, str] = field(default_factory=dict)
 
     def range_of(self, model_type: str) -> str:
         """Return the versions of transformers in which models of this type have the structure."""

@@ -22,7 +22,8 @@ from transformers import (
 import autopar
 from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.microbatch import default_reduction, split
+from autopar.pipeline_parallel.microbatch import split
+from autopar.pipeline_parallel.own_loss import OwnLoss
 from tests.exchange import everyones
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
@@ -86,14 +87,14 @@ def test_which_losses_can_be_put_together() -> None:
     words = {"input_ids": _ids(), "labels": _ids()}
     items = {**words, "num_items_in_batch": torch.tensor(11)}
     for model in (gpt2(), llama(), _bert(BertForMaskedLM)):
-        assert default_reduction(model, {**words, "position_ids": _ids(), "label_ids": None}, 4) == "tokens"
+        assert OwnLoss.of(model).reduction({**words, "position_ids": _ids(), "label_ids": None}, 4) == "tokens"
     for model in (gpt2(), llama()):
-        assert default_reduction(model, items, 4) == "sum"
-    assert default_reduction(_bert(BertForMaskedLM), items, 4) == "tokens"  # its cross entropy is always a mean
+        assert OwnLoss.of(model).reduction(items, 4) == "sum"
+    assert OwnLoss.of(_bert(BertForMaskedLM)).reduction(items, 4) == "tokens"  # its cross entropy is always a mean
     classes = build(Case("gpt2", "GPT2ForSequenceClassification"), 6, 3)
-    assert default_reduction(classes, {**words, "labels": torch.zeros(4)}, 4) == "tokens"
+    assert OwnLoss.of(classes).reduction({**words, "labels": torch.zeros(4)}, 4) == "tokens"
     sparse = build(Case("mixtral", "MixtralForCausalLM"), 6, 3)
-    assert default_reduction(sparse, words, 4) == "tokens"
+    assert OwnLoss.of(sparse).reduction(words, 4) == "tokens"
     refused = [
         (_bert(BertForQuestionAnswering), _questions(), r"targets besides labels \(start_positions, end_positions\)"),
         (_bert(BertForPreTraining), _pairs(), r"targets besides labels \(next_sentence_label\)"),
@@ -102,13 +103,13 @@ def test_which_losses_can_be_put_together() -> None:
         (gpt2(), {**words, "labels": [{}]}, "labels is a list, not a tensor"),
     ]
     for model, batch, reason in refused:
-        assert default_reduction(model, batch, 1) == "microbatch"
+        assert OwnLoss.of(model).reduction(batch, 1) == "microbatch"
         with pytest.raises(ConfigError, match=f"over 4 micro-batches is not the mean of theirs by labels: .*{reason}"):
-            default_reduction(model, batch, 4)
+            OwnLoss.of(model).reduction(batch, 4)
     sparse.config.output_router_logits = True
-    assert default_reduction(sparse, {**words, "output_router_logits": False}, 4) == "tokens"
+    assert OwnLoss.of(sparse).reduction({**words, "output_router_logits": False}, 4) == "tokens"
     with pytest.raises(ConfigError, match="output_router_logits"):
-        default_reduction(sparse, words, 2)
+        OwnLoss.of(sparse).reduction(words, 2)
 
 
 @pytest.mark.parametrize(("kind", "batch"), [(BertForQuestionAnswering, _questions()), (BertForPreTraining, _pairs())])

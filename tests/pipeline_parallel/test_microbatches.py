@@ -12,10 +12,10 @@ from autopar.pipeline_parallel.merged_outputs import merge_outputs
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
     next_batch,
-    shifts_labels,
     split,
     weights_of,
 )
+from autopar.pipeline_parallel.own_loss import OwnLoss
 from tests.pipeline_parallel.deep import deep
 from tests.random_models import Case, build, heads_of
 
@@ -79,16 +79,16 @@ def auto(model_type: str) -> str:
 
 
 def test_which_losses_shift_their_labels() -> None:
-    assert all(shifts_labels(deep(name, 1)) for name in ("gpt2", "llama", "mixtral"))
-    assert not any(shifts_labels(deep(name, 1)) for name in ("bert", "t5", "bart"))
+    assert all(OwnLoss.of(deep(name, 1)).shifted for name in ("gpt2", "llama", "mixtral"))
+    assert not any(OwnLoss.of(deep(name, 1)).shifted for name in ("bert", "t5", "bart"))
     for head in ("BertForSequenceClassification", "BertForPreTraining", "BertForTokenClassification"):
-        assert not shifts_labels(build(Case("bert", head), 6, 3)), head
-    assert shifts_labels(build(Case("bert", "BertLMHeadModel"), 6, 3))
-    assert not shifts_labels(build(Case("t5gemma", "T5GemmaForConditionalGeneration"), 6, 3))
+        assert not OwnLoss.of(build(Case("bert", head), 6, 3)).shifted, head
+    assert OwnLoss.of(build(Case("bert", "BertLMHeadModel"), 6, 3)).shifted
+    assert not OwnLoss.of(build(Case("t5gemma", "T5GemmaForConditionalGeneration"), 6, 3)).shifted
     for model_type in ("florence2", "moonshine"):  # labels=labels, shift_labels=labels
-        assert not shifts_labels(build(Case(model_type, auto(model_type)), 6, 3)), model_type
+        assert not OwnLoss.of(build(Case(model_type, auto(model_type)), 6, 3)).shifted, model_type
     for model_type in ("kosmos-2.5", "blip"):  # a model inside has the loss
-        assert shifts_labels(build(Case(model_type, auto(model_type)), 6, 3)), model_type
+        assert OwnLoss.of(build(Case(model_type, auto(model_type)), 6, 3)).shifted, model_type
 
 
 def test_outputs_are_put_together() -> None:

@@ -45,7 +45,7 @@ def test_only_the_files_that_hold_the_word_are_parsed(tmp_path: Path, monkeypatc
     policies = list(own_policies().values())
     for kind in supported_model_types():
         listed = [policy.name for policy in policies if kind in policy.model_types]
-        assert sorted(policy.name for policy in match._listing(kind)) == listed
+        assert sorted(policy.name for policy in match.policies_of(kind)) == listed
     parsed: list[str] = []
 
     def load(path: Path) -> tuple[Policy, ...]:

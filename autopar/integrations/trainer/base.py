@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer
 
 from autopar.adapters.wrappers import is_peft_model
-from autopar.pipeline_parallel.microbatch import divides_by_items
+from autopar.pipeline_parallel.own_loss import OwnLoss
 
 __all__ = ["ParallelBase", "base_of"]
 
@@ -56,8 +56,8 @@ class ParallelBase(Trainer):
             return False
         if self.compute_loss_func is not None:
             return True
-        model = base_of(self.model)
-        divides = self.label_smoother is not None or divides_by_items(model, {**inputs, "num_items_in_batch": 1})
+        loss: OwnLoss = self.model._autopar.pp.loss
+        divides = self.label_smoother is not None or loss.divides_by_items({**inputs, "num_items_in_batch": 1})
         return bool(self.model_accepts_loss_kwargs) and divides
 
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 from autopar.foreign.modules import BatchNorm
-from autopar.pipeline_parallel.microbatch import default_reduction
+from autopar.pipeline_parallel.own_loss import OwnLoss
+from autopar.policy.schema import Policy
 from autopar.tools.verification.closeness import measure, tolerance_of
 from autopar.tools.verification.outputs import named, reseed
 
@@ -32,7 +33,9 @@ def part_of(batch: Batch, number: int, parts: int) -> dict[str, Any]:
     }
 
 
-def fit(plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch]) -> tuple[int, ParallelConfig]:
+def fit(
+    plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch], given: Policy | None
+) -> tuple[int, ParallelConfig]:
     """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
 
     A loss that is no mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of its
@@ -45,7 +48,7 @@ def fit(plain: nn.Module, config: ParallelConfig, batches: Sequence[Batch]) -> t
         if apart or "labels" not in batches[0]:
             raise ConfigError("one micro-batch")
         inner = next((module for module in plain.modules() if isinstance(module, PreTrainedModel)), plain)
-        default_reduction(inner, batches[0], 2)
+        OwnLoss.of(inner, given).reduction(batches[0], 2)
         if config.pipeline_parallel_size * replicas > 1 and not _has_samples_apart(plain, batches):
             raise ConfigError("one micro-batch")
         return 1, config

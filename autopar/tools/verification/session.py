@@ -18,9 +18,12 @@ from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.rng import base_seed
 from autopar.errors import clip
-from autopar.pipeline_parallel.microbatch import label_count, own_loss
+from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable
+from autopar.pipeline_parallel.own_loss import loss_in
 from autopar.pipeline_parallel.streams import Streams, switching
+from autopar.policy.given_policy import DERIVE
+from autopar.policy.load import read_user_policy
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import layer_seeds
 from autopar.tensor_parallel.parallelize import sync_parameters
@@ -74,7 +77,8 @@ class Session:
         self.plain = copy.deepcopy(model)
         self.batches = list(batches)
         self.rates: list[Rate] = switch_off(self.plain)
-        self.parts, self.config = fit(self.plain, config, self.batches)
+        given = None if policy in (None, DERIVE) else read_user_policy(policy)
+        self.parts, self.config = fit(self.plain, config, self.batches, given)
         self.parallel: Any = copy.deepcopy(self.plain)
         self.optimizers = (make_optimizer(self.plain.parameters()), make_optimizer(self.parallel.parameters()))
         self.parallel, _ = autopar.api.initialize(
@@ -99,7 +103,7 @@ class Session:
         self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
-        self.has_loss = own_loss(self.evaluate(self.plain, self.batches[0])) is not None
+        self.has_loss = loss_in(self.evaluate(self.plain, self.batches[0])) is not None
 
     def _placed(self, batch: Batch) -> Batch:
         device = self.mpu.device
@@ -168,7 +172,7 @@ class Session:
 
     def loss_of(self, output: Any) -> torch.Tensor:
         """Return the loss: the model's own over replicas and micro-batches, else whatever can be differentiated."""
-        own = own_loss(output) if self.piped else None
+        own = loss_in(output) if self.piped else None
         return total_loss(output, self.lacking) if own is None else own
 
     def criterion(self, outputs: Any, inputs: Batch) -> torch.Tensor:
@@ -209,7 +213,7 @@ class Session:
         pipeline = self.parallel._autopar_pipeline
         count, sums = 1, torch.stack([loss.double(), torch.ones_like(loss).double()])
         if self.parts == 1:
-            count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.shifted)
+            count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.loss.shifted)
         sums *= count
         run(gloo_collectives.all_reduce, dp, sums)
         return (sums[0] / sums[1]).to(loss.dtype)

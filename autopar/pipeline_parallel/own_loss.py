@@ -1,0 +1,128 @@
+"""The loss that a model makes itself of its labels: over what it is a mean, and how micro-batches add up to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import (
+    LOSS_MAPPING,
+    ForCausalLMLoss,
+    ForMaskedLMLoss,
+    ForSequenceClassificationLoss,
+    ForTokenClassification,
+)
+
+from autopar.checks.router_loss import adds_router_loss
+from autopar.errors import ConfigError
+from autopar.foreign.transformers import set_loss_function
+from autopar.policy.losses import is_encoder_decoder, loss_kind
+from autopar.policy.schema import Policy
+
+__all__ = ["OwnLoss", "loss_in"]
+
+_MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
+_LABELS = ("labels", "shift_labels")
+_OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indices", "observed_mask")  # parts of names
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """Facts about the own loss of a model.
+
+    Attributes:
+        model: a Hugging Face model, or a plain module.
+        kind: one of :data:`~autopar.policy.schema.LOSSES`; None if no policy says it.
+    """
+
+    model: Any
+    kind: str | None
+
+    @classmethod
+    def of(cls, model: Any, given: Policy | None = None) -> OwnLoss:
+        """Find the facts; ``given`` is the user's policy."""
+        return cls(model, loss_kind(model, given))
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the loss leaves out the first label of each sequence, as those of causal models do."""
+        if self.kind == "loss_function":  # encoder-decoders give their labels as those of a shift that has been done
+            return self._function is ForCausalLMLoss and not is_encoder_decoder(self.model)
+        return self.kind == "shifted_mean"
+
+    def reduction(self, batch: Mapping[str, Any], microbatches: int) -> str:
+        """Return how the losses of micro-batches make up that of the batch: see ``microbatch.weights_of``.
+
+        ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
+        ``num_items_in_batch``. What is neither cannot be put together, and is one micro-batch's mean.
+
+        Raises:
+            ConfigError: it is neither, and there are several micro-batches. From the model and the batch's names only,
+                so the same on every rank.
+        """
+        reason = self._no_mean_over_labels(batch)
+        if reason is None:
+            return "sum" if self.divides_by_items(batch) else "tokens"
+        if microbatches > 1:
+            raise ConfigError(
+                f"execute_pipeline: the loss of {type(self.model).__name__} over {microbatches} micro-batches is not "
+                f"the mean of theirs by labels: {reason}.\n"
+                "  Give criterion=lambda outputs, inputs: ... (a mean over the labels of one micro-batch), or one "
+                "micro-batch\n  (pipeline.microbatch_size = the batch's samples); pipeline.loss_reduction: microbatch "
+                "takes the mean of their losses."
+            )
+        return "microbatch"
+
+    def divides_by_items(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``.
+
+        A class that no policy names does what its signature says, as transformers' trainer takes it.
+        """
+        labels = batch.get("shift_labels", batch.get("labels"))
+        by_number = isinstance(labels, torch.Tensor) and labels.is_floating_point()  # then it is no cross entropy
+        given = batch.get("num_items_in_batch") is not None and not by_number
+        return given and self.kind in ("loss_function", None)
+
+    @property
+    def _function(self) -> Any:
+        """The function that the model's forward calls as ``self.loss_function``."""
+        own = set_loss_function(self.model)
+        return getattr(own, "plain", own) or LOSS_MAPPING.get(self.model.loss_type, ForCausalLMLoss)
+
+    def _no_mean_over_labels(self, batch: Mapping[str, Any]) -> str | None:
+        """Why the loss is no mean over ``labels``; None if it is one."""
+        name = type(self.model).__name__
+        if self.kind is None:
+            whose = "is not one of transformers' classes" if isinstance(self.model, PreTrainedModel) else "is your own"
+            return f"{name} {whose}, and says not over what it is a mean (in a policy, loss: {{{name}: mean}})"
+        given = {name: value for name, value in batch.items() if value is not None}
+        others = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
+        if others:
+            return f"the batch has targets besides labels ({', '.join(others)})"
+        if not isinstance(given.get("labels", torch.empty(0)), torch.Tensor):
+            return f"labels is a {type(given['labels']).__name__}, not a tensor"
+        if self.kind == "other":
+            of_ctc = getattr(getattr(self.model, "config", None), "ctc_loss_reduction", None)
+            return f"it is a CTC loss (config.ctc_loss_reduction: {of_ctc})" if of_ctc else "its policy says so"
+        if self.kind == "loss_function" and self._function in LOSS_MAPPING.values() and self._function not in _MEANS:
+            return f"it is transformers' {getattr(self._function, '__name__', self._function)}"
+        if adds_router_loss(self.model, given):
+            return "it has the routers' auxiliary loss (output_router_logits)"
+        return None
+
+
+def loss_in(outputs: Any) -> Any:
+    """Return the loss of a model's outputs: ``outputs.loss``, ``outputs["loss"]``, or the only number; or None.
+
+    A plain module often returns ``(logits, loss)``, or its loss alone.
+    """
+    if hasattr(outputs, "loss"):
+        return outputs.loss
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    entries = outputs if isinstance(outputs, list | tuple) else [outputs]
+    numbers = [x for x in entries if isinstance(x, torch.Tensor) and x.ndim == 0 and x.is_floating_point()]
+    return numbers[0] if len(numbers) == 1 else None

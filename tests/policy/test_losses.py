@@ -1,0 +1,147 @@
+"""The kind of loss that policies say is that of the model, by numbers: for every head of every model type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from autopar.errors import ConfigError
+from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
+from autopar.pipeline_parallel.own_loss import OwnLoss, loss_in
+from autopar.policy.load import own_policies, read_user_policy
+from autopar.policy.losses import loss_kind
+from tests.random_models import Case, batches, build, cases, heads_of, kind
+from tests.representatives import REPRESENTATIVES, first_types
+from tests.small import gpt2, llama
+from tests.test_every_policy import MODEL_TYPES, WHOLE
+
+SMALL_BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+USUAL = {"ForCausalLM": "loss_function", "ForConditionalGeneration": "loss_function", "ForCTC": "other"}
+APART = ("molmo2", "musicgen_decoder", "musicgen_melody_decoder")  # whose rows are not told apart, with an error
+
+
+@pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
+@pytest.mark.filterwarnings("ignore")  # of models
+@torch.no_grad()
+def test_losses_of_samples_add_up_to_that_of_the_batch(model_type: str) -> None:
+    for case in cases(model_type):
+        if not case.variant and kind(case.head) != "base":
+            _adds_up(case)
+
+
+def _adds_up(case: Case) -> None:
+    model: Any = build(case, 6, 3).eval()
+    batch = batches(case, model.config, 1)[0]
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or case.model_type in APART:
+        return
+    if labels.ndim == 2 and labels.shape[1] > 2 and not labels.is_floating_point():
+        batch["labels"] = torch.cat([labels[:1].index_fill(1, torch.arange(2), -100), labels[1:]])  # also the first
+    own, main_input = OwnLoss.of(model), getattr(model, "main_input_name", "")
+    try:
+        reduction = own.reduction(batch, 2)
+    except ConfigError:
+        return
+    samples = split(batch, batch_size(batch, main_input), 1, None, model.config)
+    weights = weights_of(samples, main_input, reduction, own.shifted)
+    whole, alone = model(**_copied(batch)), [model(**_copied(sample)) for sample in samples]
+    if loss_in(whole) is None:
+        return
+    if _are_apart(whole, alone):
+        found = sum(loss_in(outputs) * weight for outputs, weight in zip(alone, weights, strict=True) if weight)
+        torch.testing.assert_close(found, loss_in(whole), rtol=1e-4, atol=1e-4, msg=lambda text: f"{case}: {text}")
+    counted = batch["labels"][..., 1:] if own.shifted else batch["labels"]
+    items = {"num_items_in_batch": 2 * (counted != -100).sum()}
+    if own.divides_by_items({**batch, **items}):
+        halved = loss_in(model(**_copied(batch), **items))
+        torch.testing.assert_close(2 * halved, loss_in(whole), rtol=1e-4, atol=1e-4, msg=lambda text: f"{case}: {text}")
+
+
+def _copied(batch: dict[str, Any]) -> dict[str, Any]:
+    """Some models write into their labels."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _are_apart(whole: Any, alone: list[Any]) -> bool:
+    """Whether the logits of a sample do not depend on the others in its batch, which no loss can mend."""
+    logits = whole.get("logits")
+    if not isinstance(logits, torch.Tensor) or len(logits) != len(alone):
+        return True
+    each = torch.cat([outputs["logits"] for outputs in alone])
+    return each.shape == logits.shape and torch.allclose(each, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_every_class_that_a_policy_names_is_of_its_file_and_not_as_usual() -> None:
+    classes = {name: head for model_type in MODEL_TYPES for name, head in heads_of(model_type).items()}
+    for policy in own_policies().values():
+        for name, said in policy.loss.items():
+            usual = next((kind for end, kind in USUAL.items() if name.endswith(end)), "mean")
+            seq2seq = name.endswith("ForConditionalGeneration") and said == "loss_function"  # encoder and decoder
+            assert name in classes and (said != usual or seq2seq), f"{policy.name}: {name}"
+
+
+class Passes(LlamaForCausalLM):
+    pass
+
+
+class Unshifted(LlamaForCausalLM):
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if labels is not None:
+            outputs.loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        return outputs
+
+
+class Named(torch.nn.Linear):
+    pass
+
+
+def test_a_class_that_inherits_its_forward_has_the_same_loss_and_another_may_not() -> None:
+    config = llama().config
+    assert loss_kind(Passes(config)) == "loss_function" and OwnLoss.of(Passes(config)).shifted
+    assert loss_kind(Unshifted(config)) is None
+    given = read_user_policy({"extends": "llama", "loss": {"Unshifted": "mean", "Linear": "shifted_mean"}})
+    assert loss_kind(Unshifted(config), given) == "mean" and not OwnLoss.of(Unshifted(config), given).shifted
+    assert loss_kind(llama(), given) == "loss_function"
+    assert loss_kind(Named(2, 2), given) == "shifted_mean"  # by the class that it takes its forward from
+    ids = torch.arange(8).view(2, 4)
+    batch = {"input_ids": ids, "labels": ids}
+    assert OwnLoss.of(Unshifted(config), given).reduction(batch, 2) == "tokens"
+    assert OwnLoss.of(Unshifted(config)).reduction(batch, 1) == "microbatch"
+    words = (
+        r"the loss of Unshifted over 2 micro-batches is not the mean of theirs by labels: Unshifted is not one of "
+        r"transformers' classes, and says not over what it is a mean \(in a policy, loss: {Unshifted: mean}\)"
+    )
+    with pytest.raises(ConfigError, match=words):
+        OwnLoss.of(Unshifted(config)).reduction(batch, 2)
+
+
+def test_a_policy_of_ones_own_keeps_what_autopar_knows_of_the_class() -> None:
+    bare = read_user_policy({"match": {"model_type": "gpt2"}, "units": {}, "blocks": {"path": "h", "modules": {}}})
+    assert loss_kind(gpt2(), bare) == "loss_function"
+
+
+def test_a_class_of_the_users_with_a_known_name_is_not_that_class() -> None:
+    own = type("GPT2LMHeadModel", (GPT2LMHeadModel,), {"forward": lambda self, **inputs: None, "__module__": "mine"})
+    assert loss_kind(own(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))) is None
+
+
+def test_a_type_that_no_policy_lists_has_the_usual_loss_of_its_name() -> None:
+    model = llama()
+    model.config.model_type = "not-listed"
+    assert loss_kind(model) == "loss_function"
+    other: Any = BertForMaskedLM(BertForMaskedLM.config_class(**SMALL_BERT))
+    assert loss_kind(other) == "mean"
+    other.config.model_type = "not-listed"
+    assert loss_kind(other) is None
+
+
+def test_items_divide_cross_entropies_alone() -> None:
+    items = {"num_items_in_batch": torch.tensor(3)}
+    assert OwnLoss.of(gpt2()).divides_by_items({"labels": torch.zeros(2, 4, dtype=torch.long), **items})
+    assert not OwnLoss.of(gpt2()).divides_by_items({"labels": torch.zeros(2, 4), **items})
+    classes = build(Case("llama", "LlamaForSequenceClassification"), 6, 3)  # which does not hand the number on
+    assert OwnLoss.of(classes).reduction({"labels": torch.zeros(2, dtype=torch.long), **items}, 2) == "tokens"
