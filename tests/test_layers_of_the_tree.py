@@ -32,7 +32,7 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 435,
+    "applied": 450,
     "adapters": 200,
     "checkpoint": 6130,
     "checks": 2060,
@@ -40,18 +40,18 @@ LINES = {
     "context_parallel": 2570,
     "data_parallel": 2170,
     "deferred_init": 1140,
-    "distributed": 3720,
+    "distributed": 3750,
     "dry_run": 3440,
     "foreign": 930,
     "integrations": 1850,
-    "pipeline_parallel": 3890,
+    "pipeline_parallel": 3925,
     "plan": 2760,
     "policy": 1670,
     "storage": 1600,
     "tensor_parallel": 4950,
     "tools": 11520,
 }
-LOADED = 193  # modules that initialize loads; fewer is better
+LOADED = 150  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
 
 

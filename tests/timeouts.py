@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.pipeline_parallel.methods import pipeline_of
+
 TIMEOUT = int(os.environ.get("AUTOPAR_TEST_TIMEOUT", "2"))
 """Seconds after which a rank that hangs on purpose is given up."""
 
@@ -23,7 +25,7 @@ _FAR = 60.0  # seconds, where what is waited for comes at once
 
 def hurry(model: torch.nn.Module) -> None:
     """Give up after :data:`TIMEOUT` from now on, on all ranks: what takes long at the first time has been done."""
-    p2p = vars(model)["_autopar_pipeline"].p2p
+    p2p = pipeline_of(model).p2p
     p2p.timeout = p2p.failures.timeout = TIMEOUT
     dist.barrier()
 

@@ -15,7 +15,6 @@ from autopar.data_parallel.apply import DataParallel
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans
-from autopar.pipeline_parallel.pipeline import Pipeline
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
@@ -23,6 +22,7 @@ from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
+    from autopar.pipeline_parallel.pipeline import Pipeline
 
 __all__ = ["Parallelized"]
 
@@ -38,13 +38,13 @@ class Parallelized:
         sequence, rows: what runs over rows of the sequence; None without.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         policy: the one that fitted; ``own_policy``: that one if the user gave it.
-        failures, region, pp, dp: the parts that steps have made.
+        failures, region, dp: the parts that steps have made.
+        pp: the stages on this rank; None until :meth:`pipeline` is asked for them.
         undo: what takes back the steps that were made, in their order; each gets the model and its state.
     """
 
     failures: FailureLog
     region: Region
-    pp: Pipeline
     dp: DataParallel
 
     def __init__(self, call: Call, plans: Plans, mpu: MPU) -> None:
@@ -54,6 +54,7 @@ class Parallelized:
         self.stages: StagePlan = plans.stages
         self.sequence, self.rows = plans.sequence, plans.rows
         self.undo: list[Callable[[Any, Parallelized], None]] = []
+        self.pp: Pipeline | None = None
         _alive.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
@@ -70,6 +71,17 @@ class Parallelized:
     def forget(self) -> None:
         """Be the state of no model any more."""
         _alive.discard(self)
+
+    def pipeline(self, model: Any) -> Pipeline:
+        """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
+        if self.pp is None:
+            from autopar.pipeline_parallel.own_loss import OwnLoss
+            from autopar.pipeline_parallel.pipeline import Pipeline
+
+            inner, config = self.inner_of(model), self.config
+            loss, check = OwnLoss.of(inner, self.own_policy), config.consistency_check
+            self.pp = Pipeline(model, inner, self.stages, self.mpu, config.pipeline, self.failures, loss, check=check)
+        return self.pp
 
     @property
     def steps(self) -> StepCheck:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,19 +19,20 @@ from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
 from autopar.data_parallel import apply as data_parallel
 from autopar.deferred_init.materialize import Materializer
+from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.digest import extremes
 from autopar.distributed.excepthook import publish_uncaught
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
-from autopar.dry_run.first_forward import FirstForward
 from autopar.on_demand import tool
-from autopar.pipeline_parallel.own_loss import OwnLoss
-from autopar.pipeline_parallel.pipeline import Pipeline
+from autopar.pipeline_parallel import methods as pipeline_methods
 from autopar.plan.summary import count, derived_notice, summarise
 from autopar.tensor_parallel import apply as tensor_parallel
-from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_parallel.shape_errors import shards_named
+
+if TYPE_CHECKING:
+    from autopar.dry_run.first_forward import FirstForward
 
 __all__ = ["STEPS", "Given", "apply", "undo"]
 
@@ -71,7 +72,9 @@ def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -
 def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before stages: swap layers and shard parameters while every rank has all of them, so that they do it alike."""
     inner = state.inner_of(model)
-    if not isinstance(inner, PreTrainedModel):
+    if state.plan.tp > 1 and not isinstance(inner, PreTrainedModel):
+        from autopar.dry_run.first_forward import FirstForward
+
         given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
     state.region = tensor_parallel.apply(model, state.plan, state.mpu)
     state.undo.append(lambda model, own: tensor_parallel.undo(model, own.inner_of(model), own.plan, own.mpu))
@@ -102,10 +105,9 @@ def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def release_other_stages(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before memory: parameters of other stages become placeholders, and are never filled."""
-    config, inner = state.config, state.inner_of(model)
-    loss, check = OwnLoss.of(inner, state.own_policy), config.consistency_check
-    state.pp = Pipeline(model, inner, state.stages, state.mpu, config.pipeline, state.failures, loss, check=check)
-    state.undo.append(lambda model, own: own.pp.undo(model))
+    if state.stages.stages > 1:
+        state.pipeline(model)
+        state.undo.append(lambda model, own: own.pipeline(model).undo(model))
 
 
 def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -131,7 +133,10 @@ def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
     tensor_parallel.attach(inner, state.plan, state.mpu, state.config, state.region, state.failures, state.dp.steps)
     if given.first_forward is not None:
         given.first_forward.attach(inner)
-    state.pp.attach(model)
+    pipeline_methods.attach(model)
+    state.undo.append(lambda model, own: pipeline_methods.detach(model))
+    if state.pp is not None:
+        state.pp.attach(model)
 
 
 def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -159,7 +164,8 @@ def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> No
     """Last: parameters are the final ones, so fp32 copies, shares of ZeRO and FSDP are made of these."""
     state.dp.attach(given.optimizer, state.blocks_of(model))
     state.undo.append(lambda model, own: own.dp.undo())
-    state.pp.expect_steps(given.optimizer)
+    if state.pp is not None:
+        state.pp.expect_steps(given.optimizer)
     tensor_parallel.mark_parameters(model, state.plan, state.stages, state.mpu)
 
 

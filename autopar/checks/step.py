@@ -181,7 +181,8 @@ class StepCheck:
         progress = None if model is None else self._progress_of(model, optimizer)
         if model is None or progress is None or _inside_another_step():
             return
-        if getattr(vars(model).get("_autopar_pipeline"), "unaveraged", False):
+        pipeline: Any = getattr(vars(model).get("_autopar"), "pp", None)
+        if pipeline is not None and pipeline.unaveraged:
             raise ConsistencyError(
                 f"the gradients of the {self.mpu.dp_cp.size} {self._replicas} were not averaged: the last "
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."

@@ -27,7 +27,8 @@ def average_gradients(model: nn.Module) -> None:
     root, state = _parallelized(model)
     with state.steps.failures.wait("averaging the gradients over the data-parallel replicas", state.mpu.dp_cp.ranks):
         average_over_replicas(root, state.plan, state.stages, state.mpu)
-    vars(root)["_autopar_pipeline"].unaveraged = False
+    if state.pp is not None:
+        state.pp.unaveraged = False
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from autopar.deferred_init.adapters import adapter_parameters
 from autopar.deferred_init.context import on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
+from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
@@ -26,7 +27,6 @@ from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.storage.parameter_storage import replace_storage
 from autopar.storage.threads import in_threads, reading_threads
-from autopar.tensor_parallel.parallelize import sync_parameters
 
 __all__ = ["Materializer", "deferred_fingerprint"]
 

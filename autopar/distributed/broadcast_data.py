@@ -1,4 +1,4 @@
-"""broadcast_data: the first rank of a tensor-parallel group reads the batch, the others get it from there.
+"""broadcast_data: the first rank of a tensor-parallel group reads the batch, the others get it from there. And weights.
 
 After Megatron-LM ``megatron/core/tensor_parallel/data.py`` (same name, same purpose). Three things differ: the data of
 the first rank is checked *before* the first collective and the result is sent ahead of the tensors, so bad data is one
@@ -9,16 +9,23 @@ of its own. Two broadcasts carry everything: the result of the check, and the by
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Group, axis_of, device_of
+from autopar.distributed.digest import checksum
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["broadcast_data"]
+if TYPE_CHECKING:
+    from autopar.distributed.mesh import MPU
+
+__all__ = ["broadcast_data", "sync_parameters"]
 
 Dtypes = torch.dtype | Mapping[Any, torch.dtype]
 
@@ -143,3 +150,31 @@ def _unpack(specs: list[_Spec], payload: torch.Tensor) -> dict[int | str, torch.
         tensors[spec.key] = payload[start:stop].clone().view(spec.dtype).view(spec.shape)  # a copy is aligned
         start = stop
     return tensors
+
+
+def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
+    """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
+
+    A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
+    weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
+    the order of a set, which every process has its own of.
+    """
+    tensors = {
+        name: tensor.data
+        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
+        if not tensor.is_meta
+    }
+    if mpu.world_size == 1 or not tensors:
+        return []
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
+    first = sums.clone().to(mpu.device)
+    dist.broadcast(first, src=0)
+    differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
+    all_reduce(differs, op=dist.ReduceOp.MAX)
+    different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
+    for name in different:
+        tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]
+        staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
+        tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
+    return different

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -10,14 +9,13 @@ from torch import nn
 
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy
+from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.dry_run.tensor_parallel import check_plan_with
 from autopar.foreign.trees import tree_map_only
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.hooks import Hook
 
-__all__ = ["FirstForward", "warn_no_dry_run"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["FirstForward"]
 
 
 class FirstForward(Hook):
@@ -54,12 +52,3 @@ class FirstForward(Hook):
         self.plain = None
         if self._handle is not None:
             self._handle.remove()
-
-
-def warn_no_dry_run(model: nn.Module) -> None:
-    """Warn that a policy could not be checked by a dry run."""
-    _log.warning(
-        "%s does not run without data, so your policy got no dry run: compare its loss and gradients with the "
-        "plain model's once.",
-        type(model).__name__,
-    )

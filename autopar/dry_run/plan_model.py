@@ -8,6 +8,7 @@ plans an axis is loaded when a mesh has it.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import Reads, StagePlan, make_stages
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from autopar.context_parallel.state import RowPlan
     from autopar.plan.sequence import SequencePlan
 
-__all__ = ["ModelPlans", "Plans", "plan_model"]
+__all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "warn_no_dry_run"]
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -141,6 +143,24 @@ class ModelPlans:
         if isinstance(found, Exception):
             raise found
         return found
+
+
+def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
+    """Try a plan without data: :func:`autopar.dry_run.tensor_parallel.check_plan`. At tp 1 nothing can be wrong."""
+    if plan.tp == 1:
+        return False
+    from autopar.dry_run import tensor_parallel
+
+    return tensor_parallel.check_plan(model, prefix, plan)
+
+
+def warn_no_dry_run(model: nn.Module) -> None:
+    """Warn that a policy could not be checked by a dry run."""
+    _log.warning(
+        "%s does not run without data, so your policy got no dry run: compare its loss and gradients with the "
+        "plain model's once.",
+        type(model).__name__,
+    )
 
 
 def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan], None]) -> Plans:

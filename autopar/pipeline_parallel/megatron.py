@@ -34,6 +34,7 @@ from torch import nn
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.pipeline_parallel.batch_checks import digest_of, read_batch
 from autopar.pipeline_parallel.engine import Step
+from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.pipeline_parallel.pipeline import Pipeline
 
 __all__ = ["get_forward_backward_func"]
@@ -130,10 +131,7 @@ def _only_model(model: nn.Module | list[nn.Module]) -> tuple[nn.Module, Pipeline
             f"model is a list of {len(chunks)} {'different modules' if chunks else 'modules'}: give what "
             "autopar.initialize returned, which holds all chunks of this rank (pipeline.chunks)"
         )
-    pipeline: Pipeline | None = vars(chunks[0]).get("_autopar_pipeline")
-    if pipeline is None:
-        raise ConfigError(f"{type(chunks[0]).__name__} is not parallelized; autopar.initialize does that")
-    return chunks[0], pipeline
+    return chunks[0], pipeline_of(chunks[0])
 
 
 def _check_arguments(num_microbatches: int, forward_only: bool, collect: bool, others: Mapping[str, Any]) -> None:

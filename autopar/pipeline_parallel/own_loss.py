@@ -96,8 +96,9 @@ class OwnLoss:
         """Why the loss is no mean over ``labels``; None if it is one."""
         name = type(self.model).__name__
         if self.kind is None:
-            whose = "is not one of transformers' classes" if isinstance(self.model, PreTrainedModel) else "is your own"
-            return f"{name} {whose}, and says not over what it is a mean (in a policy, loss: {{{name}: mean}})"
+            own = isinstance(self.model, PreTrainedModel)
+            whose = "its forward is none of transformers'" if own else "it is a module of your own"
+            return f"{whose}, which does not say over what its loss is a mean; a policy can: loss: {{{name}: mean}}"
         given = {name: value for name, value in batch.items() if value is not None}
         others = [name for name in given if name not in _LABELS and any(part in name for part in _OTHER_TARGETS)]
         if others:

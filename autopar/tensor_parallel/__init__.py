@@ -3,45 +3,48 @@
 ``ColumnParallelLinear``, ``RowParallelLinear`` and ``VocabParallelEmbedding`` are for a model of one's own.
 
 Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
-state. :mod:`autopar.api` is built from the same parts.
+state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.distributed.accessors import MeshAccessors
-from autopar.distributed.axis import Group, axis_of
-from autopar.distributed.broadcast_data import broadcast_data
-from autopar.distributed.rng_tracker import (
-    MODEL_PARALLEL_STREAM,
-    RandomStateTracker,
-    checkpoint,
-    get_cuda_rng_tracker,
-    manual_seed,
-    model_parallel_cuda_manual_seed,
-)
 from autopar.errors import nearest
-from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
-from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
-from autopar.tensor_parallel.megatron.mappings import (
-    all_to_all,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
-from autopar.tensor_parallel.megatron.tensor_split import (
-    VocabUtility,
-    gather_split_1d_tensor,
-    split_tensor_along_last_dim,
-    split_tensor_into_1d_equal_chunks,
-    vocab_range_from_global_vocab_size,
-    vocab_range_from_per_partition_vocab_size,
-)
-from autopar.tensor_parallel.parallelize import full_state_dict, load_full_state_dict
+from autopar.on_demand import lazy_names
+
+if TYPE_CHECKING:
+    from autopar.distributed.axis import Group, axis_of
+    from autopar.distributed.broadcast_data import broadcast_data
+    from autopar.distributed.rng_tracker import (
+        MODEL_PARALLEL_STREAM,
+        RandomStateTracker,
+        checkpoint,
+        get_cuda_rng_tracker,
+        manual_seed,
+        model_parallel_cuda_manual_seed,
+    )
+    from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
+    from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
+    from autopar.tensor_parallel.megatron.mappings import (
+        all_to_all,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+        scatter_to_tensor_model_parallel_region,
+    )
+    from autopar.tensor_parallel.megatron.tensor_split import (
+        VocabUtility,
+        gather_split_1d_tensor,
+        split_tensor_along_last_dim,
+        split_tensor_into_1d_equal_chunks,
+        vocab_range_from_global_vocab_size,
+        vocab_range_from_per_partition_vocab_size,
+    )
+    from autopar.tensor_parallel.parallelize import full_state_dict, load_full_state_dict
 
 __all__ = [
     "MODEL_PARALLEL_STREAM",
@@ -75,11 +78,43 @@ __all__ = [
     "vocab_range_from_per_partition_vocab_size",
 ]
 
-if not TYPE_CHECKING:
+_HOMES = {
+    "ColumnParallelLinear": "autopar.tensor_parallel.layers",
+    "Group": "autopar.distributed.axis",
+    "MODEL_PARALLEL_STREAM": "autopar.distributed.rng_tracker",
+    "RandomStateTracker": "autopar.distributed.rng_tracker",
+    "RowParallelLinear": "autopar.tensor_parallel.layers",
+    "VocabParallelEmbedding": "autopar.tensor_parallel.embeddings",
+    "VocabUtility": "autopar.tensor_parallel.megatron.tensor_split",
+    "all_to_all": "autopar.tensor_parallel.megatron.mappings",
+    "axis_of": "autopar.distributed.axis",
+    "broadcast_data": "autopar.distributed.broadcast_data",
+    "checkpoint": "autopar.distributed.rng_tracker",
+    "copy_to_tensor_model_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "full_state_dict": "autopar.tensor_parallel.parallelize",
+    "gather_from_sequence_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "gather_from_tensor_model_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "gather_split_1d_tensor": "autopar.tensor_parallel.megatron.tensor_split",
+    "get_cuda_rng_tracker": "autopar.distributed.rng_tracker",
+    "load_full_state_dict": "autopar.tensor_parallel.parallelize",
+    "manual_seed": "autopar.distributed.rng_tracker",
+    "model_parallel_cuda_manual_seed": "autopar.distributed.rng_tracker",
+    "reduce_from_tensor_model_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "reduce_scatter_to_sequence_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "scatter_to_sequence_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "scatter_to_tensor_model_parallel_region": "autopar.tensor_parallel.megatron.mappings",
+    "split_tensor_along_last_dim": "autopar.tensor_parallel.megatron.tensor_split",
+    "split_tensor_into_1d_equal_chunks": "autopar.tensor_parallel.megatron.tensor_split",
+    "vocab_parallel_cross_entropy": "autopar.tensor_parallel.loss",
+    "vocab_range_from_global_vocab_size": "autopar.tensor_parallel.megatron.tensor_split",
+    "vocab_range_from_per_partition_vocab_size": "autopar.tensor_parallel.megatron.tensor_split",
+}
 
-    def __getattr__(name: str) -> Any:
-        if name in dir(MeshAccessors) and not name.startswith("_"):
-            hint = f" It is a method of the MPU here: model.mpu.{name}()."
-        else:
-            hint = "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
-        raise AttributeError(f"module 'autopar.tensor_parallel' has no attribute '{name}'{'.' if hint else ''}{hint}")
+
+def _hint(name: str) -> str:
+    if name in dir(MeshAccessors) and not name.startswith("_"):
+        return f" It is a method of the MPU here: model.mpu.{name}()."
+    return "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
+
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _hint)

@@ -14,9 +14,8 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.tensor_parallel import adapters, hooks, layer_seeds, parallelize
+from autopar.tensor_parallel import hooks, layer_seeds
 from autopar.tensor_parallel.megatron import parameter_marks
-from autopar.tensor_parallel.parallel_layer import ParallelLayer
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "attach", "keep_logits_sharded", "mark_parameters", "undo"]
@@ -25,10 +24,13 @@ _MODELS = itertools.count(1)  # every rank makes the same ones, in the same orde
 
 
 def apply(model: nn.Module, plan: Plan, mpu: MPU) -> Region:
-    """Swap the layers of ``model`` and shard its parameters, in place; no communication."""
+    """Swap the layers of ``model`` and shard its parameters, in place; no communication. At tp 1 nothing changes."""
     region = Region(mpu.tp)
     region.model = str(next(_MODELS))
-    parallelize.apply(model, plan, mpu.tp, region)
+    if plan.tp > 1:
+        from autopar.tensor_parallel import parallelize
+
+        parallelize.apply(model, plan, mpu.tp, region)
     region.find_dropout(model)
     return region
 
@@ -65,6 +67,8 @@ def attach(
 
 def keep_logits_sharded(model: nn.Module, chunk: int) -> None:
     """Let the head of a language model leave its logits sharded until they are read."""
+    from autopar.tensor_parallel.parallel_layer import ParallelLayer
+
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:
         return
@@ -79,13 +83,18 @@ def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -
     """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
     parameter_marks.mark(model, plan, stages, mpu)
     if mpu.tp.size > 1:
+        from autopar.tensor_parallel import adapters
+
         adapters.attach(model)
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
-    parallelize.undo(model, plan, mpu.tp)
+    if plan.tp > 1:
+        from autopar.tensor_parallel import adapters, parallelize
+
+        parallelize.undo(model, plan, mpu.tp)
+        adapters.detach(model)
     hooks.detach(inner)
     layer_seeds.detach(inner)
-    adapters.detach(model)
     parameter_marks.unmark(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import nn
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
-from autopar.distributed.digest import checksum
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import BatchNorm, Convolution, own_buffers, own_parameters
 from autopar.foreign.transformers import EXPERTS
@@ -27,13 +24,13 @@ from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "full_state_dict", "load_full_state_dict", "resize", "sync_parameters", "undo"]
+__all__ = ["apply", "full_state_dict", "load_full_state_dict", "resize", "undo"]
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
 
 def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
-    """Shard ``model`` for ``axis.rank``, in place; no communication. At tp 1 nothing changes.
+    """Shard ``model`` for ``axis.rank``, in place; no communication.
 
     Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
     so an optimizer made before goes on working.
@@ -165,34 +162,6 @@ def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
     all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
-
-
-def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
-    """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
-
-    A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
-    weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
-    the order of a set, which every process has its own of.
-    """
-    tensors = {
-        name: tensor.data
-        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
-        if not tensor.is_meta
-    }
-    if mpu.world_size == 1 or not tensors:
-        return []
-    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
-    first = sums.clone().to(mpu.device)
-    dist.broadcast(first, src=0)
-    differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
-    all_reduce(differs, op=dist.ReduceOp.MAX)
-    different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
-    for name in different:
-        tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]
-        staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
-        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
-        tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
-    return different
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

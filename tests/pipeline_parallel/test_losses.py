@@ -22,6 +22,7 @@ from transformers import (
 import autopar
 from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
 from autopar.errors import ConfigError
+from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.pipeline_parallel.microbatch import split
 from autopar.pipeline_parallel.own_loss import OwnLoss
 from tests.exchange import everyones
@@ -174,7 +175,7 @@ def _ragged_replicas(pp: int) -> None:
                 rows = split(halves, 2, size, None)
                 for row in rows:
                     (plain(**row).loss / len(rows) / 2).backward()
-            piped._autopar_pipeline.config = _with_reduction(piped, "microbatch")
+            pipeline_of(piped).config = _with_reduction(piped, "microbatch")
             piped.execute_pipeline(mine)
             _compare(piped, plain)
         piped.mpu.destroy()
@@ -182,7 +183,7 @@ def _ragged_replicas(pp: int) -> None:
 
 def _with_reduction(model: Any, reduction: str) -> Any:
     """The model's pipeline section with another reduction."""
-    return dataclasses.replace(model._autopar_pipeline.config, loss_reduction=reduction)
+    return dataclasses.replace(pipeline_of(model).config, loss_reduction=reduction)
 
 
 @pytest.mark.tier("test")
@@ -223,7 +224,7 @@ def test_tied_weights_stay_the_same_over_three_replicas() -> None:
     model = gpt2(n_layer=4, vocab_size=2000)
     piped = autopar.initialize(model, _config(pp=2, microbatch_size=1, layers_per_stage=[3, 1]))
     _two_steps(piped)
-    ((_, holders),) = piped._autopar_pipeline.tied._sets
+    ((_, holders),) = pipeline_of(piped).tied._sets
     for tensors in ([p.grad for p in holders], [p.data for p in holders]):
         _digits(piped.mpu.pp.group, {str(place): tensor for place, tensor in enumerate(tensors)}, 2)
 
@@ -262,7 +263,7 @@ def test_a_failed_step_leaves_earlier_gradients_of_tied_weights() -> None:
     piped = autopar.initialize(gpt2(), _config(pp=2, microbatch_size=1))
     (batch,) = language_batches(131, count=1, batch=3)
     piped.execute_pipeline(batch)
-    ((_, tied),) = piped._autopar_pipeline.tied._sets
+    ((_, tied),) = pipeline_of(piped).tied._sets
     earlier = [parameter.grad.clone() for parameter in tied]
     with pytest.raises((ValueError, autopar.PipelineError)):
         piped.execute_pipeline(batch, fail)

@@ -12,6 +12,7 @@ import torch
 import autopar
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.pipeline_parallel.methods import pipeline_of
 from tests.compare import same_gradients
 from tests.parity import close, language_batches
 from tests.pool import pooled
@@ -39,7 +40,7 @@ def test_the_loop(schedule: str) -> None:
         torch.stack(losses).mean().backward()
         settings = {"model": [piped], "num_microbatches": 4, "seq_length": 7, "micro_batch_size": 2}
         reports = forward_backward(forward_step_func=_forward_step, data_iterator=iter(batches), **settings)
-        assert len(reports) == (4 if vars(piped)["_autopar_pipeline"].last else 0)
+        assert len(reports) == (4 if pipeline_of(piped).last else 0)
         for report, loss in zip(reports, losses, strict=False):
             close(report["lm loss"], loss.detach(), "loss")
         same_gradients(piped, plain)
@@ -144,7 +145,7 @@ def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int]
             first_val_step=None,
             forward_only=False,
         )
-        assert len(reports) == (4 if vars(model)["_autopar_pipeline"].last else 0)
+        assert len(reports) == (4 if pipeline_of(model).last else 0)
         assert [int(report["lm loss"][1]) for report in reports] in ([], [7, 0, 9, 10])
         same_gradients(model, plain)
     model.mpu.destroy()
@@ -176,7 +177,7 @@ def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
 def test_what_is_not_megatrons_is_named() -> None:
     config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"schedule": "interleaved"}}
     model = autopar.initialize(gpt2(n_layer=4), config)
-    last, batches = vars(model)["_autopar_pipeline"].last, language_batches(131, count=2, batch=2)
+    last, batches = pipeline_of(model).last, language_batches(131, count=2, batch=2)
     run = functools.partial(get_forward_backward_func(), model=model, num_microbatches=2)
 
     def raises(message: str, **arguments: Any) -> None:

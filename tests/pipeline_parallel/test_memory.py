@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import autopar
+from autopar.pipeline_parallel.methods import pipeline_of
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -45,7 +46,7 @@ def _peak_of_a_step(schedule: str, microbatches: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         piped.execute_pipeline(language_batches(131, count=1, batch=microbatches)[0])
     assert not alive
-    p2p = vars(piped)["_autopar_pipeline"].p2p
+    p2p = pipeline_of(piped).p2p
     assert not p2p._sent
     piped.mpu.destroy()
     return most
@@ -86,7 +87,7 @@ def test_a_stage_holds_only_its_own_parameters() -> None:
 def test_buffers_of_messages_go_while_the_step_runs() -> None:
     config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": 1}}
     piped = autopar.initialize(gpt2(), config)
-    p2p = vars(piped)["_autopar_pipeline"].p2p
+    p2p = pipeline_of(piped).p2p
     most = []
     plain_send = p2p.send
 

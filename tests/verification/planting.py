@@ -15,6 +15,7 @@ from torch import nn
 from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
+from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.tools.verification.session import Session
 
 After = Callable[[Session, ExitStack], None]
@@ -189,13 +190,13 @@ def wrong_rotation(module: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
 
 def other_stages(session: Session, stack: ExitStack) -> None:
     """The border between the stages is one block further on the second rank's side of things, on both ranks."""
-    pipeline = session.parallel._autopar_pipeline
+    pipeline = pipeline_of(session.parallel)
     start, border, stop = pipeline.plan.bounds
     pipeline.engine.plan = dataclasses.replace(pipeline.plan, bounds=(start, border - 1, stop))
 
 
 def no_sum_of_tied(session: Session, stack: ExitStack) -> None:
-    session.parallel._autopar_pipeline.tied.sum = lambda alike: None
+    pipeline_of(session.parallel).tied.sum = lambda alike: None
 
 
 def rate(session: Session, stack: ExitStack) -> None:

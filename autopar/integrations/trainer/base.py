@@ -56,7 +56,7 @@ class ParallelBase(Trainer):
             return False
         if self.compute_loss_func is not None:
             return True
-        loss: OwnLoss = self.model._autopar.pp.loss
+        loss = OwnLoss.of(base_of(self.model), self.model._autopar.own_policy)
         divides = self.label_smoother is not None or loss.divides_by_items({**inputs, "num_items_in_batch": 1})
         return bool(self.model_accepts_loss_kwargs) and divides
 

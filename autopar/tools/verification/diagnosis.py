@@ -107,7 +107,7 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
         with recorded(session.parallel) as mine:
             session.train_parallel(0)
         return plain, mine
-    pipeline = session.parallel._autopar_pipeline
+    pipeline = session.state.pipeline(session.parallel)
     criterion = None if session.has_loss else session.criterion
     batch = copy.deepcopy(session.own_part(session.batches[0]))
     reseed(0)

@@ -15,6 +15,7 @@ from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import average_gradients
 from autopar.data_parallel.master_weights import DTYPES
 from autopar.distributed import gloo_collectives
+from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
 from autopar.distributed.rng import base_seed
 from autopar.errors import clip
@@ -26,7 +27,6 @@ from autopar.policy.given_policy import DERIVE
 from autopar.policy.load import read_user_policy
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import layer_seeds
-from autopar.tensor_parallel.parallelize import sync_parameters
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batch_parts import Batch, fit, part_of
 from autopar.tools.verification.closeness import tolerance_of
@@ -210,7 +210,7 @@ class Session:
         dp = self.mpu.dp
         if dp.size == 1:
             return loss
-        pipeline = self.parallel._autopar_pipeline
+        pipeline = self.state.pipeline(self.parallel)
         count, sums = 1, torch.stack([loss.double(), torch.ones_like(loss).double()])
         if self.parts == 1:
             count = label_count(self.own_part(self.batches[number]), pipeline.main_input, pipeline.loss.shifted)
