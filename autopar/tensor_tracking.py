@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.foreign.modes import TorchDispatchMode
-from autopar.foreign.operators import schema_of
-from autopar.foreign.tensors import storage_id
-from autopar.foreign.trees import tree_leaves
+from autopar.foreign.tensors import TorchDispatchMode, schema_of, storage_id, tree_leaves
 
 __all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
 

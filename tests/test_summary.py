@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 import autopar
-from autopar.plan.summary import summarise
+from autopar.plan.listing import summarise
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 

@@ -19,8 +19,7 @@ from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MPU
-from autopar.dry_run.garbage import uncollected
-from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, warn_no_dry_run
+from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError
 from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan

@@ -75,7 +75,7 @@ class Parallelized:
     def pipeline(self, model: Any) -> Pipeline:
         """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
         if self.pp is None:
-            from autopar.pipeline_parallel.own_loss import OwnLoss
+            from autopar.pipeline_parallel.losses import OwnLoss
             from autopar.pipeline_parallel.pipeline import Pipeline
 
             inner, config = self.inner_of(model), self.config

@@ -22,12 +22,11 @@ from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.digest import extremes
-from autopar.distributed.excepthook import publish_uncaught
-from autopar.distributed.failures import FailureLog
+from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.rng import sync_generators
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import methods as pipeline_methods
-from autopar.plan.summary import count, derived_notice, summarise
+from autopar.plan.listing import count, derived_notice, summarise
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.shape_errors import shards_named
 

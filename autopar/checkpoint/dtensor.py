@@ -21,9 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.checkpoint.state import local_tensors, state_of
 from autopar.errors import CheckpointError
-from autopar.foreign.modes import disabled_torch_function
-from autopar.foreign.operators import TO_COPY
-from autopar.foreign.tensors import wrapper_subclass
+from autopar.foreign.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.layout import Layout, Range
 
 __all__ = ["as_dtensor", "disjoint_ranges", "is_even_shard", "to_dtensor_state_dict"]

@@ -23,8 +23,8 @@ from autopar.context_parallel.rank_states import StatesOfRank
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.foreign.transformers import recompute_function
-from autopar.foreign.trees import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_tracking import tensors_in

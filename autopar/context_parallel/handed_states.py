@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from autopar.foreign.trees import SequenceKey, keystr, tree_map_with_path
+from autopar.foreign.tensors import SequenceKey, keystr, tree_map_with_path
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 

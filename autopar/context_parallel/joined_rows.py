@@ -15,7 +15,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather_sum, reduce
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.profiling import named_collective
-from autopar.foreign.trees import tree_map
+from autopar.foreign.tensors import tree_map
 from autopar.layout import Layout
 
 __all__ = ["entered", "join"]

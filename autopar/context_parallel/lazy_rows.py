@@ -16,8 +16,14 @@ from autopar.context_parallel.state import RowState
 from autopar.distributed.barrier import meet
 from autopar.distributed.derivatives import check_no_tangent, keep_none, single_backward
 from autopar.distributed.whole_on_read import WholeOnRead, name_of
-from autopar.foreign.tensors import version_of, wrapper_subclass
-from autopar.foreign.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from autopar.foreign.tensors import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    version_of,
+    wrapper_subclass,
+)
 from autopar.layout import Layout
 
 __all__ = ["LazyRows", "MadeOf", "lazy_rows", "version_of", "whole_tensors"]

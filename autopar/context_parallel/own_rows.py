@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.context_parallel.lazy_rows import LazyRows, MadeOf, lazy_rows
 from autopar.context_parallel.state import OwnModule, RowState
-from autopar.foreign.trees import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
+from autopar.foreign.tensors import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.layout import Layout
 
 __all__ = ["OwnRows", "may_own_rows"]

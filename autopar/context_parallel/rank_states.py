@@ -17,7 +17,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import single_backward
 from autopar.distributed.neighbours import Neighbours
 from autopar.distributed.profiling import named_collective
-from autopar.foreign.trees import tree_flatten, tree_unflatten
+from autopar.foreign.tensors import tree_flatten, tree_unflatten
 
 __all__ = ["Links", "StatesOfRank"]
 

@@ -25,9 +25,8 @@ from transformers import initialization as hf_init
 
 from autopar.deferred_init.sources import Init, by_parameter, set_source, versions_of
 from autopar.errors import ConfigError
-from autopar.foreign.modes import function_modes
 from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.foreign.tensors import storage_id
+from autopar.foreign.tensors import function_modes, storage_id
 from autopar.storage.lazy_tensor import InMemory
 from autopar.storage.parameter_storage import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in

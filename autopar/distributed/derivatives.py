@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import is_forward_mode, is_functorch_active
-from autopar.foreign.modes import dispatch_modes
+from autopar.foreign.tensors import dispatch_modes
 from autopar.tensor_tracking import TensorTracking
 
 __all__ = [

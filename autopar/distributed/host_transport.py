@@ -40,7 +40,7 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis
 from autopar.distributed.process import Process
 from autopar.foreign.groups import backend_of
-from autopar.foreign.modes import is_in_torch_dispatch_mode, no_dispatch_modes
+from autopar.foreign.tensors import is_in_torch_dispatch_mode, no_dispatch_modes
 
 __all__ = ["HostTransport", "segment_bytes"]
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.foreign.modes import no_overrides
-from autopar.foreign.trees import tree_map_only
+from autopar.foreign.tensors import no_overrides, tree_map_only
 
 __all__ = ["FACTS", "WholeOnRead", "name_of", "parts_of", "without_overrides"]
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from autopar.dry_run.equal_blocks import EqualBlocks, Place
-from autopar.foreign.tensors import version_of
-from autopar.foreign.trees import TreeSpec, tree_flatten, tree_unflatten
+from autopar.foreign.tensors import TreeSpec, tree_flatten, tree_unflatten, version_of
 from autopar.swap import swap, unswap
 from autopar.tensor_tracking import storage_key
 

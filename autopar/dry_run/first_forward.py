@@ -11,7 +11,7 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.dry_run.tensor_parallel import check_plan_with
-from autopar.foreign.trees import tree_map_only
+from autopar.foreign.tensors import tree_map_only
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.hooks import Hook
 

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from autopar.foreign.operators import ITEM, schema_of
-from autopar.foreign.trees import tree_flatten
+from autopar.foreign.tensors import ITEM, schema_of, tree_flatten
 from autopar.tensor_tracking import TensorTracking
 
 __all__ = ["ValuelessTracking", "on_meta"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.foreign.operators import schema_of
+from autopar.foreign.tensors import schema_of
 
 __all__ = [
     "ALONG",

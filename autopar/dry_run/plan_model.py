@@ -7,9 +7,11 @@ plans an axis is loaded when a mesh has it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from autopar.context_parallel.state import RowPlan
     from autopar.plan.sequence import SequencePlan
 
-__all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "warn_no_dry_run"]
+__all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "uncollected", "warn_no_dry_run"]
+
 
 _log = logging.getLogger(__name__)
 
@@ -191,3 +194,18 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
         check_beside_sequence(plans.inner, rows, cp)
     sequence = plans.sequence(tp, stages, by_expert=by_expert) if sharded else None
     return Plans(tensors, stages, rows, sequence, tried)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python from looking for cycles inside: each full pass visits whatever torch and transformers hold.
+
+    A plan of 126 blocks and its dry run take a tenth to a quarter less time so, and some MiB more.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -20,9 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, name_of
-from autopar.foreign.operators import schema_of
-from autopar.foreign.tensors import base_of
-from autopar.foreign.trees import tree_map
+from autopar.foreign.tensors import base_of, schema_of, tree_map
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["MixedRows", "RowTracking", "prime_beside"]

@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.context_parallel.handed_states import HandedStates, Key, States, own_arguments, with_states
 from autopar.context_parallel.state import WholeModule
-from autopar.foreign.trees import keystr, tree_flatten_with_path, tree_map_only
+from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_only
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.sequence_parallel.borders import argument_names
 from autopar.tensor_tracking import tensors_in

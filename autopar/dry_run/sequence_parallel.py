@@ -21,8 +21,7 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import RowTracking, prime_beside
-from autopar.dry_run.sequence_notes import SampleRows, note_given, note_inputs, note_modules
-from autopar.dry_run.sequence_tracking import SequenceTracking
+from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note_given, note_inputs, note_modules
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
 from autopar.plan.blocks import dropped_blocks
@@ -30,9 +29,9 @@ from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
 from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import parallelize
+from autopar.tensor_parallel.attentions import gather_hidden_states
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
-from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 
 __all__ = ["plan_sequence"]
 

@@ -30,7 +30,7 @@ from autopar.dry_run.activation_tracking import ActivationTracking, TrackedRepla
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import PolicyError, first_line
-from autopar.foreign.trees import tree_leaves
+from autopar.foreign.tensors import tree_leaves
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.foreign import autograd, groups, modes, modules, operators, tensors, transformers, trees
+from autopar.foreign import autograd, groups, modules, tensors, transformers
 
 __all__ = ["PROBES", "Probe", "failures"]
 
@@ -73,14 +73,14 @@ def _places() -> bool:
 
 def _subclass() -> bool:
     class Empty(torch.Tensor):
-        __torch_function__ = modes.disabled_torch_function  # type: ignore[assignment]
+        __torch_function__ = tensors.disabled_torch_function  # type: ignore[assignment]
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             return torch.ones(1)
 
     made: Any = tensors.wrapper_subclass(Empty, (2, 3), dtype=torch.float32, device=torch.device("cpu"))
-    with modes.no_overrides():
+    with tensors.no_overrides():
         return tuple(made.shape) == (2, 3) and bool(made.neg() == 1)
 
 
@@ -129,32 +129,32 @@ def _transforms() -> bool:
 
 
 def _modes() -> bool:
-    class Sees(modes.TorchDispatchMode):
+    class Sees(tensors.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            inside.append(len(modes.dispatch_modes()))
-            if operators.schema_of(func).name == "aten::add_" and operators.schema_of(func).is_mutable:
-                inside.append(str(operators.operator_of(func)))
+            inside.append(len(tensors.dispatch_modes()))
+            if tensors.schema_of(func).name == "aten::add_" and tensors.schema_of(func).is_mutable:
+                inside.append(str(tensors.operator_of(func)))
             return func(*args, **(kwargs or {}))
 
     inside: list[Any] = []
     x = torch.zeros(1)
     with Sees():
-        alone = len(modes.dispatch_modes())
+        alone = len(tensors.dispatch_modes())
         x.add_(1)
-        with modes.no_dispatch_modes():
+        with tensors.no_dispatch_modes():
             x.add_(1)
-    return alone == 1 and inside == [0, "aten.add_"] and modes.function_modes() == []
+    return alone == 1 and inside == [0, "aten.add_"] and tensors.function_modes() == []
 
 
 def _operators() -> bool:
     scores = torch.full((1, 2), float("-inf"))
     one = torch.ones(1)
     return (
-        bool((operators.safe_softmax(scores, -1) == 0).all())
-        and operators.ITEM(one) == 1
-        and operators.TO_COPY.default(one, dtype=torch.float64).dtype == torch.float64
-        and operators.UNSAFE_VIEW(one, [1, 1]).shape == (1, 1)
-        and operators.schema_of(operators.GROUPED_MM).name == "aten::_grouped_mm"
+        bool((tensors.safe_softmax(scores, -1) == 0).all())
+        and tensors.ITEM(one) == 1
+        and tensors.TO_COPY.default(one, dtype=torch.float64).dtype == torch.float64
+        and tensors.UNSAFE_VIEW(one, [1, 1]).shape == (1, 1)
+        and tensors.schema_of(tensors.GROUPED_MM).name == "aten::_grouped_mm"
     )
 
 
@@ -174,11 +174,9 @@ def _convolution() -> bool:
 
 
 def _trees() -> bool:
-    paths, _ = trees.tree_flatten_with_path({"a": [1, 2]})
-    return [trees.keystr(path) for path, _ in paths] == ["['a'][0]", "['a'][1]"] and trees.tree_leaves([1, (2,)]) == [
-        1,
-        2,
-    ]
+    paths, _ = tensors.tree_flatten_with_path({"a": [1, 2]})
+    named = [tensors.keystr(path) for path, _ in paths]
+    return named == ["['a'][0]", "['a'][1]"] and tensors.tree_leaves([1, (2,)]) == [1, 2]
 
 
 def _model() -> bool:

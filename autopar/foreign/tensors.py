@@ -1,4 +1,4 @@
-"""torch.Tensor: how often one was written into, what it is a view of, and subclasses without memory."""
+"""torch's tensors: writes, views, subclasses without memory; operators and modes; and the walk through containers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,83 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
+from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_in_torch_dispatch_mode,
+)
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._pytree import (
+    SequenceKey,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_map_with_path,
+    tree_unflatten,
+)
 
 __all__ = [
+    "GROUPED_MM",
+    "ITEM",
+    "TO_COPY",
+    "UNSAFE_VIEW",
+    "SequenceKey",
+    "TorchDispatchMode",
+    "TreeSpec",
     "assert_soon",
     "base_of",
+    "disabled_torch_function",
+    "dispatch_modes",
+    "function_modes",
+    "is_in_torch_dispatch_mode",
+    "keystr",
+    "leave_alone",
+    "no_dispatch_modes",
+    "no_overrides",
+    "operator_of",
+    "safe_softmax",
+    "schema_of",
     "storage_id",
     "swap_implementation",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_map_with_path",
+    "tree_unflatten",
     "version_of",
     "wrapper_subclass",
     "writes_into",
 ]
+
+
+no_overrides = torch._C.DisableTorchFunctionSubclass  # inside of it no subclass sees functions
+disabled_torch_function = torch._C._disabled_torch_function_impl  # the __torch_function__ of a class that wants none
+
+
+ITEM = torch.ops.aten._local_scalar_dense.default  # reads a number
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+TO_COPY = torch.ops.aten._to_copy
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked
+
+
+def schema_of(func: Any) -> Any:
+    """Return an operator's schema: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
+    return func._schema
+
+
+def operator_of(func: Any) -> Any:
+    """Return the operator of which ``func`` is one overload."""
+    return func._overloadpacket
+
 
 _VERSION = operator.attrgetter("_version")  # without a call of Python for each tensor
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # (class, shape, dtype=, device=): a tensor without memory

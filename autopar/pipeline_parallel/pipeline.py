@@ -18,10 +18,9 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import read_batch
-from autopar.pipeline_parallel.criterion import LossOf
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.generate import call_through_stages
-from autopar.pipeline_parallel.merged_outputs import merge_outputs
+from autopar.pipeline_parallel.losses import LossOf, OwnLoss
 from autopar.pipeline_parallel.methods import PipelineOutput
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
@@ -31,8 +30,7 @@ from autopar.pipeline_parallel.microbatch import (
     weights_of,
     weights_over_replicas,
 )
-from autopar.pipeline_parallel.outputs import incomplete
-from autopar.pipeline_parallel.own_loss import OwnLoss
+from autopar.pipeline_parallel.outputs import incomplete, merge_outputs
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries

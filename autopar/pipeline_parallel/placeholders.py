@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import UnsupportedModelError
-from autopar.foreign.modes import no_overrides
+from autopar.foreign.tensors import no_overrides
 from autopar.tensor_tracking import storage_key
 
 __all__ = ["Placeholder", "make_placeholder", "scalar_placeholder"]

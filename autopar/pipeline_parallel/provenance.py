@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 from autopar.distributed.rng import Generators
 from autopar.distributed.whole_on_read import WholeOnRead, parts_of
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
-from autopar.foreign.operators import ITEM, schema_of
+from autopar.foreign.tensors import ITEM, schema_of
 from autopar.pipeline_parallel.kv_cache import copy_caches
 from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors

@@ -14,7 +14,7 @@ from autopar.adapters.wrappers import seen_through
 from autopar.errors import PolicyError, nearest
 from autopar.foreign.modules import own_buffers, own_modules, own_parameters
 from autopar.layout import Layout
-from autopar.plan.kernels import check_kernels
+from autopar.plan.own_forwards import check_kernels
 from autopar.plan.units import UnitTable
 from autopar.policy.described_model import base_of, config_of
 from autopar.policy.match import find_policy

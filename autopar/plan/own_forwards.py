@@ -1,14 +1,45 @@
-"""Layers whose ``forward`` is set on the object: it would be called in the place of the sharded one."""
+"""Refuse code that would run in the place of sharded layers, or read their weights.
+
+A ``forward`` set on a module object is called instead of its class's. transformers takes a fused kernel from an
+installed package (mamba-ssm) where there is one, and its own torch code otherwise: a kernel multiplies by weights
+itself and would skip the all-reduce. A policy names such functions under ``without_kernels``.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from torch import nn
 
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.foreign.transformers import has_accelerate_hook
 from autopar.plan.plan import Plan
+from autopar.policy.schema import Policy
 
-__all__ = ["check_forwards", "drop_plain_forward"]
+__all__ = ["check_forwards", "check_kernels", "drop_plain_forward"]
+
+
+def check_kernels(policy: Policy, model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a function that the policy names is not transformers' own torch code."""
+    for name in policy.without_kernels:
+        function = getattr(sys.modules.get(type(model).__module__), name, None)
+        if _is_foreign(function):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} would compute with the kernel '{name}' of an installed package, which "
+                "multiplies by weights that tensor parallelism shards and never sums the result.\n"
+                "  Uninstall that package (mamba-ssm, causal-conv1d) here, or leave tensor_parallel_size at 1 "
+                f"({policy.where})."
+            )
+
+
+def _is_foreign(function: Any) -> bool:
+    """Return whether transformers' wrapper around a function has found another implementation than its own."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
+    return bool(found.get("is_new_implementation", False))
+
 
 _LAYERS = ("column", "row", "embedding")
 

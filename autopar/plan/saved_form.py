@@ -16,9 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign.modes import TorchDispatchMode
-from autopar.foreign.operators import UNSAFE_VIEW
-from autopar.foreign.tensors import base_of
+from autopar.foreign.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
 from autopar.foreign.transformers import unsaved_keys
 from autopar.plan.plan import Joined, Piece
 

@@ -15,10 +15,17 @@ from typing import Any
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.foreign.modes import disabled_torch_function
-from autopar.foreign.operators import TO_COPY, UNSAFE_VIEW, schema_of
-from autopar.foreign.tensors import wrapper_subclass
-from autopar.foreign.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from autopar.foreign.tensors import (
+    TO_COPY,
+    UNSAFE_VIEW,
+    disabled_torch_function,
+    schema_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    wrapper_subclass,
+)
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
 from autopar.storage.range_file import RangeFile
 from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped

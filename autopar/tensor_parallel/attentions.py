@@ -1,7 +1,6 @@
-"""Gather the attention maps that a model returns over tp: each rank computes those of its own heads.
+"""Attention maps of sharded heads, and hidden states of sequence parallelism, in what a model returns.
 
-They are ``[batch, heads, query, key]`` tensors in tuples, under keys with ``attentions`` in them, also in outputs
-inside outputs; without keys (``return_dict=False``) a tuple of four-dimensional tensors is taken for one.
+Blocks have maps of this rank's heads and rows of the sequence. Users get both whole.
 """
 
 from __future__ import annotations
@@ -15,8 +14,10 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
+from autopar.tensor_parallel.regions import Region
 
-__all__ = ["gather_attentions", "head_layouts"]
+__all__ = ["gather_attentions", "gather_hidden_states", "head_layouts"]
+
 
 _OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
 
@@ -77,3 +78,21 @@ def _walk(value: Any, change: Any, inside: bool) -> Any:
 def _plain(name: str, entry: Any) -> bool:
     """Entries of a dict that hold no maps by their name: hidden states, features, caches."""
     return "attentions" not in name and not isinstance(entry, dict)
+
+
+def gather_hidden_states(output: Any, region: Region) -> Any:
+    """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
+    if isinstance(output, torch.Tensor):
+        ref, gather = region.row_tensors.get(id(output), (None, None))
+        return gather(output) if ref is not None and gather is not None and ref() is output else output
+    if isinstance(output, dict):
+        for name, value in list(output.items()):
+            changed = gather_hidden_states(value, region)
+            if changed is not value:
+                output[name] = changed
+        return output
+    if type(output) in (tuple, list):
+        entries = [gather_hidden_states(entry, region) for entry in output]
+        same = all(new is old for new, old in zip(entries, output, strict=True))
+        return output if same else type(output)(entries)
+    return output

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from autopar.checks.forward import leaves
-from autopar.foreign.modes import leave_alone
+from autopar.foreign.tensors import leave_alone
 
 __all__ = ["CompiledCheck", "checked_arguments", "no_graph_of_its_own"]
 

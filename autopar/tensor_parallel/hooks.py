@@ -28,15 +28,18 @@ from autopar.foreign.modules import remove_forward_hooks
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel.attentions import gather_attentions, head_layouts
+from autopar.tensor_parallel.attentions import gather_attentions, gather_hidden_states, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
-from autopar.tensor_parallel.hook import Hook
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel.hidden_states import gather_hidden_states
 from autopar.tensor_parallel.stopping_criteria import agreed, refuse_continuous_batching
 
 __all__ = ["Hook", "attach", "detach"]
+
+
+class Hook:
+    """Base of the forward hooks that :func:`autopar.tensor_parallel.hooks.detach` takes away."""
+
 
 _NAMES = ("_autopar_failures", "_autopar_check")
 _OWNER = "tensor parallelism"

@@ -1,4 +1,7 @@
-"""Apply a plan to a model in place, undo it, and gather or load its full state."""
+"""Apply a plan to a model in place, undo it, and gather or load its full state.
+
+``print(model)`` shows the sizes of sharded layers on this rank and of the whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,42 @@ from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.own_forwards import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.swap import bind, unbind
 from autopar.tensor_parallel.config_view import set_value, view_of_config
 from autopar.tensor_parallel.embeddings import WARNED
 from autopar.tensor_parallel.layers import parallel_class, plain_class
-from autopar.tensor_parallel.printed_sizes import hide_sizes, show_sizes
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "full_state_dict", "load_full_state_dict", "resize", "undo"]
+__all__ = ["apply", "full_state_dict", "hide_sizes", "load_full_state_dict", "resize", "show_sizes", "undo"]
+
+
+_OWNER = "printed sizes"
+
+
+def show_sizes(module: nn.Module) -> None:
+    """Let ``repr`` of a module with ``autopar_layouts`` say how its parameters and buffers are sharded."""
+    bind(module, _OWNER, extra_repr=_extra_repr)
+
+
+def hide_sizes(model: nn.Module) -> None:
+    """Undo :func:`show_sizes` for all modules of ``model``."""
+    unbind(model, _OWNER)
+
+
+def _extra_repr(self: Any) -> str:
+    axis: Axis = self.tp
+    layouts: dict[str, Layout] = self.autopar_layouts
+    sizes = []
+    for name, layout in layouts.items():
+        tensor = own_parameters(self).get(name)
+        tensor = own_buffers(self).get(name) if tensor is None else tensor
+        if tensor is not None:
+            whole = list(tensor.shape)
+            whole[layout.dim] = layout.size
+            sizes.append(f"{name} {list(tensor.shape)} of {whole}")
+    here = f"tp {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
+    return "; ".join(part for part in (type(self).extra_repr(self), here) if part)
+
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 

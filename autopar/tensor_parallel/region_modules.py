@@ -26,7 +26,7 @@ from torch import nn
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
-from autopar.foreign.trees import tree_map
+from autopar.foreign.tensors import tree_map
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
 from autopar.swap import mixed_class

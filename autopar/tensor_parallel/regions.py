@@ -31,8 +31,7 @@ from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch,
 from autopar.foreign.tensors import version_of
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
-from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion
-from autopar.tensor_parallel.sequence_parallel.saved_rows import can_save_rows
+from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion, can_save_rows
 
 __all__ = ["Region"]
 

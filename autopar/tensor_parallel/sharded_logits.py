@@ -20,8 +20,7 @@ import torch
 from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.derivatives import keep_none, single_backward
-from autopar.foreign.tensors import wrapper_subclass
-from autopar.foreign.trees import tree_map_only
+from autopar.foreign.tensors import tree_map_only, wrapper_subclass
 from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
 from autopar.tensor_parallel.logits_shards import Change, Shards, after
 from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed

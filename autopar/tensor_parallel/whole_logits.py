@@ -15,7 +15,7 @@ import torch
 
 from autopar.call_site import is_of_library
 from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
-from autopar.foreign.trees import tree_leaves
+from autopar.foreign.tensors import tree_leaves
 from autopar.tensor_parallel.logits_shards import Change
 
 __all__ = ["COMMUTE", "REPEATED", "WholeLogits", "placed"]

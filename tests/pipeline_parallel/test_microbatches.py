@@ -8,14 +8,14 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.merged_outputs import merge_outputs
+from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
     next_batch,
     split,
     weights_of,
 )
-from autopar.pipeline_parallel.own_loss import OwnLoss
+from autopar.pipeline_parallel.outputs import merge_outputs
 from tests.pipeline_parallel.deep import deep
 from tests.random_models import Case, build, heads_of
 

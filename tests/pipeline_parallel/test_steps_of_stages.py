@@ -15,7 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, ShardWarning
-from autopar.pipeline_parallel.group_places import check_places, cut_by_place
+from autopar.pipeline_parallel.step_count import check_places, cut_by_place
 from tests.compare import same_weights
 from tests.parity import close, language_batches
 from tests.pool import pooled

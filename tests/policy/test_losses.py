@@ -9,8 +9,8 @@ import torch
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from autopar.errors import ConfigError
+from autopar.pipeline_parallel.losses import OwnLoss, loss_in
 from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
-from autopar.pipeline_parallel.own_loss import OwnLoss, loss_in
 from autopar.policy.load import own_policies, read_user_policy
 from autopar.policy.losses import loss_kind
 from tests.random_models import Case, batches, build, cases, heads_of, kind

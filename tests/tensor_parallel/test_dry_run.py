@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from autopar.dry_run.garbage import uncollected
+from autopar.dry_run.plan_model import uncollected
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan

@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
 from autopar.tools.verification.draws import Place, deviations, wrong_draws
-from autopar.tools.verification.dropout_draws import Draw
+from autopar.tools.verification.dropout import Draw
 from autopar.tools.verification.ranks import checks_of, verify_on_ranks
 from autopar.tools.verification.report import Report
 from autopar.tools.verification.session import Session

@@ -7,8 +7,7 @@ import torch
 
 import autopar
 from autopar.tools.cli.models import of_task
-from autopar.tools.verification.batch_parts import halves_agree
-from autopar.tools.verification.batches import make_batches
+from autopar.tools.verification.batches import halves_agree, make_batches
 from autopar.tools.verification.outputs import size_of_loss, total_loss
 from autopar.tools.verification.session import _Dtypes
 from autopar.tools.verification.small_models import build_small

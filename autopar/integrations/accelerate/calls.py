@@ -18,8 +18,18 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.foreign.modules import steps_of
 from autopar.foreign.patches import patch_body, patch_member, patch_name
-from autopar.integrations.accelerate.meshes import alive, meaning, mesh, mesh_of, only
-from autopar.integrations.accelerate.prepare import Place, is_dealing, prepare, prepare_data_loader, prepare_model
+from autopar.integrations.accelerate.prepare import (
+    Place,
+    alive,
+    is_dealing,
+    meaning,
+    mesh,
+    mesh_of,
+    only,
+    prepare,
+    prepare_data_loader,
+    prepare_model,
+)
 
 __all__ = ["install"]
 

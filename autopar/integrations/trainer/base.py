@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer
 
 from autopar.adapters.wrappers import is_peft_model
-from autopar.pipeline_parallel.own_loss import OwnLoss
+from autopar.pipeline_parallel.losses import OwnLoss
 
 __all__ = ["ParallelBase", "base_of"]
 

@@ -7,6 +7,7 @@ first block too, whose output is what the stage received: rows.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from torch import nn
 
 from autopar.foreign.modules import own_parameters
-from autopar.foreign.trees import tree_leaves
+from autopar.foreign.tensors import tree_leaves
 from autopar.layout import Layout
 from autopar.plan.sequence import SequencePlan
-from autopar.tensor_parallel.hook import Hook
+from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel.borders import (
     argument_names,
@@ -25,7 +26,6 @@ from autopar.tensor_parallel.sequence_parallel.borders import (
     change_named,
     change_output,
 )
-from autopar.tensor_parallel.sequence_parallel.hidden_states import note_rows
 from autopar.tensor_parallel.sequence_parallel.parameters import summed_over_rows
 from autopar.tensor_parallel.sequence_parallel.rows import gather_rows, own_rows, rows_of, take_rows
 
@@ -92,7 +92,8 @@ class RowsOfList:
     def made(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, rows that the model may collect."""
         assert self.rows is not None
-        return note_rows(x, self.region, functools.partial(self.leave, rows=self.rows))
+        self.region.row_tensors[id(x)] = (weakref.ref(x), functools.partial(self.leave, rows=self.rows))
+        return x
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
         """Return the whole sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""

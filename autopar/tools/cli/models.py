@@ -17,14 +17,35 @@ from typing import Any, NamedTuple
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, nearest
 from autopar.foreign.transformers import from_config
-from autopar.tools.cli.remote_code import remote_classes
 
-__all__ = ["TASKS", "Head", "heads", "named_object", "of_task"]
+__all__ = ["TASKS", "Head", "heads", "named_object", "of_task", "remote_classes"]
+
+
+def remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
+    """Run the code of a folder; return its config, and the classes that its ``auto_map`` names.
+
+    Raises:
+        ConfigError: the code fails, or names no model.
+    """
+    found: dict[str, type[PreTrainedModel]] = {}
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        for reference in {value for name, value in content["auto_map"].items() if name.startswith("AutoModel")}:
+            kind: Any = get_class_from_dynamic_module(reference, folder, local_files_only=True)
+            found[kind.__name__] = kind
+    except Exception as error:  # whatever foreign code stumbles over
+        text = clip(" ".join(str(error).split()), 200)
+        raise ConfigError(f"the code of {folder} fails: {type(error).__name__}: {text}") from error
+    if not found:
+        raise ConfigError(f"the auto_map of {folder} names no model: it has {', '.join(sorted(content['auto_map']))}")
+    return config, found
+
 
 # The head that a model type is checked with by default: the first of these endings that one of its classes has.
 _USUAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining", "Model")

@@ -1,4 +1,4 @@
-"""``autopar policy check | list``: a policy tried on a model, as tables or as JSON. The group of all its commands."""
+"""``autopar policy check | list | show``: a policy tried on a model, or its resolved plan, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from autopar.tools.cli.models import Head
 
-__all__ = ["BY_EXPERT", "MODEL", "PP", "TP", "build", "policy", "policy_and_model"]
+__all__ = ["BY_EXPERT", "MODEL", "PP", "TP", "build", "policy", "policy_and_model", "show"]
+
 
 policy = typer.Typer(help="Work with policies, which say how the weights of a model are sharded.", no_args_is_help=True)
 app.add_typer(policy, name="policy")
@@ -138,3 +139,35 @@ def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) 
             raise
         return {"model": head.name, "holds": None, "skipped": str(error)}
     return check_policy(built, file, **options)
+
+
+@policy.command()
+def show(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_TYPE|MODEL|FILE",
+            help="A model type of transformers (its default config), a model as in --model, or a policy (YAML).",
+        ),
+    ],
+    model: MODEL = None,
+    tp: TP = 2,
+    pp: PP = 1,
+    by_expert: BY_EXPERT = False,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
+    with errors(as_json):
+        file, named = policy_and_model(source, model)
+        from autopar.tools.cli.models import heads
+        from autopar.tools.cli.policy_check import resolve_policy
+
+        built = build(heads(named, trust=trust)[0])
+        report: dict[str, Any] = resolve_policy(built, file, tp=tp, pp=pp, by_expert=by_expert)
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    from autopar.tools.cli.policy_tables import print_report
+
+    print_report(report, places=True)

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
-from autopar.plan.listing import rule_of
+from autopar.plan.listing import derived_notice, rule_of
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.plan.summary import derived_notice
 from autopar.policy.described_model import model_inside
 from autopar.policy.given_policy import given_policy
 from autopar.policy.match import find_policy

@@ -14,7 +14,7 @@ from autopar.foreign.modules import own_modules, own_parameters
 from autopar.policy.described_model import config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decisions import Names
-from autopar.tools.derivation.named_families import Named
+from autopar.tools.derivation.families import Named
 
 __all__ = ["Candidate", "candidates", "choices"]
 

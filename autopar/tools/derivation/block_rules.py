@@ -9,8 +9,7 @@ from torch import nn
 
 from autopar.foreign.modules import own_modules, own_parameters
 from autopar.tools.derivation.decisions import Decisions, Trace, is_linear
-from autopar.tools.derivation.families import Member
-from autopar.tools.derivation.named_families import Named
+from autopar.tools.derivation.families import Member, Named
 
 __all__ = ["rule_of", "rules_of_block"]
 

@@ -23,8 +23,7 @@ from autopar.tools.derivation.attributes import Candidate, candidates, choices
 from autopar.tools.derivation.block_lists import BlockList, block_lists
 from autopar.tools.derivation.decide import components, decide
 from autopar.tools.derivation.decisions import Decisions, Names, Trace
-from autopar.tools.derivation.families import Family, families
-from autopar.tools.derivation.named_families import Named
+from autopar.tools.derivation.families import Family, Named, families
 from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
 from autopar.tools.derivation.trace import Traced, traced
 from autopar.tools.derivation.unit_shapes import check_units

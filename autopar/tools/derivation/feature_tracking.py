@@ -18,12 +18,9 @@ from typing import Any
 import torch
 
 from autopar.dry_run.operators import MOVES, SHAPE_ONLY, matrices_of, name_of, reduced_dims
-from autopar.foreign.operators import schema_of
-from autopar.foreign.tensors import base_of
-from autopar.foreign.trees import tree_leaves, tree_map
+from autopar.foreign.tensors import base_of, schema_of, tree_leaves, tree_map
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.derivation.marked_tensors import MarkedTensors
-from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark
+from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark, MarkedTensors
 
 __all__ = ["FeatureTracking"]
 

@@ -1,10 +1,15 @@
-"""Marks: what is known of a tensor while features are followed; and the events that a search reacts to."""
+"""Marks: what is known of a forward's tensors and the components of their features; and the events of a search."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.tools.derivation.components import Components, unique_pairs
 
 __all__ = [
     "ACTIVATION",
@@ -13,10 +18,12 @@ __all__ = [
     "INSIDE",
     "PARAMETER",
     "Mark",
+    "MarkedTensors",
     "Meeting",
     "Spoiled",
     "places_of",
 ]
+
 
 CONSTANT, INPUT, PARAMETER, ACTIVATION, INSIDE = range(5)
 """Kinds: of no gradient; the model's inputs; of parameters alone; replicated with a gradient; inside of a region."""
@@ -72,3 +79,101 @@ def places_of(parameter: torch.Tensor) -> list[torch.Tensor]:
         torch.arange(size, dtype=torch.int32).reshape([-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
         for dim, size in enumerate(shape)
     ]
+
+
+class MarkedTensors(ValuelessTracking):
+    """A dispatch mode that gives each tensor its mark.
+
+    Attributes:
+        components: of all numbered features.
+        suspended: above 0 nothing is tracked (inside of layers, which give their outputs marks by themselves).
+        stack: paths of the modules that run.
+        touched: parameter -> for each dim pairs of index and feature that were computed with one another.
+        inside: parameters that work inside of a region; ``near``: a feature that each was computed with.
+        once: parameters that are added to partial sums.
+        bare_source: asked whether a product with this parameter may number features.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.components = Components()
+        self.suspended = 0
+        self.stack: list[str] = []
+        self.touched: dict[str, list[list[torch.Tensor]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.inside: set[str] = set()
+        self.near: dict[str, int] = {}
+        self.once: set[str] = set()
+        self.events: list[Meeting | Spoiled] = []
+        self.first_of: dict[str, int] = {}
+        self.count_of: dict[str, int] = {}
+        self.bare_sources: set[str] = set()
+        self.bare_sinks: dict[str, torch.Tensor] = {}  # and the features that each sums over
+        self._names = names
+        self._marks = WeakTensorKeyDictionary()
+
+    def mark_of(self, tensor: torch.Tensor) -> Mark | None:
+        """Return the mark of a tensor; of a parameter that nobody asked for yet, a new one."""
+        known = self._marks.get(tensor)
+        if known is None and (name := self._names.get(id(tensor))) is not None:
+            known = Mark(PARAMETER, places={name: places_of(tensor)})
+            self.shapes[name] = tuple(tensor.shape)
+            self._marks[tensor] = known
+        return known
+
+    def set_mark(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Give a tensor a mark."""
+        self._marks[tensor] = mark
+
+    def number(self, source: str, count: int) -> int:
+        """Number the features of a layer or bare parameter, once; returns the first number."""
+        if source not in self.first_of:
+            self.first_of[source], self.count_of[source] = self.components.new(count), count
+        return self.first_of[source]
+
+    def touch(self, name: str, dim: int, index: torch.Tensor, features: torch.Tensor) -> None:
+        """Note that a parameter was computed with features: its places along ``dim``, and -1 for none."""
+        pairs = unique_pairs(index + 1, features)
+        pairs = pairs[(pairs[:, 0] != 0) & (pairs[:, 1] != 0)]
+        pairs[:, 0] -= 1
+        listed = self.touched.setdefault(name, [])
+        while len(listed) <= dim:
+            listed.append([])
+        listed[dim].append(pairs)
+        if len(pairs):
+            self.near[name] = int(pairs[0, 1])
+        self.inside.add(name)
+
+    def meet(self, producers: frozenset[str], others: list[Mark]) -> None:
+        """Note that a replicated activation meets what is inside."""
+        some = next((m.features for m in others if m.features is not None), None)
+        found = torch.zeros(0, dtype=torch.int32) if some is None else some[some != 0].unique()
+        self.events.append(Meeting(producers, found, self.stack[-1] if self.stack else "", self.components.count))
+
+    def spoil(self, why: str, features: torch.Tensor) -> None:
+        """Note features that cannot be sharded."""
+        self.events.append(Spoiled(why, features[features != 0].unique(), self.components.count))
+
+    def features_of(self, tensor: Any) -> torch.Tensor | None:
+        """Return the components of a tensor's elements; None if no element has one."""
+        mark = self.mark_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        return None if mark is None or mark.features is None else self.components.of(mark.features)
+
+    def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """Give what an operator has made its mark; integers and whole tensors have no features."""
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            mark = Mark(INPUT if mark.kind != CONSTANT else CONSTANT)
+        elif mark.kind != INSIDE and mark.features is not None:
+            mark = replace(mark, features=None)
+        self._marks[tensor] = mark
+
+    def write_into(self, whole: torch.Tensor, view: torch.Tensor, mark: Mark) -> None:
+        """Give a tensor of which a part was written to the numbers of what was written."""
+        known = self._marks.get(whole)
+        if known is not None and known.features is not None:
+            features = known.features if known.features.is_contiguous() else known.features.contiguous()
+        else:
+            features = torch.zeros(whole.shape, dtype=torch.int32)
+        if features.stride() == whole.stride() and mark.features is not None:
+            features.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(mark.features)
+            self._marks[whole] = replace(mark, features=features, fresh=False)

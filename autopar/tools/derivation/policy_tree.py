@@ -14,8 +14,7 @@ from autopar.policy.described_model import base_of, config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.block_rules import rule_of, rules_of_block
 from autopar.tools.derivation.decisions import Decisions, Trace
-from autopar.tools.derivation.families import Family
-from autopar.tools.derivation.named_families import Named, named_families
+from autopar.tools.derivation.families import Family, Named, named_families
 from autopar.tools.derivation.surroundings import note_vocabulary, sections_around
 
 __all__ = ["marked", "missing", "policy_tree"]

@@ -23,7 +23,7 @@ from autopar.dry_run.meta_results import ValuelessTracking
 from autopar.dry_run.operators import SHAPE_ONLY, name_of
 from autopar.dry_run.tensor_parallel import different_ranks, run
 from autopar.errors import PolicyError, first_line
-from autopar.foreign.trees import tree_leaves
+from autopar.foreign.tensors import tree_leaves
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region

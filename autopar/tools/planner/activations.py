@@ -31,8 +31,7 @@ from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.collective_calls import collectives_of
 from autopar.tools.planner.fused_kernels import FusedKernels
 from autopar.tools.planner.measured_block import measure_block, values_of
-from autopar.tools.planner.saved_storages import Entry, SavedStorages, alive
-from autopar.tools.planner.storages import Storages
+from autopar.tools.planner.storages import Entry, SavedStorages, Storages, alive
 from autopar.tools.planner.units import ForwardCount, Unit
 
 __all__ = ["count_forward"]

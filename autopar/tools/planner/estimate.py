@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import StagePlan
-from autopar.tools.planner.bubbles import Played, play, step_time
+from autopar.tools.planner.bubbles import ActivationBytes, Played, State, most_kept, peak_of, play, states_of, step_time
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, Rows
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.stage_costs import StageCost, stage_costs, volume
-from autopar.tools.planner.waiting import ActivationBytes, State, most_kept, peak_of, states_of
 
 __all__ = ["Estimator"]
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from autopar.foreign.autograd import sequence_number
-from autopar.foreign.trees import tree_map_only
+from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.collective_calls import collectives_of
-from autopar.tools.planner.saved_storages import SavedStorages, alive
-from autopar.tools.planner.storages import Storages
+from autopar.tools.planner.storages import SavedStorages, Storages, alive
 from autopar.tools.planner.units import Unit
 
 __all__ = ["measure_block", "values_of"]

@@ -20,8 +20,7 @@ from torch import nn
 
 from autopar.distributed.digest import of_tensor
 from autopar.tools.verification.closeness import measure
-from autopar.tools.verification.dropout_draws import Draw, DrawNotes, DrawnStates, generator_state
-from autopar.tools.verification.dropout_rates import switched_on
+from autopar.tools.verification.dropout import Draw, DrawNotes, DrawnStates, generator_state, switched_on
 from autopar.tools.verification.outputs import floats_of, named, reseed, same_floats
 from autopar.tools.verification.recording import running
 from autopar.tools.verification.report import Row

@@ -19,18 +19,18 @@ from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
 from autopar.distributed.rng import base_seed
 from autopar.errors import clip
+from autopar.pipeline_parallel.losses import loss_in
 from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable
-from autopar.pipeline_parallel.own_loss import loss_in
 from autopar.pipeline_parallel.streams import Streams, switching
 from autopar.policy.given_policy import DERIVE
 from autopar.policy.load import read_user_policy
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import layer_seeds
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.tools.verification.batch_parts import Batch, fit, part_of
+from autopar.tools.verification.batches import Batch, fit, part_of
 from autopar.tools.verification.closeness import tolerance_of
-from autopar.tools.verification.dropout_rates import Rate, switch_off
+from autopar.tools.verification.dropout import Rate, switch_off
 from autopar.tools.verification.outputs import named, reseed, total_loss
 from autopar.tools.verification.report import RankMemory
 from autopar.tools.verification.slices import Slices
