@@ -49,7 +49,7 @@ class Step(Protocol):
         """The replica that keeps the state of a parameter (ZeRO-1); None if all do."""
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank keeps it."""
+        """Return whether this rank keeps it."""
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Its fp32 weight, if it has one."""

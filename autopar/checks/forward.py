@@ -187,7 +187,7 @@ class ForwardCheck:
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def _is_whole(self, model: nn.Module) -> bool:
-        """Whether this is the first training forward after a step whose weights are all compared."""
+        """Return whether this is the first training forward after a step whose weights are all compared."""
         made, every = self.steps.made, self.steps.whole_every
         due = every > 0 and model.training and made // every > self._whole_after // every
         self._whole_after = made if due else self._whole_after

@@ -110,7 +110,7 @@ _VALUES = operator.methodcaller("values")
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
-    """How many children and parameters each module has, and these in order; made for every forward, so only by C."""
+    """Count the children and parameters of each module, and list them in order; for every forward, so only in C."""
     held = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
     return list(map(len, held)), list(chain.from_iterable(map(_VALUES, held)))
 

@@ -142,7 +142,7 @@ def _join(state: RowState, layout: Layout, out: Any) -> Any:
 
 
 def _is_whole(name: str) -> bool:
-    """Whether an argument of a block is not cut: masks, and what belongs to another sequence."""
+    """Return whether an argument of a block is not cut: masks, and what belongs to another sequence."""
     return name.startswith("encoder_") or any(part in name for part in ("mask", "alibi", "cross_attention", "cu_seq"))
 
 

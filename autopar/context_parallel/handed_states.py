@@ -85,11 +85,11 @@ class States:
         return None if self.first else self.before(("recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether rows are in front."""
+        """Return whether rows are in front."""
         return not self.first
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether states can be taken back: they cannot."""
+        """Return whether states can be taken back: they cannot."""
         return False
 
     def update_conv_state(

@@ -75,7 +75,7 @@ class Heads:
         )
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the parameters are whole tensors here; the same on every rank. FSDP2 may have sharded them."""
+        """Return whether the parameters are whole tensors here; the same on every rank. FSDP2 may have sharded them."""
         return not any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 

@@ -94,7 +94,7 @@ class LazyRows(WholeOnRead):
         return join(self.own, self._state.axis, self.rows_dim, self.rows)
 
     def unchanged(self) -> bool:
-        """Whether nobody has written into the whole tensor."""
+        """Return whether nobody has written into the whole tensor."""
         return self._plain is None or version_of(self._plain) == self._version_of_plain
 
     @classmethod
@@ -126,7 +126,7 @@ class MadeOf:
         self._versions = [(x, version_of(x)) for x in tensors if not isinstance(x, LazyRows)]
 
     def unchanged(self) -> bool:
-        """Whether nobody has written into them."""
+        """Return whether nobody has written into them."""
         return all(x.unchanged() for x in self._lazy) and all(version_of(x) == seen for x, seen in self._versions)
 
 
@@ -217,7 +217,7 @@ def _of_own_rows(lead: LazyRows, func: Any, name: str, args: tuple[Any, ...], kw
 
 
 def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation works along the last dims, which are not the rows', with weights beside it."""
+    """Return whether an operation works along the last dims, which are not the rows', with weights beside it."""
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         return lead.rows_dim < lead.ndim - len(shape)

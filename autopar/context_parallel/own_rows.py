@@ -22,7 +22,7 @@ __all__ = ["OwnRows", "may_own_rows"]
 
 
 def may_own_rows(module: nn.Module) -> bool:
-    """Whether a module in front of the blocks may treat rows apart: an embedding, or what knows only positions."""
+    """Check whether a module in front of the blocks may treat rows apart: an embedding, or a function of positions."""
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq
     alone = next(module.children(), None) is None and next(module.parameters(), None) is None
@@ -66,7 +66,7 @@ def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _call(values: Any) -> str:
-    """Which arguments a call has, and the numbers among them: they may count rows."""
+    """Return which arguments a call has, and the numbers among them: they may count rows."""
     numbers = [f"{keystr(path)}={x}" for path, x in tree_flatten_with_path(values)[0] if isinstance(x, int)]
     return ", ".join([*(name for name, _ in _tensors(values)), *numbers])
 

@@ -245,7 +245,7 @@ class RowState:
         return self.axis.size + 1
 
     def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
-        """Whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
+        """Return whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
         if heads % kv_heads:
             return False
         return self.method == "ulysses" or (self.method == "auto" and kv_heads % self.axis.size == 0)
@@ -279,7 +279,7 @@ class RowState:
         return x
 
     def holds_rows(self, x: torch.Tensor) -> bool:
-        """Whether a rehearsal has seen that ``x`` holds rows; without one False."""
+        """Return whether a rehearsal has seen that ``x`` holds rows; without one False."""
         return self.tracking is not None and bool(self.tracking.holds_rows(x))
 
     def unmark(self, x: torch.Tensor) -> torch.Tensor:

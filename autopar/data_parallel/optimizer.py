@@ -311,6 +311,6 @@ class ParallelStep(OwnedParameters):
 
 
 def _overflow(tensors: list[torch.Tensor]) -> torch.Tensor | bool:
-    """Whether a tensor is not finite; where the first one lies, nobody waits for it."""
+    """Return whether a tensor is not finite; where the first one lies, nobody waits for it."""
     norms = [torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors if tensor.numel()]
     return bool(norms) and ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all()

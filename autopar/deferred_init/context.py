@@ -129,7 +129,7 @@ def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta)
 
 
 def in_lazy_init() -> bool:
-    """Whether this thread is inside :func:`lazy_init`."""
+    """Return whether this thread is inside :func:`lazy_init`."""
     return any(isinstance(mode, _EmptyOnMeta) for mode in function_modes())
 
 
@@ -246,7 +246,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def is_empty(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the meta device because of this mode."""
+        """Return whether a tensor is on the meta device because of this mode."""
         return storage_id(tensor.untyped_storage()) in self._made
 
     def inits(self, tensor: torch.Tensor) -> list[Init]:

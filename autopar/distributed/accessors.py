@@ -126,11 +126,11 @@ class MeshAccessors:
         return self.pp.ranks[(self.pp.rank - 1) % self.pp.size]
 
     def is_pipeline_first_stage(self) -> bool:
-        """Whether this rank holds the embeddings."""
+        """Return whether this rank holds the embeddings."""
         return self.pp.rank == 0
 
     def is_pipeline_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
+        """Return whether this rank holds the head."""
         return self.pp.rank == self.pp.size - 1
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
@@ -166,7 +166,7 @@ class MeshAccessors:
         return sorted({self.pp.ranks[0], self.pp.ranks[-1]})
 
     def is_rank_in_embedding_group(self) -> bool:
-        """Whether this rank holds tied embeddings."""
+        """Return whether this rank holds tied embeddings."""
         return self._embedding is not None
 
     def get_virtual_pipeline_model_parallel_rank(self) -> None:

@@ -82,7 +82,7 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
 
 
 def _all_fine(verdict: tuple[str, str]) -> bool:
-    """Whether no rank has failed and all have the same facts: three numbers, however many ranks there are."""
+    """Return whether no rank has failed and all have the same facts: three numbers, however many ranks there are."""
     kind, text = verdict
     digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
     numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]

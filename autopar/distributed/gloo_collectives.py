@@ -84,7 +84,7 @@ def finish(work: dist.Work | None) -> None:
 
 
 def _is_gloo(x: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether gloo carries it, and this process waits for that."""
+    """Return whether gloo carries it, and this process waits for that."""
     if not x.is_cpu or torch.compiler.is_compiling():
         return False
     return "cpu:gloo" in str(dist.get_backend_config(default_group() if group is None else group))

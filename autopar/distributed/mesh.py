@@ -223,7 +223,7 @@ class MPU(MeshAccessors):
         return rank_groups(self.sizes)["pp"]
 
     def model_parallel_is_initialized(self) -> bool:
-        """Whether the process groups are there: from the start until :meth:`destroy`."""
+        """Return whether the process groups are there: from the start until :meth:`destroy`."""
         return self._alive
 
     @staticmethod

@@ -99,11 +99,11 @@ class ActivationTracking(ValuelessTracking):
         return used
 
     def is_sharded(self, value: Any) -> bool:
-        """Whether some tensor in ``value`` is sharded."""
+        """Return whether some tensor in ``value`` is sharded."""
         return any(self._kinds.get(tensor) == _SHARDED for tensor in tensors_in(value))
 
     def is_replicated(self, value: Any) -> bool:
-        """Whether some tensor in ``value`` is replicated and carries a gradient."""
+        """Return whether some tensor in ``value`` is replicated and carries a gradient."""
         kinds = (self._kinds.get(tensor) for tensor in tensors_in(value))
         return any(kind is not None and kind.name in ("replicated", "parameter") for kind in kinds)
 

@@ -217,7 +217,7 @@ _Edge = tuple[Any, int]
 
 
 def _edge(tensor: torch.Tensor) -> _Edge:
-    """Where a tensor hangs in the graph: the number of an output of a node; for a leaf the tensor itself."""
+    """Return where a tensor hangs in the graph: the number of an output of a node; for a leaf the tensor itself."""
     return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 

@@ -91,7 +91,7 @@ def _first_plan(model: PreTrainedModel, lists: tuple[tuple[str, ...], ...]) -> R
 
 
 def _looks_between(model: PreTrainedModel, block: str) -> bool:
-    """Whether what runs the blocks takes images of its own: it adds them to all rows between blocks (deepstack).
+    """Return whether what runs the blocks takes images of its own: it adds them to all rows between blocks (deepstack).
 
     A rehearsal with text alone does not come there.
     """
@@ -328,7 +328,7 @@ class _Watch:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether a module takes each token to the experts that were chosen for it."""
+    """Return whether a module takes each token to the experts that were chosen for it."""
     names = inspect.signature(type(module).forward).parameters
     return {"top_k_index", "top_k_weights"} <= set(names) and next(iter(list(names)[1:]), "") == "hidden_states"
 

@@ -173,7 +173,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _holds_modules(value: Any) -> bool:
-    """Whether an object has modules or tensors among its attributes: what it does need not follow from the block."""
+    """Check whether an object has modules or tensors as attributes: then its results depend on more than the block."""
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return False
     return any(isinstance(entry, nn.Module | torch.Tensor) for entry in getattr(value, "__dict__", {}).values())

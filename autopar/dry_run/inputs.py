@@ -152,7 +152,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied_by_attributes(module: nn.Module) -> bool:
-    """Whether a copy of a module is an object of its class with copies of its attributes, and nothing more."""
+    """Return whether a copy of a module is an object of its class with copies of its attributes, and nothing more."""
     kind = type(module)
     names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
     return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in names)

@@ -44,7 +44,7 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _is_functional(func: Any) -> bool:
-    """Whether an operator neither writes to its arguments nor returns views of them."""
+    """Return whether an operator neither writes to its arguments nor returns views of them."""
     schema = schema_of(func)
     return not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 

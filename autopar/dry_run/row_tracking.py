@@ -83,7 +83,7 @@ class RowTracking(ValuelessTracking):
         self._tables[tensor] = True
 
     def holds_rows(self, value: Any) -> bool:
-        """Whether some tensor in ``value`` holds rows."""
+        """Return whether some tensor in ``value`` holds rows."""
         return any(tensor in self._rows for tensor in tensors_in(value))
 
     def whole(self, value: Any) -> Any:

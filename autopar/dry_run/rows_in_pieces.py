@@ -54,7 +54,7 @@ def _plain_functions(module: nn.Module) -> Iterator[None]:
 
 
 def _is_equal_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
-    """Whether pieces make what all rows make, also of gradients, and not without their states."""
+    """Return whether pieces make what all rows make, also of gradients, and not without their states."""
     keys: set[Key] = set()
     if _difference(_at_once(module.train(), call, where), _in_pieces(module, how, call, where, keys)) >= _CLOSE:
         return False

@@ -137,7 +137,7 @@ class _Rehearsal:
         return outermost(named)
 
     def _routers_are_whole(self, chosen: SequencePlan) -> bool:
-        """Whether the model can return what its routers make. Raises ConfigError if it does, and they work on rows."""
+        """Check whether the model can return its routers' logits; ConfigError if it does and routers work on rows."""
         name = "output_router_logits"
         owners = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}.values()
         if not any(hasattr(config, name) for config in owners):

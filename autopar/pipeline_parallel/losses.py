@@ -79,7 +79,7 @@ class OwnLoss:
         return "microbatch"
 
     def divides_by_items(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``.
+        """Return whether the model takes a sum over labels and divides it by the batch's ``num_items_in_batch``.
 
         A class that no policy names does what its signature says, as transformers' trainer takes it.
         """

@@ -120,7 +120,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
 
 
 def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:
-    """Whether tensors hold as many rows for each sample, one or more."""
+    """Return whether tensors hold as many rows for each sample, one or more."""
     if not all(part.ndim and part.shape[0] % max(size, 1) == 0 for part, size in zip(parts, sizes, strict=True)):
         return False
     each = {part.shape[0] // max(size, 1) for part, size in zip(parts, sizes, strict=True)}
@@ -130,7 +130,7 @@ def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:
 
 
 def _is_mean(parts: list[torch.Tensor]) -> bool:
-    """Whether each micro-batch has a number of its own, or all the same table; else they are rows of images, say."""
+    """Check whether each micro-batch has its own number, or all have the same table. Rows of images are neither."""
     first = parts[0]
     if not first.is_floating_point() or any(part.shape != first.shape for part in parts):
         return False

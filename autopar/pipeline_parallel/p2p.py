@@ -320,7 +320,7 @@ class P2P:
             raise self._failure(name, peer, error) from error
 
     def _behind(self, peer: int) -> int:
-        """How many places the peer may wait for in turn: who is nearest to the one that hangs shall notice first."""
+        """Count the ranks that the peer may wait for in turn: the rank next to one that hangs should notice first."""
         place = self.axis.ranks.index(peer)
         return place if place < self.axis.rank else self.axis.size - 1 - place
 

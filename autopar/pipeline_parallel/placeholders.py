@@ -51,7 +51,7 @@ class Placeholder(torch.Tensor):
         return result
 
     def _is_left_out(self) -> bool:
-        """Whether a write into it is left out: not outside of a stage's forward, where it is an error of torch's."""
+        """Check whether a write into it is left out. Outside of a stage's forward it is not: torch raises."""
         in_front = self.in_front()
         if in_front is False:
             raise UnsupportedModelError(

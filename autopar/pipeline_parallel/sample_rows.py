@@ -102,7 +102,7 @@ def _of_medium(
 
 
 def _is_list_of_numbers(value: Any) -> bool:
-    """Whether it is data of a list, such as the seconds of each video."""
+    """Return whether it is data of a list, such as the seconds of each video."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, int | float) for entry in value)
 
 
@@ -118,7 +118,7 @@ def _token(medium: _Medium, config: Any) -> int | None:
 
 
 def _of_each(marked: torch.Tensor, patches: Sequence[int] | None, count: int) -> list[int] | None:
-    """How many images each sample has; None if its tokens do not tell.
+    """Return how many images each sample has; None if its tokens do not tell.
 
     Args:
         marked: ``[samples, seq]``, where a token stands for a part of an image.

@@ -67,7 +67,7 @@ class StageContext:
         self.examined: dict[Any, tuple[str, ...]] = {}
 
     def in_front(self) -> bool | None:
-        """Whether a forward runs that has not come to an element so far, so that all stages do; None: none runs."""
+        """Check whether the forward that runs has reached no element yet, so that all stages run; None: none runs."""
         return None if self.forward is None else not self.forward.reached
 
 

@@ -73,7 +73,7 @@ def check_places(said: Mapping[int, str]) -> None:
 
 
 def _is_by_place(one: tuple[list[str], str, str], other: tuple[list[str], str, str]) -> bool:
-    """Whether the second group begins on one stage before the first one ends on the other, and a block is parted."""
+    """Check whether the second group begins on one stage before the first ends on the other, within a block."""
     (settings, _, begins), (same, ends, _) = sorted((one, other), key=lambda each: _numbers(each[1]))
     parted = any(_numbers(last) == _numbers(first) for _, last, first in (one, other))
     return settings == same and parted and _numbers(begins) < _numbers(ends)

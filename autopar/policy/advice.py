@@ -70,7 +70,7 @@ class _Structure:
         self.types = {getattr(kind, "model_type", "") for config in configs if config for kind in config.mro()}
 
     def has_attribute(self, path: str) -> bool:
-        """Whether a module has the attribute at the end of a rule's path."""
+        """Return whether a module has the attribute at the end of a rule's path."""
         parent, _, attribute = path.rpartition(".")
         parent, config, _ = parent.partition(".config")
         module = self.modules.get(_end(parent))

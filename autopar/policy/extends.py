@@ -116,7 +116,7 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
 
 
 def _has(node: Node | None, *keys: str) -> bool:
-    """Whether ``node`` holds keys inside each other."""
+    """Return whether ``node`` holds keys inside each other."""
     for key in keys:
         if node is None or not isinstance(node.value, dict) or key not in node.value:
             return False

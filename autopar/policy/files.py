@@ -49,7 +49,7 @@ def policy_text(path: Path) -> str:
 
 @functools.cache
 def comes_with_autopar(path: Path) -> bool:
-    """Whether the file is one of those that come with autopar."""
+    """Return whether the file is one of those that come with autopar."""
     return path.resolve().is_relative_to(policy_folder().resolve())
 
 

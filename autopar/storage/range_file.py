@@ -26,7 +26,7 @@ class _Stamp(NamedTuple):
     known: tuple[int, ...]  # what else changes then
 
     def is_of(self, other: _Stamp) -> bool:
-        """Whether nobody has written into the file between them; a copy may set back when it was modified."""
+        """Return whether nobody has written into the file between them; a copy may set back when it was modified."""
         same = self[:2] == other[:2]
         return same and (self.changed == other.changed or self.known != other.known)
 

@@ -60,7 +60,7 @@ class ExpertParallel(RegionModule):
 
 
 def _splits(owner: torch.Tensor, axis: Any) -> tuple[list[int], list[int]]:
-    """How many rows come from each rank, and go to it; where a planner counts without data: even routes."""
+    """Return how many rows come from each rank, and go to it; where a planner counts without data: even routes."""
     if owner.is_meta:
         even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)]
         return even, even

@@ -109,7 +109,7 @@ class ShardCaches:
 
 
 def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a forward is given a cache that a forward of the parallelized model has filled, and nobody has reset."""
+    """Check whether a forward is given a cache that the parallelized model has filled, and that was not reset."""
     caches = [list(_leaves(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     return any(
         all(vars(cache).get(_SHARDED) for cache in leaves) and any(map(_holds_tokens, leaves)) for leaves in caches
@@ -117,7 +117,7 @@ def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _holds_tokens(cache: Cache) -> bool:
-    """Whether a layer holds states; one that :meth:`reset` keeps the tensors of has counters, which are 0 then.
+    """Return whether a layer holds states; one that :meth:`reset` keeps the tensors of has counters, which are 0 then.
 
     A counter on a GPU is not read, which would wait for the GPU: there such a cache goes on as if nobody had reset it.
     """
@@ -154,7 +154,7 @@ def _leaves(cache: Cache) -> Iterator[Cache]:
 
 
 def _filled(value: Any) -> bool:
-    """Whether a layer of a cache, or something in it, holds states; counters do not count."""
+    """Return whether a layer of a cache, or something in it, holds states; counters do not count."""
     if isinstance(value, torch.Tensor):
         return value.ndim > 2 and value.numel() > 0
     if isinstance(value, Mapping):

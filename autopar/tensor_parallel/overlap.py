@@ -51,7 +51,7 @@ CONV1D = WeightGradient(1, lambda x, grad: x.t() @ grad)  # [in, out/tp]
 
 
 def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
-    """Whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
+    """Return whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
 
     Shared memory does not: there this process sums itself.
     """

@@ -127,7 +127,7 @@ class Region(RowsOfRegion):
         self._has_labels, self._logits_made = has_labels, 0
 
     def keeps_logits_sharded(self, training: bool, nbytes: int) -> bool:
-        """Whether the head may leave its logits sharded: probably a loss is all that reads them.
+        """Return whether the head may leave its logits sharded: probably a loss is all that reads them.
 
         Args:
             training: mode of the head; ``nbytes``: of the whole logits.
@@ -136,7 +136,7 @@ class Region(RowsOfRegion):
         return wanted and self.tracking is None and not torch.compiler.is_compiling()
 
     def is_evaluated(self, training: bool, nbytes: int) -> bool:
-        """Whether logits of so many bytes, the whole ones, are gathered in the forward, before anybody reads them.
+        """Check whether whole logits of so many bytes are gathered in the forward, before they are read.
 
         Without gradients somebody is likely to read them, and maybe on one rank only; so too in evaluation mode without
         labels. Of what is larger a loss may be all that is read, and it takes memory. The same on all ranks.
@@ -223,11 +223,11 @@ class Region(RowsOfRegion):
         return x if self.tracking is None else self.tracking.mark_summed(x, parameter)
 
     def draws(self, training: bool) -> bool:
-        """Whether a layer in this mode may be followed by dropout (also one that is on while the model evaluates)."""
+        """Check whether dropout may follow a layer in this mode (some dropout is on in evaluation, too)."""
         return self.may_draw and (training or self._in_evaluation)
 
     def only_computes(self, training: bool) -> bool:
-        """Whether entering and leaving the region without gradients does nothing: nobody draws, or follows tensors."""
+        """Check whether entering and leaving the region does nothing without gradients: no draws, no tracking."""
         return self.tracking is None and self._outside is None and not (self.may_draw and self.draws(training))
 
     def draw_per_rank(self, training: bool) -> None:
@@ -274,7 +274,7 @@ class Region(RowsOfRegion):
 
 
 def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Where a module that a user wrote keeps probabilities: in a config of any name, or only in its forward."""
+    """Return where a module that a user wrote keeps probabilities: in a config of any name, or only in its forward."""
     if type(module).__module__.partition(".")[0] in ("torch", "transformers"):
         return
     for value in vars(module).values():

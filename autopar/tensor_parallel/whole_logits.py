@@ -100,7 +100,7 @@ class WholeLogits(WholeOnRead):
                 self._whole = self.gathered()
 
     def has_parts(self) -> bool:
-        """Whether the part still says what the logits are; not of what a function of C++ returned."""
+        """Return whether the part still says what the logits are; not of what a function of C++ returned."""
         return not self._family.is_whole and self.grad_fn is self._node
 
     def lose(self) -> None:

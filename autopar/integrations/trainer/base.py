@@ -42,7 +42,7 @@ class ParallelBase(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def has_own_loss(self) -> bool:
-        """Whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
+        """Return whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
         homes = [home for home in type(self).__mro__ if "compute_loss" in vars(home)]
         return next(home for home in homes if home is not ParallelBase) is not Trainer
 
@@ -51,7 +51,7 @@ class ParallelBase(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _sums_over_replicas(self, inputs: Any) -> bool:
-        """Whether the loss of a batch is divided by the labels of all replicas, so that their losses add up."""
+        """Return whether the loss of a batch is divided by the labels of all replicas, so that their losses add up."""
         if not (self.args.average_tokens_across_devices and "labels" in inputs):
             return False
         if self.compute_loss_func is not None:

@@ -23,7 +23,7 @@ _OWNER = "the fused head"
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Whether the model's forward was replaced by one that takes ``fused_lm_head``."""
+    """Return whether the model's forward was replaced by one that takes ``fused_lm_head``."""
     forward = vars(model).get("forward")
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and _ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

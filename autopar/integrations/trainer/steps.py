@@ -80,7 +80,7 @@ class StepMixin(ParallelBase):
         return bool(config.precision == "fp16" or config.gradient_clipping)
 
     def _watch_norm(self) -> None:
-        """Where the optimizer clips, keep a number that its step fills in, and that is read when it is logged."""
+        """Keep a number, where the optimizer clips, that its step fills in, and that is read when it is logged."""
         if not self._clips_inside() or not self.args.max_grad_norm:
             return
         norm = self._norm = torch.zeros((), device=self.args.device)

@@ -31,7 +31,7 @@ __all__ = ["Entered", "RowsOfRegion", "can_save_rows"]
 
 
 def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradient of ``weight`` can be computed from rows of ``x``, beside the layer."""
+    """Return whether the gradient of ``weight`` can be computed from rows of ``x``, beside the layer."""
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
@@ -59,7 +59,7 @@ class Entered:
         self._again = _Again(axis, layout)
 
     def is_whole(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is the sequence, unchanged."""
+        """Return whether ``x`` is the sequence, unchanged."""
         return self.whole is x and version_of(x) == self.version
 
     def late_weight(self, weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:

@@ -143,7 +143,7 @@ def _build(head: Head, small: bool, dtype: torch.dtype) -> nn.Module:
 
 
 def _has_weights(folder: str) -> bool:
-    """Whether a folder holds weights; of a model of the hub it is found out by loading."""
+    """Return whether a folder holds weights; of a model of the hub it is found out by loading."""
     path = Path(folder)
     return bool(folder) and (not path.is_dir() or any(next(path.glob(kind), None) for kind in _WEIGHTS))
 

@@ -76,7 +76,7 @@ def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _around(path: str, block: str, named: Named) -> bool:
-    """Whether a module holds layers of a family (or is one of those that do)."""
+    """Return whether a module holds layers of a family (or is one of those that do)."""
     members = [m.path for m in named.of_blocks[block].members]
     return any(member.startswith(path + ".") for member in members)
 

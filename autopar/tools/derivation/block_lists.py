@@ -84,7 +84,7 @@ def _layer(module: nn.Module) -> bool:
 
 
 def _only_around(stage: nn.Module, inner: list[str]) -> bool:
-    """Whether a member of a list is a stage: what has layers of its own in it lies in inner lists."""
+    """Return whether a member of a list is a stage: what has layers of its own in it lies in inner lists."""
     if not inner:
         return False
     outside = [

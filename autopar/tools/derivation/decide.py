@@ -95,7 +95,7 @@ def _called_at(path: str, called: set[str]) -> str:
 
 
 def _may_enter(event: Meeting, block: str | None) -> bool:
-    """Whether what met the inside of a region comes from few layers of the same block."""
+    """Return whether what met the inside of a region comes from few layers of the same block."""
     few = block is not None and 0 < len(event.producers) <= _MOST_ENTERED
     return few and all(path.startswith(f"{block}.") for path in event.producers)
 

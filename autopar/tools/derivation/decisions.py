@@ -100,7 +100,7 @@ class Trace:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a layer multiplies by a matrix: a linear layer, or a convolution that looks at one place at a time."""
+    """Check whether a layer multiplies by a matrix: a linear layer, or a convolution with a kernel of one."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return module.groups == 1 and all(size == 1 for size in module.kernel_size)
     return isinstance(module, nn.Linear | Conv1D)

@@ -107,7 +107,7 @@ def _derive(model: PreTrainedModel) -> Derived:
 
 
 def _may_be_gathered(root: nn.Module, family: Family, seen: Trace) -> bool:
-    """Whether a family holds linear layers alone that are called with whole inputs."""
+    """Return whether a family holds linear layers alone that are called with whole inputs."""
     columns = family.columns
     plain = all(isinstance(root.get_submodule(path), nn.Linear | Conv1D) and not seen.sources[path] for path in columns)
     return bool(columns) and plain
@@ -294,7 +294,7 @@ class _Trial:
 
 
 def _has(block: nn.Module, path: str, name: str) -> bool:
-    """Whether all modules of a block at a path with ``*`` have an integer of that name (``config.NAME``)."""
+    """Return whether all modules of a block at a path with ``*`` have an integer of that name (``config.NAME``)."""
     found = [block]
     for part in path.split(".") if path else ():
         found = [m for one in found for n, m in own_modules(one).items() if part in ("*", n) and m is not None]

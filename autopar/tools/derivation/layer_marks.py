@@ -122,7 +122,7 @@ def is_depthwise(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm with a weight for each feature."""
+    """Return whether a module is a norm with a weight for each feature."""
     weight = own_parameters(module).get("weight")
     if weight is None or weight.ndim != 1 or own_modules(module):
         return False
@@ -130,7 +130,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: FeatureTracking) -> bool:
-    """Whether a norm is called with numbered features along what it takes a mean over."""
+    """Return whether a norm is called with numbered features along what it takes a mean over."""
     weight: Any = module.weight
     for x in tensors:
         features = tracking.features_of(x)

@@ -85,13 +85,13 @@ class Space:
                         yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, whole)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
-        """Whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
+        """Return whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
         if tp == 1 or cp > 1:
             return () if self.sequence_parallel else (False,)
         return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
 
     def _experts(self, tp: int) -> Sequence[bool]:
-        """Whether experts are whole; one rank holds all of them."""
+        """Return whether experts are whole; one rank holds all of them."""
         if tp == 1:
             return () if self.by_expert else (False,)
         return (False, True) if self.by_expert is None else (self.by_expert,)

@@ -202,7 +202,7 @@ class SavedStorages:
         return self._entered.get(number, number)
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight, or a view of one."""
+        """Return whether it is a weight, or a view of one."""
         return storage_key(tensor) in self._weights
 
     def numbered(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -196,7 +196,7 @@ def fit(
 
 
 def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
-    """Whether the plain model's logits of the two halves of a batch are those of the whole; rank 0 tries."""
+    """Return whether the plain model's logits of the two halves of a batch are those of the whole; rank 0 tries."""
     found = [True]
     if dist.get_rank() == 0:
         training = plain.training

@@ -98,7 +98,7 @@ def _problem(whole: Draw, holders: Mapping[Place, Draw]) -> str:
 
 
 def _are_apart(holders: Mapping[Place, Draw]) -> bool:
-    """Whether all ranks draw apart, or those along one axis do, and are alike along the other."""
+    """Return whether all ranks draw apart, or those along one axis do, and are alike along the other."""
     states = {place: draw.state for place, draw in holders.items()}
     if len(set(states.values())) == len(states):
         return True

@@ -98,7 +98,7 @@ class Comparison:
         return None if inside or once else distance
 
     def _is_partial_gradient(self, path: str) -> bool:
-        """Whether gradients of what a module returns may be parts, which are summed later."""
+        """Return whether gradients of what a module returns may be parts, which are summed later."""
         planned = self.plan.modules.get(path)
         if planned is None:
             return False

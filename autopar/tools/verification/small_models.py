@@ -229,7 +229,7 @@ def _set_rotary(config: PretrainedConfig) -> None:
 
 
 def _reads(config: PretrainedConfig, word: str) -> bool:
-    """Whether the code of the config's models has this word: some read what their config only may have."""
+    """Return whether the code of the config's models has this word: some read what their config only may have."""
     try:
         module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
         return word in inspect.getsource(module)

@@ -97,7 +97,7 @@ class _Work:
 
 
 def _world(config: Any, dp: int) -> int:
-    """How many processes are started."""
+    """Return how many processes are started."""
     if dp < 1:
         raise ConfigError(f"data_parallel_size must be at least 1, not {dp}")
     parsed = ParallelConfig.parse(config)
