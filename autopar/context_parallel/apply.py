@@ -22,6 +22,7 @@ from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.foreign.modules import remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, attention_of, recompute_function, set_recompute_function
+from autopar.plan.blocks import lies_in
 from autopar.swap import swap, unswap
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 
@@ -49,7 +50,7 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
             for below, module in modules[path].named_modules():
                 _attend_over_rows(module, f"{path}.{below}" if below else path, number, state)
         for path, where in plan.whole.items():
-            if any(path == block or path.startswith(f"{block}.") for block in blocks):
+            if any(lies_in(path, block) for block in blocks):
                 swap(modules[path], NeedsAllRows, _autopar_rows=state, _autopar_whole=(number, where, path))
         for place, path in enumerate(blocks):
             ends = (number, place == 0, place == len(blocks) - 1)

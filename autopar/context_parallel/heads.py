@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce
 from autopar.foreign.modules import own_buffers, own_parameters
+from autopar.plan.blocks import lies_in
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 from autopar.tensor_parallel.norms import GlobalMeans
@@ -84,7 +85,7 @@ def heads_of(path: str, module: nn.Module, plan: Plan) -> Heads | None:
 
     It is where the plan does nothing inside but cut parameters, sizes and arguments, and a row-parallel layer ends it.
     """
-    inside = {_relative(at, path): planned for at, planned in plan.modules.items() if _below(at, path)}
+    inside = {_relative(at, path): planned for at, planned in plan.modules.items() if lies_in(at, path)}
     if {"column", "row"} - {planned.rule for planned in inside.values()}:
         return None
     if not all(_only_cuts(planned, module.get_submodule(at)) for at, planned in inside.items()):
@@ -92,7 +93,7 @@ def heads_of(path: str, module: nn.Module, plan: Plan) -> Heads | None:
     attributes = [
         AttributePlan(_relative(a.path, path), a.name, a.where, a.whole, a.values)
         for a in plan.attributes
-        if _below(a.path, path)
+        if lies_in(a.path, path)
     ]
     if any(planned.inputs for at, planned in inside.items() if at):
         return None  # a module inside gets them: nobody is in front of it
@@ -106,10 +107,6 @@ def _only_cuts(plan: ModulePlan, module: nn.Module) -> bool:
     if plan.rule in ("column", "row") and not isinstance(module, nn.Linear | Conv1D):
         return False
     return all(name in own_parameters(module) or name in own_buffers(module) for name in plan.layouts)
-
-
-def _below(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.")
 
 
 def _relative(path: str, outer: str) -> str:

@@ -28,7 +28,7 @@ from autopar.dry_run.head_shards import modules_by_heads
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
 from autopar.errors import ConfigError, first_line
-from autopar.plan.blocks import Blocks, dropped_blocks
+from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
 from autopar.policy.schema import Policy
 
 __all__ = ["check_beside_sequence", "plan_rows"]
@@ -193,15 +193,15 @@ class _Search:
         plan = self.plan
         whole, lists = {path: WholeModule() for path in plan.whole}, plan.lists
         head, through, between = plan.head, plan.through, plan.between
-        block = next((b for each in lists for b in each if _below(failure.path, b)), None)
+        block = next((b for each in lists for b in each if lies_in(failure.path, b)), None)
         if block is not None:
             inner = failure.path
-            while any(_below(path, inner) for path in self._alike(inner, block)) and inner in whole:
+            while any(lies_in(path, inner) for path in self._alike(inner, block)) and inner in whole:
                 inner = inner.rpartition(".")[0]
-            if not _below(inner, block):
+            if not lies_in(inner, block):
                 return False
             for path in self._alike(inner, block):
-                whole = {known: where for known, where in whole.items() if not _below(known, path)}
+                whole = {known: where for known, where in whole.items() if not lies_in(known, path)}
                 whole[path] = WholeModule()
         elif failure.between and not plan.between:
             between = True
@@ -211,7 +211,7 @@ class _Search:
             head = None
         elif len(lists) > 1:
             lists = lists[1:]
-            whole = {path: where for path, where in whole.items() if any(_below(path, b) for b in lists[0])}
+            whole = {path: where for path, where in whole.items() if any(lies_in(path, b) for b in lists[0])}
         else:
             return False
         self.plan = RowPlan(lists, whole=whole, head=head, through=through and not between, between=between)
@@ -256,7 +256,7 @@ class _Search:
 
     def _failed(self, stack: list[str], reason: str, done: list[str], between: bool = False) -> _Failure:
         main = self.plan.lists[-1]
-        outside = not any(_below(path, block) for path in stack for block in main)
+        outside = not any(lies_in(path, block) for path in stack for block in main)
         return _Failure(
             stack[-1] if stack else "", reason, between or (outside and bool(done) and done[-1] in main[:-1])
         )
@@ -275,15 +275,11 @@ def _unseen(plan: RowPlan) -> RowPlan:
 def _candidates(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> dict[str, OwnModule]:
     """Modules in front of the blocks that may compute own rows."""
     blocks = [block for each in lists for block in each]
-    outside = ((path, m) for path, m in model.named_modules() if not any(_below(path, block) for block in blocks))
+    outside = ((path, m) for path, m in model.named_modules() if not any(lies_in(path, block) for block in blocks))
     return {path: OwnModule(getattr(m, "num_embeddings", 0)) for path, m in outside if may_own_rows(m)}
 
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
-
-
-def _below(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.")
 
 
 def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:

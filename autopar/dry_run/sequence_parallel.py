@@ -24,7 +24,7 @@ from autopar.dry_run.row_tracking import RowTracking, prime_beside
 from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note_given, note_inputs, note_modules
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
-from autopar.plan.blocks import dropped_blocks
+from autopar.plan.blocks import dropped_blocks, lies_in
 from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
 from autopar.plan.stages import StagePlan
@@ -155,7 +155,7 @@ class _Rehearsal:
         """Return the next module to be made whole, around what failed; None if that is a block, or none."""
         block = self._block_of(path)
         while block and path != block:
-            inside_whole = any(path == w or path.startswith(f"{w}.") for w in wholes)
+            inside_whole = any(lies_in(path, w) for w in wholes)
             inside_entry = any(path.startswith(f"{e}.") for e in entries)
             if not (inside_whole or inside_entry):
                 return path
@@ -170,10 +170,10 @@ class _Rehearsal:
             above = {name[:end] for name in ran for end, letter in enumerate(name) if letter == "."}
             start = f"{block}."
             idle |= {path for path in self.kinds if path.startswith(start) and path not in ran and path not in above}
-        return {path for path in outermost(idle) if not any(path == k or path.startswith(f"{k}.") for k in known)}
+        return {path for path in outermost(idle) if not any(lies_in(path, k) for k in known)}
 
     def _block_of(self, path: str) -> str:
-        return next((block for block in self.blocks if path == block or path.startswith(f"{block}.")), "")
+        return next((block for block in self.blocks if lies_in(path, block)), "")
 
     def _inputs(self) -> dict[str, Any]:
         try:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from autopar.plan.matching import Scope, all_scopes, join, matches_of
 from autopar.policy.schema import Policy
 
-__all__ = ["Blocks", "dropped_blocks"]
+__all__ = ["Blocks", "dropped_blocks", "lies_in"]
 
 # Tensors that the forward of every decoder takes.
 _USUAL = {
@@ -55,7 +55,7 @@ class Blocks:
             paths = [match.path for match in matches_of(scope)]
             if section == "every_stage":
                 self._everywhere += paths
-            elif (section == "suffix" and main in own) or (section == "head" and _below(main, scope.path)):
+            elif (section == "suffix" and main in own) or (section == "head" and lies_in(main, scope.path)):
                 self._behind += paths
             elif section == "suffix" and first in own:
                 self._behind_encoder += paths
@@ -98,9 +98,11 @@ class Blocks:
         if place is not None or _any_above(name, self._everywhere):
             return place
         first_of_main = self.encoder_place or 0
-        if self._encoder and _below(name, self._encoder):
+        if self._encoder and lies_in(name, self._encoder):
             return first_of_main - 1 if _any_above(name, self._behind_encoder) else 0
-        return len(self.paths) - 1 if _any_above(name, self._behind) or not _below(name, self.prefix) else first_of_main
+        return (
+            len(self.paths) - 1 if _any_above(name, self._behind) or not lies_in(name, self.prefix) else first_of_main
+        )
 
     def stages_of_tensors(
         self,
@@ -196,7 +198,7 @@ def _tower(inner: str, other: str) -> str:
     """Return the outermost module around one list of blocks that is not around the other."""
     parts = inner.split(".")
     outer = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return next(path for path in outer if not _below(other, path))
+    return next(path for path in outer if not lies_in(other, path))
 
 
 def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) -> tuple[str, str]:
@@ -208,7 +210,7 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) ->
     }
 
     def chief(inside: str, but: str = "") -> str:
-        found = [path for path in sizes if _below(path, inside) and not (but and _below(path, but))]
+        found = [path for path in sizes if lies_in(path, inside) and not (but and lies_in(path, but))]
         return max(found, key=lambda path: (-path.count("."), sizes[path]), default="")  # the outermost, the largest
 
     if not isinstance(model, PreTrainedModel):
@@ -221,12 +223,13 @@ def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) ->
     return "", chief(decoder) or chief(prefix)
 
 
-def _below(path: str, outer: str) -> bool:
+def lies_in(path: str, outer: str) -> bool:
+    """Check whether a path is ``outer`` or that of something in it; everything lies in the model itself, ``""``."""
     return not outer or path == outer or path.startswith(outer + ".")
 
 
 def _any_above(name: str, paths: Sequence[str]) -> bool:
-    return any(_below(name, path) for path in paths)
+    return any(lies_in(name, path) for path in paths)
 
 
 def dropped_blocks(model: PreTrainedModel) -> str | None:
