@@ -32,7 +32,7 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 450,
+    "applied": 460,
     "adapters": 200,
     "checkpoint": 6130,
     "checks": 2060,
@@ -49,7 +49,7 @@ LINES = {
     "policy": 1670,
     "storage": 1605,
     "tensor_parallel": 4930,
-    "tools": 11420,
+    "tools": 11530,
 }
 LOADED = 150  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

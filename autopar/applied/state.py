@@ -17,11 +17,13 @@ from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
+from autopar.policy.match import DERIVED
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
+    from autopar.pipeline_parallel.losses import OwnLoss
     from autopar.pipeline_parallel.pipeline import Pipeline
 
 __all__ = ["Parallelized"]
@@ -75,13 +77,18 @@ class Parallelized:
     def pipeline(self, model: Any) -> Pipeline:
         """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
         if self.pp is None:
-            from autopar.pipeline_parallel.losses import OwnLoss
             from autopar.pipeline_parallel.pipeline import Pipeline
 
             inner, config = self.inner_of(model), self.config
-            loss, check = OwnLoss.of(inner, self.own_policy), config.consistency_check
+            loss, check = self.own_loss(inner), config.consistency_check
             self.pp = Pipeline(model, inner, self.stages, self.mpu, config.pipeline, self.failures, loss, check=check)
         return self.pp
+
+    def own_loss(self, inner: Any) -> OwnLoss:
+        """Return facts about the own loss of a Hugging Face model, or of a plain module."""
+        from autopar.pipeline_parallel.losses import OwnLoss
+
+        return OwnLoss.of(inner, self.policy if self.policy.name == DERIVED else self.own_policy)
 
     @property
     def steps(self) -> StepCheck:

@@ -47,6 +47,8 @@ def test_new_as_json() -> None:
     assert made["proof"] is None and made["file"] is None and made["whole"] == [] and made["unseen"] == []
     assert 0.5 < made["sharded"] < 1
     assert read_user_policy(made["policy"]).model_types == read_user_policy(made["text"]).model_types == ("odd",)
+    assert made["policy"]["loss"] == {"OddForCausalLM": "shifted_mean"}
+    assert "\nloss: {OddForCausalLM: shifted_mean}\n" in made["text"]
     assert "# Not proven: compare outputs and gradients with the plain model's before you rely on it." in made["text"]
 
 

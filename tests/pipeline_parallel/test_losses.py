@@ -15,6 +15,7 @@ from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
     BertForQuestionAnswering,
+    LlamaForCausalLM,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
@@ -290,3 +291,34 @@ def test_positions_of_several_kinds_are_cut_by_samples() -> None:
     flat = torch.arange(15).view(3, 5)
     parts = split({"input_ids": _ids(3), "position_ids": flat}, 3, 1, None)
     assert torch.equal(torch.cat([part["position_ids"] for part in parts]), flat)
+
+
+class Unshifted(LlamaForCausalLM):
+    """A user's class: its loss does not shift the labels, and is the same mean otherwise."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            outputs.loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        return outputs
+
+
+@pytest.mark.parametrize("policy", [{"extends": "llama", "loss": {"Unshifted": "mean"}}, "derive"])
+@pooled(world_size=2)
+def test_a_class_of_ones_own_says_what_its_loss_is(policy: Any) -> None:
+    labels = _ids().clone()
+    labels[0, 2:], labels[1, 5:] = -100, -100
+    batch = {"input_ids": _ids(), "labels": labels}
+    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"num_microbatches": 4}}
+    plain = Unshifted(llama().config).train()
+    expected = plain(**batch).loss
+    expected.backward()
+    piped = autopar.initialize(copy.deepcopy(plain), config, policy=policy)
+    loss = piped.execute_pipeline(batch, broadcast_loss=True).loss
+    close(loss, expected.detach(), "loss")
+    gradients = whole_tensors(piped, lambda parameter: parameter.grad)
+    for name, parameter in plain.named_parameters():
+        close(gradients[name], parameter.grad, f"gradient of {name}")
+    unknown = autopar.initialize(Unshifted(llama().config).train(), config)
+    with pytest.raises(ConfigError, match=r"a policy can: loss: {Unshifted: mean}\."):
+        unknown.execute_pipeline(batch)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+import autopar.pipeline_parallel.losses
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.losses import OwnLoss, loss_in
 from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
 from autopar.policy.load import own_policies, read_user_policy
 from autopar.policy.losses import loss_kind
+from autopar.tools.verification.measured_loss import losses_of, measured_kind
 from tests.random_models import Case, batches, build, cases, heads_of, kind
 from tests.representatives import REPRESENTATIVES, first_types
 from tests.small import gpt2, llama
@@ -39,7 +41,7 @@ def _adds_up(case: Case) -> None:
     if not isinstance(labels, torch.Tensor) or case.model_type in APART:
         return
     if labels.ndim == 2 and labels.shape[1] > 2 and not labels.is_floating_point():
-        batch["labels"] = torch.cat([labels[:1].index_fill(1, torch.arange(2), -100), labels[1:]])  # also the first
+        batch["labels"] = torch.cat([labels[:1].index_fill(1, torch.arange(2, labels.shape[1]), -100), labels[1:]])
     own, main_input = OwnLoss.of(model), getattr(model, "main_input_name", "")
     try:
         reduction = own.reduction(batch, 2)
@@ -58,6 +60,15 @@ def _adds_up(case: Case) -> None:
     if own.divides_by_items({**batch, **items}):
         halved = loss_in(model(**_copied(batch), **items))
         torch.testing.assert_close(2 * halved, loss_in(whole), rtol=1e-4, atol=1e-4, msg=lambda text: f"{case}: {text}")
+
+
+@torch.no_grad()
+def test_weights_of_another_kind_make_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("llama", "LlamaForCausalLM")
+    _adds_up(case)
+    monkeypatch.setattr(autopar.pipeline_parallel.losses, "loss_kind", lambda model, given: "mean")
+    with pytest.raises(AssertionError, match="LlamaForCausalLM: "):
+        _adds_up(case)
 
 
 def _copied(batch: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +99,8 @@ class Passes(LlamaForCausalLM):
 
 
 class Unshifted(LlamaForCausalLM):
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
-        outputs = super().forward(*args, **kwargs)
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids, **kwargs)
         if labels is not None:
             outputs.loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
         return outputs
@@ -117,6 +128,43 @@ def test_a_class_that_inherits_its_forward_has_the_same_loss_and_another_may_not
     )
     with pytest.raises(ConfigError, match=words):
         OwnLoss.of(Unshifted(config)).reduction(batch, 2)
+
+
+class HandsOn(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, labels=labels, **kwargs)
+
+
+class Squares(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(input_ids, **kwargs)
+        outputs.loss = None if labels is None else outputs.logits.mean() ** 2
+        return outputs
+
+
+def test_a_class_of_ones_own_is_measured() -> None:
+    config = llama().config
+    kinds = {Unshifted: "mean", HandsOn: "loss_function", Squares: "other"}
+    assert {kind: losses_of(kind(config)) for kind in kinds} == {kind: {kind.__name__: kinds[kind]} for kind in kinds}
+    assert losses_of(llama()) == losses_of(Passes(config)) == {}
+    model, before = gpt2().train(), torch.get_rng_state()
+    assert measured_kind(model) == "loss_function" and model.training
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "kind"),
+    [
+        ("bert", "BertForMaskedLM", "mean"),
+        ("bart", "BartForCausalLM", "mean"),
+        ("blip", "BlipForConditionalGeneration", "shifted_mean"),
+        ("t5", "T5ForConditionalGeneration", "mean"),
+        ("llama", "LlamaForSequenceClassification", "mean"),
+    ],
+)
+def test_what_policies_say_is_measured_too(model_type: str, head: str, kind: str) -> None:
+    model = build(Case(model_type, head), 6, 3)
+    assert measured_kind(model) == loss_kind(model) == kind
 
 
 def test_a_policy_of_ones_own_keeps_what_autopar_knows_of_the_class() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import Trainer
 
 from autopar.adapters.wrappers import is_peft_model
-from autopar.pipeline_parallel.losses import OwnLoss
 
 __all__ = ["ParallelBase", "base_of"]
 
@@ -56,7 +55,7 @@ class ParallelBase(Trainer):
             return False
         if self.compute_loss_func is not None:
             return True
-        loss = OwnLoss.of(base_of(self.model), self.model._autopar.own_policy)
+        loss = self.model._autopar.own_loss(base_of(self.model))
         divides = self.label_smoother is not None or loss.divides_by_items({**inputs, "num_items_in_batch": 1})
         return bool(self.model_accepts_loss_kwargs) and divides
 

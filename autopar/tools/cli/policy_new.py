@@ -98,6 +98,7 @@ def _drafted(source: str, tp: int, trust: bool) -> _Draft:
     from autopar.tools.cli.policy import build
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.yaml_text import composed, yaml_text
+    from autopar.tools.verification.measured_loss import losses_of
     from autopar.tools.verification.small_models import build_small
 
     built: Any = build(heads(source, trust=trust)[0])
@@ -108,7 +109,9 @@ def _drafted(source: str, tp: int, trust: bool) -> _Draft:
         )
     small = build_small(type(built), built.config)
     derived = derive(small)
-    tree = composed(small, derived.tree)
+    tree, losses = composed(small, derived.tree), losses_of(built)
+    if losses:
+        tree["loss"] = losses
     plan = make_plan(built, read_user_policy(tree), max(tp, 2))
     sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
     sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None) / sum(sizes.values())

@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.tools.derivation.derive import derive
+from autopar.tools.verification.measured_loss import losses_of
 from autopar.tools.verification.small_models import build_small
 
 __all__ = ["derived_tree"]
@@ -29,6 +30,11 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: as :func:`~autopar.tools.derivation.derive.derive`.
     """
+    tree, losses = _tree(model), losses_of(model)
+    return {**tree, "loss": losses} if losses else tree
+
+
+def _tree(model: PreTrainedModel) -> dict[str, Any]:
     if sum(parameter.numel() for parameter in model.parameters()) < _LARGE:
         return derive(model).tree
     try:
