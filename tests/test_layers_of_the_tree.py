@@ -44,7 +44,7 @@ LINES = {
     "dry_run": 3440,
     "foreign": 930,
     "integrations": 1850,
-    "pipeline_parallel": 3895,
+    "pipeline_parallel": 3910,
     "plan": 2760,
     "policy": 1670,
     "storage": 1605,

@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import (
     ForTokenClassification,
 )
 
+from autopar.call_site import warn_user
 from autopar.checks.router_loss import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import next_sequence_number, sequence_number
@@ -87,6 +88,19 @@ class OwnLoss:
         by_number = isinstance(labels, torch.Tensor) and labels.is_floating_point()  # then it is no cross entropy
         given = batch.get("num_items_in_batch") is not None and not by_number
         return given and self.kind in ("loss_function", None)
+
+    def warn_of_replicas(self, counts: list[float]) -> bool:
+        """Warn if replicas with other numbers of labels are averaged alike since nothing says what is right."""
+        unknown = self.kind is None and isinstance(self.model, PreTrainedModel) and len(set(counts)) > 1
+        if unknown:
+            name = type(self.model).__name__
+            warn_user(
+                f"{name} has a forward of its own, so it is not known over what its loss is a mean: the gradients of "
+                f"replicas with {counts[0]:g} and {next(x for x in counts if x != counts[0]):g}\n  labels are averaged "
+                f"alike, as DistributedDataParallel does. A policy says it: loss: {{{name}: mean}} "
+                "(loss_function, mean, shifted_mean or other)."
+            )
+        return unknown
 
     @property
     def _function(self) -> Any:

@@ -86,6 +86,7 @@ class Pipeline:
         self.unchecked = {True, False} if check else set[bool]()
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
+        self._told = False  # that replicas with other numbers of labels are averaged alike
         self._schedules: dict[tuple[bool, int], list[list[Action]]] = {}
 
     def attach(self, model: nn.Module) -> None:
@@ -167,6 +168,7 @@ class Pipeline:
         reduction = "tokens" if by_labels else config.loss_reduction
         if by_labels and criterion is None and wants_loss:
             reduction = self.loss.reduction(batch, len(microbatches))
+            self._told = self._told or self.loss.warn_of_replicas(counts)
         shares = weights_of(microbatches, self.main_input, reduction, self.loss.shifted, count)
         globally = counts and reduction == "tokens"
         return Step(

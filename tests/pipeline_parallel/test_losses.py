@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from transformers import (
 
 import autopar
 from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.pipeline_parallel.microbatch import split
@@ -322,3 +323,25 @@ def test_a_class_of_ones_own_says_what_its_loss_is(policy: Any) -> None:
     unknown = autopar.initialize(Unshifted(llama().config).train(), config)
     with pytest.raises(ConfigError, match=r"a policy can: loss: {Unshifted: mean}\."):
         unknown.execute_pipeline(batch)
+
+
+@pooled(world_size=2)
+def test_replicas_of_an_unknown_loss_are_averaged_alike_with_a_warning() -> None:
+    labels = _ids().clone()
+    labels[:2, 3:] = -100
+    mine = slice(0, 2) if dist.get_rank() == 0 else slice(2, 4)
+    plain = Unshifted(llama().config).train()
+    plain(_ids(), labels=labels).loss.backward()
+    for policy in (None, {"extends": "llama", "loss": {"Unshifted": "mean"}}):
+        model = autopar.initialize(copy.deepcopy(plain), {}, policy=policy)
+        model.zero_grad()
+        batch = {"input_ids": _ids()[mine], "labels": labels[mine]}
+        words = r"gradients of replicas with 6 and 14\n  labels are averaged alike, as DistributedDataParallel does"
+        for call in range(2):  # once
+            with pytest.warns(ShardWarning, match=words) if policy is None and call == 0 else nullcontext():
+                model.execute_pipeline(batch)
+        same = all(
+            torch.allclose(p.grad / 2, q.grad, rtol=1e-4, atol=1e-6)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        assert same == (policy is not None)

@@ -53,7 +53,7 @@ def measured_kind(model: PreTrainedModel) -> str | None:
         batch = {name: x.double() if _is_float(x) else x for name, x in batch.items()}
         try:
             return _measured(copy.deepcopy(model).eval().double(), batch)
-        except RuntimeError:  # a part of it does not compute in fp64
+        except Exception:  # whatever its code stumbles over: fp64, a single sample
             return None
 
 
