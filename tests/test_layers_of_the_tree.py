@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -129,6 +130,11 @@ finally:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout
+
+
+def test_tools_that_the_core_loads_by_name_are_there() -> None:
+    named = {tool for path in ROOT.rglob("*.py") for tool in re.findall(r'\btool\("([\w.]+)"\)', path.read_text())}
+    assert named and all((ROOT / "tools" / f"{tool.replace('.', '/')}.py").is_file() for tool in named), named
 
 
 def test_no_file_is_long_and_none_is_called_utils():

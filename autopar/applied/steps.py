@@ -190,7 +190,7 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     mpu, plan, stages = state.mpu, state.plan, state.stages
     whole, notice = count(model), derived_notice(model, plan, state.policy) if mpu.is_master else None
     telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
-    allocated = tool("planner.allocated") if telling else None
+    allocated = tool("planner.memory_plan") if telling else None
     facts = (model, state.inner_of(model), plan, stages, state.config, mpu, given.optimizer)
     planned = allocated.planned_bytes(*facts) if allocated else None
     for step in STEPS:
