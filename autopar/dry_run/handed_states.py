@@ -67,7 +67,7 @@ def hand_on_states(
 def _states_of(
     model: Any, module: nn.Module, like: nn.Module, where: WholeModule, call: Call, rows: int, batch: int
 ) -> HandedStates | None:
-    """Return how a module's states are handed on; None if it needs all rows."""
+    """Return how a module's states pass from rank to rank; None if it needs all rows."""
     argument = _cache_of(like)
     if argument is None or not where.inputs or any(times != 1 for times in where.folded.values()):
         return None

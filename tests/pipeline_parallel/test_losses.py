@@ -16,7 +16,6 @@ from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
     BertForQuestionAnswering,
-    LlamaForCausalLM,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
@@ -32,7 +31,7 @@ from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
 from tests.random_models import Case, build
-from tests.small import gpt2, llama
+from tests.small import Unshifted, gpt2, llama
 from tests.worlds import raises_everywhere
 
 _BERT = BertConfig(
@@ -294,16 +293,6 @@ def test_positions_of_several_kinds_are_cut_by_samples() -> None:
     assert torch.equal(torch.cat([part["position_ids"] for part in parts]), flat)
 
 
-class Unshifted(LlamaForCausalLM):
-    """A user's class: its loss does not shift the labels, and is the same mean otherwise."""
-
-    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        outputs = super().forward(input_ids, **kwargs)
-        if labels is not None:
-            outputs.loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        return outputs
-
-
 @pytest.mark.parametrize("policy", [{"extends": "llama", "loss": {"Unshifted": "mean"}}, "derive"])
 @pooled(world_size=2)
 def test_a_class_of_ones_own_says_what_its_loss_is(policy: Any) -> None:
@@ -345,3 +334,29 @@ def test_replicas_of_an_unknown_loss_are_averaged_alike_with_a_warning() -> None
             for p, q in zip(model.parameters(), plain.parameters(), strict=True)
         )
         assert same == (policy is not None)
+
+
+@pooled(world_size=2)
+def test_a_model_in_one_piece_takes_micro_batches_after_steps_an_evaluation_and_a_draw_on_one_rank() -> None:
+    plain = llama().train()
+    model = autopar.initialize(copy.deepcopy(plain), _config(tp=2, num_microbatches=3))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (plain, model)]
+    labels = _ids(5).clone()
+    labels[0, 2:], labels[3, 5:] = -100, -100
+    batch = {"input_ids": _ids(5), "labels": labels}
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()(**batch)
+    model.train()
+    if dist.get_rank() == 1:
+        torch.rand(3)
+    for _ in range(2):  # gradients accumulate
+        loss = model.execute_pipeline(batch).loss
+        plain(**batch).loss.backward()
+    close(loss, plain(**batch).loss.detach(), "loss")
+    gradients = whole_tensors(model, lambda parameter: parameter.grad)
+    for name, parameter in plain.named_parameters():
+        close(gradients[name], parameter.grad, f"gradient of {name}")

@@ -17,7 +17,7 @@ from autopar.policy.losses import loss_kind
 from autopar.tools.verification.measured_loss import losses_of, measured_kind
 from tests.random_models import Case, batches, build, cases, heads_of, kind
 from tests.representatives import REPRESENTATIVES, first_types
-from tests.small import gpt2, llama
+from tests.small import Unshifted, gpt2, llama
 from tests.test_every_policy import MODEL_TYPES, WHOLE
 
 SMALL_BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -98,14 +98,6 @@ class Passes(LlamaForCausalLM):
     pass
 
 
-class Unshifted(LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        outputs = super().forward(input_ids, **kwargs)
-        if labels is not None:
-            outputs.loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        return outputs
-
-
 class Named(torch.nn.Linear):
     pass
 
@@ -147,8 +139,12 @@ def test_a_class_of_ones_own_is_measured() -> None:
     kinds = {Unshifted: "mean", HandsOn: "loss_function", Squares: "other"}
     assert {kind: losses_of(kind(config)) for kind in kinds} == {kind: {kind.__name__: kinds[kind]} for kind in kinds}
     assert losses_of(llama()) == losses_of(Passes(config)) == {}
-    model, before = gpt2().train(), torch.get_rng_state()
+
+
+def test_measuring_leaves_the_model_and_the_random_state_as_they_were() -> None:
+    model, own, before = gpt2().train(), Unshifted(llama().config), torch.get_rng_state()
     assert measured_kind(model) == "loss_function" and model.training
+    assert losses_of(own) == {"Unshifted": "mean"}
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -113,7 +113,7 @@ class Place:
 
 
 def is_dealing() -> bool:
-    """Return whether batches are being dealt out to the replicas."""
+    """Return whether batches are being split among the replicas."""
     return _dealing.get()
 
 

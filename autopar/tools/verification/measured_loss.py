@@ -29,7 +29,8 @@ def losses_of(model: PreTrainedModel) -> dict[str, str]:
     if loss_kind(model) is not None:
         return {}
     try:
-        found = measured_kind(build_small(type(model), model.config))
+        with kept():
+            found = measured_kind(build_small(type(model), model.config))
     except AutoparError:  # it cannot be small
         return {}
     return {} if found is None else {type(model).__name__: found}
