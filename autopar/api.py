@@ -53,6 +53,7 @@ def initialize(
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
     optimizer: Any = None,
     lr_scheduler: Any = None,
+    **mistaken: Any,
 ) -> Any:
     """Turn a Hugging Face model, or a module of your own, into this rank's share of a parallel one, in place.
 
@@ -79,15 +80,15 @@ def initialize(
     Returns:
         ``model`` itself, or ``(model, optimizer)``, the same objects, if an optimizer was given. The model has
         ``model.mpu`` (:class:`~autopar.distributed.mesh.MPU`), ``model.save_parallelized`` and
-        ``model.from_parallelized``. Rank 0 logs one line (INFO): policy, mesh, parameters and bytes;
-        and (DEBUG) what was planned for it next to what it has allocated.
+        ``model.from_parallelized``. Rank 0 says in one line (INFO) policy, mesh, parameters and bytes.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call, before anything is changed.
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
     # 1. The call is right, and the same on every rank.
-    call = same_on_every_rank(lambda: check_call(model, config, policy, optimizer, lr_scheduler), Call.fingerprint)
+    given = (model, config, policy, optimizer, lr_scheduler, mistaken)
+    call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. The mesh: process groups of all axes.
     sizes = call.config
     mpu = MPU(

@@ -16,7 +16,10 @@ that comes from; then what would fit. Errors are raised before anything is chang
 from __future__ import annotations
 
 import difflib
+import logging
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = [
     "AutoparError",
@@ -30,12 +33,20 @@ __all__ = [
     "VerificationError",
     "clip",
     "first_line",
+    "missing",
     "nearest",
+    "tell",
 ]
 
 
 class AutoparError(Exception):
-    """Base of all errors that autopar raises on purpose."""
+    """Base of all errors that autopar raises on purpose.
+
+    Attributes:
+        told_by_rank_0: rank 0 raises the same and prints it, so this rank need not.
+    """
+
+    told_by_rank_0 = False
 
 
 class ConfigError(AutoparError, ValueError):
@@ -105,3 +116,22 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``" Did you mean 'x'?"`` for the candidate closest to ``name``, else an empty string."""
     found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f" Did you mean '{found[0]}'?" if found else ""
+
+
+def missing(path: Path) -> str:
+    """Say where a path stops to be there, and what may have been meant; "" if it is there."""
+    path = path.absolute()
+    if path.exists():
+        return ""
+    there = next(folder for folder in path.parents if folder.exists())
+    name = path.relative_to(there).parts[0]
+    found = sorted(entry.name for entry in there.iterdir()) if there.is_dir() else []
+    return f"{there} has no '{name}'.{nearest(name, found)}"
+
+
+def tell(log: logging.Logger, line: str) -> None:
+    """Log a line that every user should see (INFO); print it where the program has set up no logging."""
+    if log.hasHandlers():
+        log.info("%s", line)
+    else:
+        print(f"autopar: {line}", file=sys.stderr, flush=True)

@@ -157,7 +157,10 @@ def _checked(
     if in_lazy_init():
         raise ConfigError("from_pretrained inside lazy_init would make a model without memory: call it after the with.")
     if not callable(getattr(model_class, "from_pretrained", None)):
-        raise ConfigError(f"the first argument must be a model class of transformers, not {model_class!r}")
+        raise ConfigError(
+            f"the first argument must be a model class of transformers, not {clip(repr(model_class), 60)}:\n"
+            "  autopar.from_pretrained(AutoModelForCausalLM, folder_or_name, config)"
+        )
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"path={path!r} must be a folder or a name on the hub")
     if isinstance(config, PreTrainedConfig):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +49,16 @@ def test_one_line_on_rank_0() -> None:
     assert model.get_memory_footprint(return_buffers=False) == 4 * held  # this rank's
     assert "this rank holds" in model.get_memory_footprint.__doc__
     assert "whole model" in model.num_parameters.__doc__
+
+
+def test_the_line_is_printed_where_no_logging_is_set_up() -> None:
+    script = "import autopar; from tests.small import gpt2; autopar.initialize(gpt2(), {})"
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("autopar: GPT2LMHeadModel by gpt2.yaml:2: tp 1 x pp 1 x dp 1 on cpu;"), done.stderr
+    quiet = [*command[:2], f"import logging; logging.basicConfig(); {script}"]
+    assert not subprocess.run(quiet, env=environment, capture_output=True, text=True, check=True).stderr
 
 
 @pooled(world_size=2)

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import autopar
-from autopar.errors import PipelineError
+from autopar.distributed.uncaught import shorten_uncaught
+from autopar.errors import AutoparError, ConfigError, PipelineError
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, parallel
@@ -149,3 +151,96 @@ def test_whole_tensors_against_shards_are_explained() -> None:
     (text,) = notes(lambda: torch.softmax(torch.randn(2, 131), -1) @ model.transformer.wte.weight)
     assert f"transformer.wte.weight: rank {dist.get_rank()}'s shard" in text
     assert notes(lambda: torch.randn(2, 3) @ torch.randn(4, 5)) == []
+
+
+def _printed(error: BaseException) -> list[str]:
+    """Return the lines that Python prints where this error ends the process."""
+    shorten_uncaught()
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return re.sub(r"^(\[rank\d\]: )+", "", printed.getvalue(), flags=re.MULTILINE).splitlines()
+
+
+def _refused(config: dict[str, object]) -> AutoparError:
+    with pytest.raises(AutoparError) as info:
+        autopar.initialize(gpt2(), config)
+    return info.value
+
+
+def test_an_error_ends_in_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, place, *_, last = _printed(_refused({"tpp": 2}))
+    assert first == "Traceback (most recent call last):"
+    assert place.startswith(f'  File "{__file__}", line ')
+    assert last.startswith("autopar.errors.ConfigError: unknown section 'tpp'. Did you mean 'tp'?")
+    monkeypatch.setenv("AUTOPAR_TRACEBACK", "full")
+    assert "autopar/config/parallel_config.py" in "\n".join(_printed(_refused({"tpp": 2})))
+
+
+def test_the_cause_of_an_error_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{'tp': 2}")
+    with pytest.raises(ConfigError) as info:
+        autopar.initialize(gpt2(), file)
+    assert not [line for line in _printed(info.value) if "json/decoder.py" in line or "direct cause" in line]
+    try:
+        raise ConfigError("layers do not fit") from KeyError("h.11")
+    except ConfigError as error:
+        assert _printed(error)[-2:] == ["autopar.errors.ConfigError: layers do not fit", "  Caused by KeyError: 'h.11'"]
+
+
+def test_torchrun_shows_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    for error, text in (
+        (_refused({"tp": 0}), "ConfigError: tp must be at least 1, not 0"),
+        (_caught(ValueError("sample 17 is damaged")), "ValueError: sample 17 is damaged"),
+    ):
+        file.unlink(missing_ok=True)
+        _printed(error)
+        found = str(ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, str(file))}))
+        assert re.search(rf"traceback : {re.escape(text)}\n +{re.escape(__file__)}:\d+, in ", found), found
+    kept = file.read_text()
+    _printed(_refused({"tp": 0}))
+    assert file.read_text() == kept  # as the script's own @record has written it
+
+
+def _caught(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as raised:
+        return raised
+
+
+@pooled(world_size=2)
+def test_an_error_of_all_ranks_is_printed_by_rank_0() -> None:
+    rank = dist.get_rank()
+    lines = _printed(_refused({"tpp": 2}))
+    if rank == 0:
+        assert len(lines) > 3
+    else:
+        (line,) = lines
+        assert re.fullmatch(r"autopar.errors.ConfigError: unknown section 'tpp'.* \(rank 0 prints all of it\)", line)
+    assert len(_printed(_refused({"tp": 2} if rank == 0 else {"tpp": 2}))) > 3  # rank 0 says who, rank 1 what
+
+
+MISSPELT = """
+import autopar
+from tests.small import gpt2
+
+autopar.initialize(gpt2(), {"model_parallelism": {"tensor_paralel_size": 2}})
+"""
+
+
+@pytest.mark.tier("all")
+def test_a_misspelt_key_on_four_ranks_is_a_few_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MISSPELT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    sentence = "unknown key 'tensor_paralel_size' in section 'model_parallelism'. Did you mean 'tensor_parallel_size'?"
+    ours = [line for line in done.stderr.splitlines() if re.match(r"\[rank\d\]", line)]
+    assert done.returncode and 4 <= len(ours) <= 12, done.stderr
+    assert sum(sentence in line for line in ours if line.startswith("[rank0]")) == 1, done.stderr
+    _, _, root = done.stderr.partition("Root Cause (first observed failure):")
+    assert f"traceback : ConfigError: {sentence}" in root, done.stderr

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
+from autopar.config.sections import explain_argument
 from autopar.data_parallel.fsdp import check_offload
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.deferred_init.context import in_lazy_init
@@ -20,7 +21,7 @@ from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, uncollected, warn_no_dry_run
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, nearest
 from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
@@ -53,12 +54,18 @@ class Call(NamedTuple):
         return {"config": dataclasses.asdict(self.config), "optimizer": self.optimizer}
 
 
-def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any) -> Call:
+def check_call(
+    model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_scheduler: Any, mistaken: dict[str, Any]
+) -> Call:
     """Check the arguments of ``initialize`` on this rank; the model is only read.
+
+    Args:
+        mistaken: keyword arguments that ``initialize`` does not have.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call.
     """
+    _refuse_arguments(mistaken)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     if in_lazy_init():
@@ -77,6 +84,13 @@ def check_call(model: nn.Module, config: Any, policy: Any, optimizer: Any, lr_sc
     if parsed.compile:
         compiled_blocks.check(inner, elements_of(model, found)[0], found.where, parsed.compile_backend)
     return Call(parsed, prefix, inner, found, own is not None, named)
+
+
+def _refuse_arguments(mistaken: dict[str, Any]) -> None:
+    """Refuse keyword arguments that ``initialize`` does not have, and say where the configuration has them."""
+    for name, value in mistaken.items():
+        advice = explain_argument(name, value) or nearest(name, ("config", "policy", "optimizer", "lr_scheduler"))
+        raise ConfigError(f"initialize takes no argument '{name}'.{advice}")
 
 
 def _refuse_second(model: nn.Module) -> None:

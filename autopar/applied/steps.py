@@ -17,13 +17,16 @@ from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
+from autopar.checks.optimizer_probe import warn_of_fp16
 from autopar.data_parallel import apply as data_parallel
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.digest import extremes
-from autopar.distributed.failures import FailureLog, publish_uncaught
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
+from autopar.distributed.uncaught import publish_uncaught
+from autopar.errors import tell
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import methods as pipeline_methods
 from autopar.plan.listing import count, derived_notice, summarise
@@ -161,6 +164,8 @@ def add_savers(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Last: parameters are the final ones, so fp32 copies, shares of ZeRO and FSDP are made of these."""
+    if given.optimizer is not None and state.config.precision == "fp32" and state.mpu.is_master:
+        warn_of_fp16(given.optimizer, model.parameters())
     state.dp.attach(given.optimizer, state.blocks_of(model))
     state.undo.append(lambda model, own: own.dp.undo())
     if state.pp is not None:
@@ -186,7 +191,7 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
 
 
 def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Make all steps, and log on rank 0 what has become of the model."""
+    """Make all steps, and say on rank 0 what has become of the model."""
     mpu, plan, stages = state.mpu, state.plan, state.stages
     whole, notice = count(model), derived_notice(model, plan, state.policy) if mpu.is_master else None
     telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
@@ -196,9 +201,9 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     for step in STEPS:
         step(model, state, given)
     if notice is not None:
-        _log.info("%s", notice)
+        tell(_log, notice)
     if mpu.is_master:
-        _log.info("%s", summarise(model, whole, mpu.sizes, mpu.device, state.policy.where))
+        tell(_log, summarise(model, whole, mpu.sizes, mpu.device, state.policy.where))
     if allocated is not None:
         _log.debug("%s", allocated.allocated_line(model, planned, mpu.device))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.optim.optimizer import Optimizer
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
-__all__ = ["Behaviour", "probe", "refuse_unlike", "refuse_whole_state"]
+__all__ = ["Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "warn_of_fp16"]
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
 _STEPS = 4
@@ -43,6 +44,8 @@ class Behaviour:
     in_parts: float
     beside: float
 
+
+_log = logging.getLogger(__name__)
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called"}
@@ -89,6 +92,18 @@ def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int
                 "would be others than on one process.\n  Use an optimizer that steps each parameter by itself (AdamW, "
                 "SGD, Adagrad ...), or replicas without ZeRO."
             )
+
+
+def warn_of_fp16(optimizer: Optimizer, held: Iterable[nn.Parameter]) -> None:
+    """Warn where an optimizer steps fp16 weights themselves: small updates are lost, and Adam's eps is 0."""
+    if any(parameter.dtype == torch.float16 for parameter in held):
+        name = type(optimizer).__name__
+        _log.warning(
+            "%s steps weights in float16, where updates below 1/2048 of a weight are lost and an eps of 1e-8 is 0: "
+            "expect NaN.\n  Load the model in float32 and write precision: {dtype: fp16} in the configuration, with "
+            "optimizer= of autopar.initialize: the optimizer then steps fp32 weights.",
+            name,
+        )
 
 
 def probe(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 
 from autopar.call_site import warn_user
 from autopar.checks.messages import unlike_gradients, unlike_weights
-from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state
+from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state, warn_of_fp16
 from autopar.checks.own_updates import FreeWeights
 from autopar.checks.process_hooks import forget, listen
 from autopar.checks.router_loss import adds_router_loss, warn_of_router_loss
@@ -192,6 +192,8 @@ class StepCheck:
             if "_autopar" in vars(model):
                 refuse_whole_state(optimizer, progress.held, vars(model)["_autopar"].plan)
             refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size, zero=0)
+            if self.mpu.is_master:
+                warn_of_fp16(optimizer, held)
         if self._compare:
             scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
             self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)

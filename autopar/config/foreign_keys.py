@@ -194,6 +194,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "amp": _FP16,
     },
     "OSLO": {
+        "tp_mapping": "write policy: FILE, or autopar.initialize(model, config, policy=...), in YAML",
         "zero_stage": _ZERO,
         "kernel_fusion": _NO_FUSION,
         "memory_efficient_fusion": _NO_FUSION,
@@ -220,6 +221,14 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     },
 }
 
+# What people write at a venture.
+_GUESSED = {
+    "dp": _DATA_PARALLEL,
+    "data_parallel_size": _DATA_PARALLEL,
+    "world_size": _DATA_PARALLEL,
+    "sp": "write model_parallelism: {sequence_parallel: true}",
+}
+
 
 def explain(key: object, value: Any = None) -> str | None:
     """Return what to write here for a key of another library; None for a key that none of them has.
@@ -230,7 +239,7 @@ def explain(key: object, value: Any = None) -> str | None:
     name = clip(str(key)).lstrip("-").replace("-", "_").lower()
     libraries = [library for library in _ELSEWHERE if name in _RENAMED[library] or name in _ELSEWHERE[library]]
     if not libraries:
-        return None
+        return f"there is no key '{key}': {_GUESSED[name]}" if name in _GUESSED else None
     owners = ", ".join(f"{library}'s" for library in libraries)
     home = _RENAMED[libraries[0]].get(name)
     if home is None:

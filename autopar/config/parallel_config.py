@@ -15,6 +15,7 @@ from autopar.config.sections import (
     FIELDS,
     PLAIN,
     SECTIONS,
+    SHORT,
     check_section,
     check_value,
     describe,
@@ -79,6 +80,8 @@ class ParallelConfig:
           tensor_parallel_size: 2
         activation_checkpointing:
           enable: true
+
+    At the top level ``tp``, ``pp``, ``cp`` and ``ep`` are short for the four sizes: ``{"tp": 2, "pp": 2}``.
     """
 
     tensor_parallel_size: int = 1
@@ -156,7 +159,8 @@ class ParallelConfig:
             if section in PLAIN:
                 problem = check_value(section, content, PLAIN[section])
                 problems += [problem] if problem else []
-                fields[section] = content
+                if not problem:
+                    fields[SHORT.get(str(section), str(section))] = content
             elif known is None:
                 problems.append(explain_unknown(section, content))
             elif not isinstance(content, Mapping):
@@ -165,6 +169,7 @@ class ParallelConfig:
             else:
                 values[section] = check_section(section, content, known, problems)
         pipeline = values.pop("pipeline", {})
+        problems += _given_twice(fields, values.get("model_parallelism", {}))
         fields |= _fields(values)
         every = {**_defaults(), **fields}
         if not problems:
@@ -193,6 +198,14 @@ class ParallelConfig:
         if world_size % (tp * cp * pp):
             raise ConfigError(_does_not_divide(tp, cp, pp, world_size))
         return world_size // (tp * cp * pp)
+
+
+def _given_twice(short: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{axis}={short[name]} is short for model_parallelism.{name}, which is given too: {sizes[name]}. Leave one out"
+        for axis, name in SHORT.items()
+        if name in short and name in sizes
+    ]
 
 
 def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

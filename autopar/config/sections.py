@@ -14,9 +14,11 @@ __all__ = [
     "FIELDS",
     "PLAIN",
     "SECTIONS",
+    "SHORT",
     "check_section",
     "check_value",
     "describe",
+    "explain_argument",
     "explain_section",
     "explain_unknown",
 ]
@@ -59,7 +61,10 @@ SECTIONS: dict[str, dict[str, type]] = {
         "chunks": int,
     },
 }
-PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str}  # values at the top level, no sections
+# Short names of the sizes: {"tp": 2} is {"model_parallelism": {"tensor_parallel_size": 2}}.
+SHORT = {f"{axis[0]}p": f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert")}
+# Values at the top level, no sections.
+PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str, **dict.fromkeys(SHORT, int)}
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
@@ -156,6 +161,17 @@ def explain_unknown(section: object, content: object) -> str:
         explain(section, content)
         or f"unknown section '{clip(str(section))}'.{nearest(str(section), known)} Known: {', '.join(known)}"
     )
+
+
+def explain_argument(name: str, value: object) -> str:
+    """Return what to write instead of a keyword argument that is one of the configuration's; "" for any other name."""
+    home = next((section for section, keys in SECTIONS.items() if name in keys and name != "enable"), None)
+    if home is not None:
+        return f" It belongs into the configuration: initialize(model, {{'{home}': {{'{name}': {clip(repr(value))}}}}})"
+    if name in SECTIONS or name in PLAIN:
+        return f" It belongs into the configuration: initialize(model, {{'{name}': {clip(repr(value))}}})"
+    advice = explain(name, value)
+    return f" In the configuration, {advice}" if advice else ""
 
 
 def explain_section(section: str, content: object) -> str:

@@ -25,7 +25,8 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import name_ranks
 from autopar.distributed.digest import extremes
 from autopar.distributed.start import start_process_group
-from autopar.errors import CheckpointError, ConsistencyError
+from autopar.distributed.uncaught import shorten_uncaught
+from autopar.errors import AutoparError, CheckpointError, ConsistencyError
 from autopar.foreign.groups import default_group
 
 __all__ = ["Ranks", "all_ranks", "differences", "rank_zero", "same_on_every_rank"]
@@ -56,6 +57,7 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
         ConsistencyError, or CheckpointError after one: on the ranks where nothing failed, quoting the error of the one
             that did; or naming what differs, with both values. A rank that fails raises its own error.
     """
+    shorten_uncaught()
     result: T | None = None
     error: Exception | None = None
     made: Any = None
@@ -74,8 +76,12 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
             verdicts: list[tuple[str, str]] = [verdict] * dist.get_world_size()
             dist.all_gather_object(verdicts, verdict)
             if error is None:
-                _raise_for_others(verdicts)
-                _raise_for_differences(verdicts, made)
+                error = _error_of_others(verdicts) or _error_of_differences(verdicts, made)
+                told = verdicts[0][0] == "fine"
+            else:
+                told = verdicts[0] == verdict
+            if isinstance(error, AutoparError):
+                error.told_by_rank_0 = told and dist.get_rank() > 0
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -91,24 +97,25 @@ def _all_fine(verdict: tuple[str, str]) -> bool:
     return largest == smallest and not largest[0]
 
 
-def _raise_for_others(verdicts: list[tuple[str, str]]) -> None:
+def _error_of_others(verdicts: list[tuple[str, str]]) -> AutoparError | None:
     for rank, (kind, text) in enumerate(verdicts):
         if kind == "checkpoint":
-            raise CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
+            return CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
         if kind == "error":
-            raise ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
+            return ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
+    return None
 
 
-def _raise_for_differences(verdicts: list[tuple[str, str]], facts: Any) -> None:
+def _error_of_differences(verdicts: list[tuple[str, str]], facts: Any) -> AutoparError | None:
     different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
     if not different:
-        return
+        return None
     mine = json.loads(json.dumps(facts, default=str))
     everyone = [mine] * len(verdicts)
     dist.all_gather_object(everyone, mine if dist.get_rank() in (0, different[0]) else None)
     found = list(islice(differences(everyone[0], everyone[different[0]]), _SHOWN + 1))
     lines = [f"  {name}: rank 0: {one}, rank {different[0]}: {other}" for name, one, other in found[:_SHOWN]]
-    raise ConsistencyError(
+    return ConsistencyError(
         f"ranks {different} call autopar.initialize differently than rank 0:\n"
         + "\n".join(lines)
         + ("\n  and more" if len(found) > _SHOWN else "")
@@ -211,11 +218,13 @@ def _round(
         if _try(partial(_send, peers, 0, report)) and (reply := _try(partial(_receive, peers, 0))):
             answer = reply
         else:
-            answer = {"error": _lost([0], peers.world_size, note()), "value": None}
+            answer = {"error": _lost([0], peers.world_size, note()), "value": None, "lost": True}
     if cause is not None and not isinstance(cause, Exception):
         raise cause
     if answer["error"] is not None:
-        raise CheckpointError(answer["error"]) from cause
+        failure = CheckpointError(answer["error"])
+        failure.told_by_rank_0 = peers.rank > 0 and "lost" not in answer
+        raise failure from cause
     return answer["value"], values
 
 

@@ -6,21 +6,18 @@ key-value store, which under torchrun lives in the launcher and outlives every r
 for processes that have ended (on its own machine that is certain) and reads the reports of the others.
 
 ``execute_pipeline``, ``generate`` and ``optimizer.step()`` publish their errors themselves. In a user's own loop only
-Python's hook for uncaught exceptions runs. It belongs to the process, so this module keeps the logs of all models.
+Python's hook for uncaught exceptions runs (:mod:`autopar.distributed.uncaught`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -30,7 +27,7 @@ from autopar.distributed.process import Process
 from autopar.errors import PipelineError, first_line
 from autopar.foreign.groups import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 
-__all__ = ["GRACE", "FailureLog", "Report", "publish_uncaught", "waiting"]
+__all__ = ["GRACE", "FailureLog", "Report", "waiting"]
 
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
@@ -253,45 +250,3 @@ def waiting(mpu: MPU, collective: str, ranks: Sequence[int]) -> Iterator[None]:
     """
     with contextlib.nullcontext() if mpu.failures is None else mpu.failures.wait(collective, ranks):
         yield
-
-
-Explain = Callable[[BaseException], str | None]
-_logs: weakref.WeakKeyDictionary[FailureLog, Explain] = weakref.WeakKeyDictionary()
-
-
-def publish_uncaught(failures: FailureLog, explain: Explain) -> None:
-    """Publish in this failure log, from now on, the exception that ends this process.
-
-    Args:
-        explain: returns what to add to the exception's own words, or None.
-    """
-    if failures.mpu.world_size == 1:
-        return
-    _logs[failures] = explain
-    if not getattr(sys.excepthook, "_autopar", False):
-        _install()
-
-
-def _install() -> None:
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            for failures, explain in list(_logs.items()):
-                _publish(failures, error)
-                note = explain(error)
-                if note is not None:
-                    error.add_note(note)
-        finally:
-            before(kind, error, trace)
-
-    hook._autopar = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
-
-
-def _publish(failures: FailureLog, error: BaseException) -> None:
-    others = [rank for rank in range(failures.mpu.world_size) if rank != failures.mpu.rank]
-    if isinstance(error, RuntimeError) and (failure := failures.failure_of(error, "a collective", others)) is not None:
-        error.add_note(f"autopar: {failure}")
-    elif not isinstance(error, PipelineError):
-        failures.publish_error(error)

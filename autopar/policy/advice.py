@@ -34,24 +34,19 @@ def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
     model_type = str(model.config.model_type)
     hint = nearest(model_type, kinds, cutoff=0.7).strip()
     lines = [hint] if hint else []
+    lines.append("autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;")
+    lines.append("'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.")
     own = _Structure(model)
     best = max(_likeness(policy, own) for policy in own_policies().values())
     same = len(own.stored) - len(best.without_rule)
     if 2 * same >= len(own.stored):
-        lines.append(f"Closest in structure is {best.name} ({same} of {len(own.stored)} kinds of modules).")
-        lines.append(
-            "If it computes like that too, pass this policy (a dict, or the same as YAML) and compare the loss:"
-        )
+        lines.append(f"By hand: closest in structure is {best.name} ({same} of {len(own.stored)} kinds of modules):")
         lines.append(f"  policy={{'extends': '{best.name}', 'match': {{'model_type': '{model_type}'}}}}")
         if best.without_rule:
             lines.append(f"  to which rules must be added for: {_listed(best.without_rule)}")
         if best.without_module:
             lines.append(f"  and from which rules must be deleted (NAME: ~): {_listed(best.without_module)}")
-    lines.append(
-        "Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'). 'autopar policy check "
-        "my.yaml' tries it without weights; its form is in"
-    )
-    lines.append(f"  {reference()}")
+    lines.append(f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}")
     lines.append(f"'autopar policy list' prints the {len(kinds)} model types that have one.")
     return "".join(f"\n  {line}" for line in lines)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.errors import tell
 from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
 from autopar.policy.described_model import base_of, hugging_face_model
@@ -58,7 +59,8 @@ def derived_policy(model: PreTrainedModel) -> Policy:
         UnsupportedModelError: nothing of it can be sharded, or it does not run without data.
     """
     if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.info("deriving a policy for %s: seconds, or minutes where forward loops in Python", type(model).__name__)
+        kind = type(model).__name__
+        tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
     tree = tool("verification.policy_of_small").derived_tree(model)
     return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
 

@@ -76,6 +76,17 @@ def _load(path: Path) -> tuple[Policy, ...]:
 _load_own = functools.cache(_load)
 
 
+def _own(name: str) -> str:
+    """Say what to do with the name of a policy that comes with autopar."""
+    names = own_policies().keys() | {kind for policy in own_policies().values() for kind in policy.model_types}
+    if name not in names:
+        return ""
+    return (
+        f".\n  autopar comes with one of the name {name}, and finds it by the model's type: leave policy= out.\n"
+        f"  One of your own can build on it: policy={{'extends': '{name}', ...}}"
+    )
+
+
 def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: str = "policy dict") -> Policy:
     """Read a policy from a path, a dict, YAML text, or take a ready one.
 
@@ -90,7 +101,9 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
     if isinstance(source, Path) or (text and "\n" not in text):
         path = Path(text)
         if not path.is_file():
-            raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text")
+            raise PolicyError(
+                f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text{_own(text)}"
+            )
         return load_policy(path.resolve())
     if isinstance(source, Mapping):
         root = plain_tree(source, place, fail_in(place))

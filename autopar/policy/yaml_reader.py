@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from autopar.errors import missing
+
 __all__ = ["Fail", "Node", "Where", "plain", "plain_tree", "read_text", "yaml_tree"]
 
 Fail = Callable[[str, "int | str | None"], Exception]
@@ -51,7 +53,7 @@ def read_text(path: Path, fail: Fail) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise fail(f"cannot be read: {error.strerror}", None) from error
+        raise fail(". ".join(filter(None, (f"cannot be read: {error.strerror}", missing(path)))), None) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -114,6 +114,8 @@ def test_a_circle_and_a_missing_file(tmp_path: Path) -> None:
     path = write(tmp_path, a="extends: b\n", b="extends: a\n")
     with pytest.raises(PolicyError, match=r"b\.yaml:1: 'a' extends itself"):
         load_policy(path)
+    with pytest.raises(PolicyError, match="comes with one of the name llama, and finds it by the model's type: leave "):
+        read_user_policy("llama")
     with refused("policy file 'nowhere.yaml' does not exist; a policy is a path, a dict or YAML text"):
         read_user_policy("nowhere.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")

@@ -72,12 +72,12 @@ def test_a_model_type_that_no_file_lists() -> None:
         find_policy(of_type("nobodys_model"))
     assert str(info.value) == (
         "no policy lists model_type 'nobodys_model' of GPT2LMHeadModel.\n"
-        "  Closest in structure is gpt2 (10 of 10 kinds of modules).\n"
-        "  If it computes like that too, pass this policy (a dict, or the same as YAML) and compare the loss:\n"
+        "  autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;\n"
+        "  'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.\n"
+        "  By hand: closest in structure is gpt2 (10 of 10 kinds of modules):\n"
         "    policy={'extends': 'gpt2', 'match': {'model_type': 'nobodys_model'}}\n"
-        "  Any policy of your own fits in: autopar.initialize(model, config, policy='my.yaml'). "
-        "'autopar policy check my.yaml' tries it without weights; its form is in\n"
-        f"    {policy_folder() / 'README.md'}\n"
+        "  'autopar policy check my.yaml' tries a policy without weights; its form is in "
+        f"{policy_folder() / 'README.md'}\n"
         f"  'autopar policy list' prints the {len(supported_model_types())} model types that have one."
     )
     model = of_type("nobodys_model")
@@ -112,7 +112,7 @@ def test_a_plain_model_under_an_unknown_type(kind: str) -> None:
     model._tp_plan, model.config.base_model_tp_plan = {}, {}  # with one that would be the policy
     with pytest.raises(UnsupportedModelError) as info:
         find_policy(model)
-    assert f"\n  Closest in structure is {name} (" in str(info.value)
+    assert f"\n  By hand: closest in structure is {name} (" in str(info.value)
     assert len(str(info.value).splitlines()) <= 10 and len(str(info.value)) < 1000
 
 
@@ -126,8 +126,8 @@ def test_what_the_nearest_policy_lacks_and_what_it_has_beside() -> None:
     with pytest.raises(UnsupportedModelError) as info:
         find_policy(model)
     lines = str(info.value).splitlines()
-    assert lines[1] == "  Closest in structure is bert (11 of 12 kinds of modules)."
-    assert lines[4:6] == [
+    assert lines[3] == "  By hand: closest in structure is bert (11 of 12 kinds of modules):"
+    assert lines[5:7] == [
         "    to which rules must be added for: attention.gate",
         "    and from which rules must be deleted (NAME: ~): intermediate.dense",
     ]
