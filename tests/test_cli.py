@@ -5,14 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from safetensors.torch import load_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.tools.cli import app, in_words
+from autopar.tools.tables import fitting
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 
 
@@ -137,3 +141,38 @@ def test_errors_as_json(tmp_path, monkeypatch, arguments):
 def test_the_package_says_that_it_is_typed():
     assert (Path(autopar.__file__).parent / "py.typed").exists()
     assert "Typing :: Typed" in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+
+
+def _commands() -> dict[str, click.Command]:
+    group: Any = get_command(app)
+    policies = {f"policy {name}": command for name, command in group.commands["policy"].commands.items()}
+    return {name: command for name, command in group.commands.items() if name != "policy"} | policies
+
+
+@pytest.mark.parametrize("name", _commands())
+def test_help_fits_and_has_an_example_that_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = _commands()[name]
+    text = run(*name.split(), "--help").stdout
+    assert all(len(line) <= 80 for line in text.splitlines()) and "\N{HORIZONTAL ELLIPSIS}" not in text
+    for option in command.params:
+        assert all(word in text for word in option.opts if word.startswith("-")), option.opts
+    example = " ".join(text.partition("Example: ")[2].split())
+    assert example.startswith(f"autopar {name}")
+    words = example.split()[1 + len(name.split()) :]
+    command.make_context(name, words)  # its arguments are those of the command
+    listed = run(*name.split()[:-1], "--help").stdout
+    assert command.short_help and command.short_help in listed
+
+
+def test_a_table_that_is_too_wide_becomes_a_list() -> None:
+    heads, cells = ("tensor", "shape", "merged as"), [["h.0-3.weight", "24 x 24", ""], ["head.weight", "131 x 24", ""]]
+    assert fitting(heads, cells, 80)[0] == "tensor         shape"
+    assert fitting(heads, cells, 20) == ["h.0-3.weight", "    shape 24 x 24", "head.weight", "    shape 131 x 24"]
+    long = [["h.weight", "24 x 24", "h.one.weight and h.other.weight"]]
+    assert fitting(heads, long, 30) == [
+        "h.weight",
+        "    shape 24 x 24;",
+        "    merged as h.one.weight and",
+        "      h.other.weight",
+    ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
 
-__all__ = ["console", "lines", "size", "table"]
+__all__ = ["console", "fitting", "lines", "size", "table"]
 
 _WIDE = 10_000  # no line is folded
 
@@ -37,6 +39,33 @@ def lines(shown: Any, width: int = _WIDE) -> list[str]:
     with hidden.capture() as captured:
         hidden.print(shown)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def fitting(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return the lines of a table; where they are wider than ``width``, those of a list, which cuts no name or number.
+
+    The first cell of a row is its name. Columns that are empty in all rows are left out.
+    """
+    from rich.markup import escape
+
+    kept = [place for place in range(len(heads)) if any(row[place] for row in cells)]
+    shown = table(*(heads[place] for place in kept))
+    for row in cells:
+        shown.add_row(*(escape(row[place]) for place in kept))
+    found = [line for line in lines(shown) if line]
+    if max(map(len, found)) <= width:
+        return found
+    found = []
+    for row in cells:
+        found.append(row[0])
+        line = ""
+        for fact in (f"{heads[place]} {row[place]}" for place in kept[1:] if row[place]):
+            if line and len(line) + len(fact) + 6 > width:
+                found.append(f"    {line};")
+                line = ""
+            line = f"{line}; {fact}" if line else fact
+        found += textwrap.wrap(line, width, initial_indent=" " * 4, subsequent_indent=" " * 6, break_long_words=False)
+    return found
 
 
 def size(count: float) -> str:

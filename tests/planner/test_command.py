@@ -39,8 +39,11 @@ def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
     count = sum(p.numel() for p in llama(num_hidden_layers=4).parameters())
     assert first == f"LlamaForCausalLM: {count:,} parameters, policy llama"
     assert second == "4 x h100 with 1.6 GB, 8 a node; sequence 64, global batch 8 (512 tokens a step); bf16, adamw"
-    assert any("schedule" in line and "bubble" in line for line in rest)
-    assert any("activations" in line and "GB in all" in line for line in rest)
+    table = rest[: rest.index("assumed:")]
+    assert {"tp", "schedule", "seconds a step", "MFU", "bubble", "GB of memory"} <= {
+        line[:20].strip() for line in table
+    }
+    assert any(line.startswith("   activations ") for line in rest)
     assert any(line.startswith("the others, of ") for line in rest)
     assert any("products at 50% of 989 TFLOP/s" in line for line in rest)
     read = autopar.ParallelConfig.parse(config, 4)
@@ -85,7 +88,8 @@ def test_nothing_fits(folder: Path) -> None:
     ("arguments", "message"),
     [
         (("--gpu", "h10"), "gpu='h10' is not known. Did you mean 'h100'? Known: a100, h100, h200, h20, b200, mi300x"),
-        (("--gpu-memory", "0"), "gpu-memory must be above 0 GB, not 0"),
+        (("--gpu-memory", "0"), "gpu-memory must be above 0, not 0"),
+        (("--tflops", "-1"), "tflops must be above 0, not -1"),
         (("--gpus", "0"), "gpus must be at least 1, not 0"),
         (("--sequence", "0"), "sequence must be at least 1, not 0"),
         (("--global-batch", "0"), "global-batch must be at least 1, not 0"),

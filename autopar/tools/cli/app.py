@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # click's plain help cuts no option in 80 columns
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result or the error as JSON, without a progress bar.")]

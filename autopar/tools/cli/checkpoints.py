@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.tools.cli.app import Json, app, errors
-from autopar.tools.tables import console, size, table
+from autopar.tools.tables import console, fitting, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
@@ -39,7 +40,9 @@ def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool)
     )
 
 
-@app.command()
+@app.command(
+    short_help="Make an ordinary Hugging Face folder of shards.", epilog="Example: autopar merge checkpoint merged"
+)
 def merge(
     source: _Source,
     destination: _Target,
@@ -67,7 +70,9 @@ def merge(
     _report("merged", result, destination, as_json)
 
 
-@app.command()
+@app.command(
+    short_help="Make shards of a Hugging Face folder.", epilog="Example: autopar split gpt2-folder sharded --tp 2"
+)
 def split(
     source: Annotated[Path, typer.Argument(help="Hugging Face checkpoint: a folder with config.json and weights.")],
     destination: _Target,
@@ -89,7 +94,7 @@ def split(
     _report("split", result, destination, as_json)
 
 
-@app.command()
+@app.command(short_help="Make shards for another mesh.", epilog="Example: autopar reshard checkpoint sharded-4 --tp 4")
 def reshard(
     source: _Source,
     destination: _Target,
@@ -110,7 +115,7 @@ def reshard(
     _report("resharded", result, destination, as_json)
 
 
-@app.command()
+@app.command(short_help="Read shards from end to end, list what is wrong.", epilog="Example: autopar check checkpoint")
 def check(directory: _Source, as_json: Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
     with errors(as_json):
@@ -132,7 +137,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="Show mesh, files and tensors of shards.", epilog="Example: autopar inspect checkpoint")
 def inspect(
     directory: Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -210,7 +215,6 @@ def in_words(layout: Layout | None) -> str:
 
 def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> None:
     from rich.markup import escape
-    from rich.table import Column
 
     out = console()
     mesh = _mesh(manifest)
@@ -227,17 +231,25 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     for file in files:
         sizes.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
     out.print(sizes)
-    tensors = table(Column("tensor", overflow="fold"), "shape", "dtype", "sharded", "in", "merged as")
+    out.print(*fitting(_HEADS, list(_tensors(manifest)), out.width), sep="\n", soft_wrap=True, markup=False)
+
+
+_HEADS = ("tensor", "shape", "dtype", "sharded", "in", "merged as")
+
+
+def _tensors(manifest: Manifest) -> Iterator[list[str]]:
+    """Yield a row for each tensor, one for those that differ in numbers of blocks alone."""
+    from autopar.plan.listing import rows
+
     holders = manifest.parts["model"].holders
+    found = []
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
         if tensor.saved_as is None and (pieces := manifest.pieces_with(name)):
             merged = f"in {pieces[0]}" if len(pieces) == 1 else f"{len(pieces)} parts, {pieces[0]} ..."
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        files_of = list(holders[name].values())
-        where = (
-            files_of[0].removeprefix("model-").removesuffix(".safetensors") if len(files_of) == 1 else "all tp ranks"
-        )
-        cells = (name, shape, tensor.dtype, in_words(tensor.layout), where, merged)
-        tensors.add_row(*(escape(str(cell)) for cell in cells))
-    out.print(tensors)
+        files = [file.removeprefix("model-").removesuffix(".safetensors") for file in holders[name].values()]
+        cells = (shape, tensor.dtype, in_words(tensor.layout), files[0] if len(files) == 1 else "all tp ranks", merged)
+        found.append({"name": name, "cells": list(map(str, cells))})
+    for name, row in rows(found):
+        yield [name, *row["cells"]]

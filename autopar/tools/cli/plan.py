@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopar.tools.cli.app import Json, Trust, app, errors
-from autopar.tools.tables import console, lines, table
+from autopar.tools.tables import lines, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,10 @@ __all__ = ["plan"]
 _SHOWN = 12  # meshes that fall out
 
 
-@app.command()
+@app.command(
+    short_help="Say which mesh is fastest, and whether it fits.",
+    epilog="Example: autopar plan llama --gpus 16 --sequence 4096 --global-batch 64 -o config.yaml",
+)
 def plan(
     model: Annotated[
         str,
@@ -40,6 +43,8 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node; tp stays within one.")] = 8,
     gpu: Annotated[str, typer.Option(help="h100, a100, l40s, mi300x ...; an unknown one lists all.")] = "h100",
     gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, where it has another memory.")] = None,
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of its products, where the GPU is another.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s of its memory, where the GPU is another.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum.")] = "adamw",
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0, 1 or 3; by default any.")] = None,
@@ -68,7 +73,7 @@ def plan(
         from autopar.tools.planner.report import to_json
         from autopar.tools.planner.search import Space, rehearsed, search
 
-        machine = find_gpu(gpu, gpu_memory)
+        machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
         estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
         space = Space(
             *(gpus, gpus_per_node, global_batch, zero, checkpointing),
@@ -148,8 +153,8 @@ def _show(estimator: Estimator, space: Space, found: Found) -> None:
     )
     if not found.best:
         print(f"nothing fits, of {found.tried} candidates", file=sys.stderr)
-    for shown in _tables(found, space) if found.best else ():
-        print("\n".join(filter(None, lines(shown, console().width))))
+    if found.best:
+        print("\n".join(filter(None, lines(_table(found, space)))))
     others = list(rejected(found, space))
     if others:
         print(f"the others, of {found.tried} candidates:")
@@ -162,36 +167,42 @@ def _show(estimator: Estimator, space: Space, found: Found) -> None:
         print(f"  {line}")
 
 
-def _tables(found: Found, space: Space) -> Iterator[Table]:
+def _table(found: Found, space: Space) -> Table:
+    """Make a table with a column for each mesh: what it is, how fast, what fills its memory, what it sends."""
     from autopar.tools.planner.report import gigabytes
 
-    rare = {
-        "cp": 1,
-        "sequence_parallel": False,
-        "by_expert": False,
-    }  # columns that are left out where no candidate has it
-    rare = {name: value for name, value in rare.items() if all(getattr(b.candidate, name) == value for b in found.best)}
-    titles = {"tp": "tp", "cp": "cp", "sequence_parallel": "SP", "by_expert": "EP", "pp": "pp", "dp": "dp"}
-    axes = {name: title for name, title in titles.items() if name not in rare}
-    sent = [axis for axis, _ in found.best[0].bytes if axis not in rare]
-    run = ("schedule", "micro-batches", "ZeRO", "recompute", "s/step", "tokens/s/GPU", "MFU", "bubble")
-    chosen = table("", *axes.values(), *run)
-    memory = table("", *found.best[0].peak.parts(), "GB in all")
-    spent = [name for name, _ in found.best[0].parts if name not in rare]
-    time = table("", "s/step:", *spent, *(f"GB sent: {axis}" if axis == sent[0] else axis for axis in sent))
-    for number, best in enumerate(found.best, 1):
-        c = best.candidate
-        cells: list[Any] = [
-            *(number, *(_word(getattr(c, name)) for name in axes)),
-            *(c.schedule if c.pp > 1 else "-", f"{c.microbatches} x {c.microbatch}"),
-            *(c.zero, "blocks" if c.checkpointing else "-", f"{best.time:.2f}"),
-            *(f"{best.tokens_per_second / space.gpus:,.0f}", f"{best.mfu:.1%}", f"{best.bubble:.1%}"),
-        ]
-        chosen.add_row(*map(str, cells))
-        memory.add_row(str(number), *map(gigabytes, best.peak.parts().values()), gigabytes(best.peak.total))
-        seconds = [f"{dict(best.parts).get(name, 0.0):.2f}" for name in spent]
-        time.add_row(str(number), "", *seconds, *(gigabytes(dict(best.bytes)[axis]) for axis in sent))
-    yield from (chosen, memory, time)
+    shown = table("", *map(str, range(1, len(found.best) + 1)))
+    best, chosen = found.best, [estimate.candidate for estimate in found.best]
+
+    def row(title: str, cells: Iterable[Any]) -> None:
+        shown.add_row(title, *(_word(cell) for cell in cells))
+
+    axes = {"tp": "tp", "cp": "cp", "sequence_parallel": "sequence parallel", "by_expert": "whole experts", "pp": "pp"}
+    for name, title in {**axes, "dp": "dp"}.items():
+        if name in ("tp", "pp", "dp") or any(getattr(c, name) is True or getattr(c, name) > 1 for c in chosen):
+            row(title, (getattr(c, name) for c in chosen))
+    row("schedule", (c.schedule if c.pp > 1 else "-" for c in chosen))
+    row("micro-batches", (f"{c.microbatches} x {c.microbatch}" for c in chosen))
+    row("ZeRO", (c.zero or "-" for c in chosen))
+    row("recompute", ("blocks" if c.checkpointing else "-" for c in chosen))
+    shown.add_section()
+    row("seconds a step", (f"{e.time:.2f}" for e in best))
+    for name, _ in best[0].parts:
+        seconds = [max(0.0, dict(e.parts).get(name, 0.0)) for e in best]
+        if any(seconds):
+            row(f"  {name}", (f"{spent:.2f}" for spent in seconds))
+    row("tokens/s/GPU", (f"{e.tokens_per_second / space.gpus:,.0f}" for e in best))
+    row("MFU", (f"{e.mfu:.1%}" for e in best))
+    row("bubble", (f"{e.bubble:.1%}" for e in best))
+    shown.add_section()
+    row("GB of memory", (gigabytes(e.peak.total) for e in best))
+    for name in best[0].peak.parts():
+        row(f"  {name}", (gigabytes(e.peak.parts()[name]) for e in best))
+    shown.add_section()
+    for axis, _ in best[0].bytes:
+        if any(dict(e.bytes)[axis] for e in best):
+            row(f"GB sent over {axis}", (gigabytes(dict(e.bytes)[axis]) for e in best))
+    return shown
 
 
 def _word(value: Any) -> str:

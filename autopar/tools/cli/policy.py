@@ -34,7 +34,7 @@ PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
 BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Shard mixtures by expert.")]
 
 
-@policy.command("list")
+@policy.command("list", short_help="List the model types that have a policy.", epilog="Example: autopar policy list")
 def list_types(as_json: Json = False) -> None:
     """Print every model type that has a policy, and the file of that policy."""
     with errors(as_json):
@@ -45,7 +45,10 @@ def list_types(as_json: Json = False) -> None:
     print(json.dumps(found, indent=1) if as_json else "\n".join(f"{kind} {file}" for kind, file in found.items()))
 
 
-@policy.command()
+@policy.command(
+    short_help="Try a policy without weights.",
+    epilog="Example: autopar policy check my.yaml --model my_model.py:MyModel --tp 4",
+)
 def check(
     source: Annotated[
         str,
@@ -141,7 +144,9 @@ def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) 
     return check_policy(built, file, **options)
 
 
-@policy.command()
+@policy.command(
+    short_help="Show how the weights of a model are sharded.", epilog="Example: autopar policy show llama --tp 8"
+)
 def show(
     source: Annotated[
         str,

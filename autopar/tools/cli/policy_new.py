@@ -22,7 +22,10 @@ __all__ = ["new"]
 _SHOWN = 8  # names in a comment
 
 
-@policy.command()
+@policy.command(
+    short_help="Derive a policy for a new model, and prove it.",
+    epilog="Example: autopar policy new my_model.py:MyModel -o my.yaml",
+)
 def new(
     model: Annotated[
         str,

@@ -6,13 +6,10 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.plan.listing import ranges, rows
-from autopar.tools.tables import console, lines, size, table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from autopar.tools.tables import console, fitting, size
 
 __all__ = ["print_report"]
 
@@ -38,8 +35,8 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
     if report["notice"]:
         out.print(escape(report["notice"]))
     if report["tensors"] and not brief:
-        for shown in _tables(report, places):
-            print("\n".join(filter(None, lines(shown, out.width))))
+        for heads, cells in _tables(report, places):
+            print("\n".join(fitting(heads, cells, out.width)))
     for line in _verdict(report):
         out.print(escape(line))
     if "holds" not in report:
@@ -71,27 +68,23 @@ def _verdict(report: dict[str, Any]) -> Iterator[str]:
             yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
 
 
-def _tables(report: dict[str, Any], places: bool) -> Iterator[Table]:
-    from rich.markup import escape
-    from rich.table import Column
-
+def _tables(report: dict[str, Any], places: bool) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield heads and rows of each table."""
     staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
-    further = [*(["rule in"] if places else []), "on each tp rank", *(["pp rank"] if staged else [])]
-    tensors = table(Column("parameter", overflow="fold"), "shape", "rule", *further)
+    place = ["rule in"] if places else []
+    cells = []
     for name, tensor in rows(report["tensors"]):
         local = _alike([_shape(shape) for shape in tensor["local_shapes"]])
-        cells = [name, _shape(tensor["shape"]), tensor["rule"], *([tensor["where"]] if places else []), local]
-        tensors.add_row(*map(escape, [*cells, *([", ".join(map(str, tensor["ranks"]))] if staged else [])]))
-    yield tensors
+        ranks = [", ".join(map(str, tensor["ranks"]))] if staged else []
+        where = [tensor["where"]] if places else []
+        cells.append([name, _shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
+    yield ["parameter", "shape", "rule", *place, "on each tp rank", *(["pp rank"] if staged else [])], cells
     if report["attributes"]:
-        attribute = Column("attribute", overflow="fold")
-        columns = ["value", *(["rule in"] if places else []), "on each tp rank"]
-        attributes = table(attribute, *columns)
+        cells = []
         for name, entry in rows(report["attributes"]):
-            local = _alike([str(value) for value in entry["local"]])
-            cells = [name, str(entry["whole"]), *([entry["where"]] if places else []), local]
-            attributes.add_row(*map(escape, cells))
-        yield attributes
+            where = [entry["where"]] if places else []
+            cells.append([name, str(entry["whole"]), *where, _alike([str(value) for value in entry["local"]])])
+        yield ["attribute", "value", *place, "on each tp rank"], cells
 
 
 def _alike(values: list[str]) -> str:

@@ -24,7 +24,9 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
 
-@app.command()
+@app.command(
+    short_help="Prove that a parallel model equals the plain one.", epilog="Example: autopar verify gpt2 --tp 2 --pp 2"
+)
 def verify(
     model: Annotated[
         str,

@@ -45,9 +45,21 @@ class Gpu:
         """Return the operations a second of products in a precision."""
         return self.flops_fp32 if precision == "fp32" else self.flops
 
-    def with_memory(self, gigabytes: float | None) -> Gpu:
-        """Return the same with another memory."""
-        return self if gigabytes is None else replace(self, memory=gigabytes * 1e9)
+    def with_own(self, memory: float | None, tflops: float | None, bandwidth: float | None) -> Gpu:
+        """Return the same with other figures: GB, TFLOP/s of products in half precision, GB/s of the memory.
+
+        Raises:
+            ConfigError: a figure is not above 0.
+        """
+        for name, value in (("gpu-memory", memory), ("tflops", tflops), ("bandwidth", bandwidth)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be above 0, not {value:g}")
+        return replace(
+            self,
+            memory=self.memory if memory is None else memory * 1e9,
+            flops=self.flops if tflops is None else tflops * 1e12,
+            bandwidth=self.bandwidth if bandwidth is None else bandwidth * 1e9,
+        )
 
 
 def _read(name: str, row: Mapping[str, float]) -> Gpu:
@@ -67,14 +79,17 @@ def gpu_of(device: str) -> Gpu | None:
     return next((gpu for name, gpu in GPUS.items() if name in named), None)
 
 
-def find_gpu(name: str, gigabytes: float | None = None) -> Gpu:
-    """Return a GPU by its name, with another memory if one is given.
+def find_gpu(
+    name: str, gigabytes: float | None = None, tflops: float | None = None, bandwidth: float | None = None
+) -> Gpu:
+    """Return a GPU by its name, with figures of one's own where they are given (:meth:`Gpu.with_own`).
 
     Raises:
-        ConfigError: the name is not known, or the memory is none.
+        ConfigError: the name is not known, or a figure is none.
     """
     if name not in GPUS:
-        raise ConfigError(f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}")
-    if gigabytes is not None and gigabytes <= 0:
-        raise ConfigError(f"gpu-memory must be above 0 GB, not {gigabytes:g}")
-    return GPUS[name].with_memory(gigabytes)
+        raise ConfigError(
+            f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}. For another one take "
+            "the nearest, with --gpu-memory, --tflops and --bandwidth of its data sheet"
+        )
+    return GPUS[name].with_own(gigabytes, tflops, bandwidth)

@@ -1,21 +1,25 @@
-"""A plan as a picture, plain SVG: the schedule as a Gantt chart with its bubbles, and the memory of each rank."""
+"""A plan as a picture, plain SVG: the schedule with its bubbles, where a step's time goes, the memory of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from math import floor, log10
 
 from autopar.tools.planner.bubbles import Played
 from autopar.tools.planner.candidate import Estimate
 
 __all__ = ["draw"]
 
-_WIDTH, _LEFT, _RIGHT = 1100, 70, 20
+_WIDTH, _LEFT, _RIGHT = 1000, 80, 20
+_INSIDE = _WIDTH - _LEFT - _RIGHT
+_WAITING = "#eeeeee"
+# kind of action -> its color in the first chunk, in later ones, its name
 _KINDS = {
-    "F": ("#4c8ed9", "forward"),
-    "B": ("#3d9450", "backward"),
-    "I": ("#5cb56e", "backward to the input"),
-    "W": ("#b6dd8c", "backward to the weights"),
+    "F": ("#2f6fb7", "#8fbbe8", "forward"),
+    "B": ("#2b7a3d", "#86c795", "backward"),
+    "I": ("#b8860b", "#e6c56e", "backward to the input"),
+    "W": ("#8b5aa8", "#cbaadd", "backward to the weights"),
 }
 _PARTS = {
     "weights": "#34557f",
@@ -27,10 +31,19 @@ _PARTS = {
     "buffers": "#8d7ab8",
     "reserve": "#b0b0b0",
 }
+# part of a step's time -> its color and what it is
+_TIMES = {
+    "compute": ("#2f6fb7", "compute"),
+    "tp": ("#e08e45", "all-reduces of tp"),
+    "cp": ("#f0c987", "exchange of cp"),
+    "bubble": ("#dddddd", "bubble"),
+    "dp": ("#c9483f", "averaging over dp"),
+    "optimizer": ("#9cc3ee", "optimizer"),
+}
 
 
 def draw(estimate: Estimate, played: Played, limit: float, title: str) -> str:
-    """Return an SVG document.
+    """Return an SVG document of 1,000 pixels' width.
 
     Args:
         played: the schedule, of as many micro-batches as are to be seen.
@@ -38,84 +51,132 @@ def draw(estimate: Estimate, played: Played, limit: float, title: str) -> str:
     """
     ranks = len(played.ranks)
     row = max(6, min(26, 420 // ranks))
-    chart = list(_gantt(played, 70, row))
-    top = 70 + ranks * (row + 3) + 60
-    bars = list(_memory(estimate, limit, top))
-    height = top + 240
+    time_top = 60 + ranks * (row + 3) + 100
+    memory_top = time_top + 84
+    height = memory_top + 250
+    chosen = estimate.candidate
+    split = f"{chosen.microbatches} micro-batches of {chosen.microbatch}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(_LEFT, 24, title, size=15),
-        _text(_LEFT, 44, f"{estimate.candidate}: {estimate.time:.2f} s a step, bubble {estimate.bubble:.1%}"),
-        *chart,
-        *bars,
+        _text(_LEFT, 44, f"{chosen} ({split}): {estimate.time:.2f} s a step, bubble {estimate.bubble:.1%}"),
+        *_gantt(played, 60, row),
+        *_times(estimate, time_top),
+        *_memory(estimate, limit, memory_top),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _gantt(played: Played, top: int, row: int) -> Iterator[str]:
-    scale = (_WIDTH - _LEFT - _RIGHT) / played.time if played.time else 0.0
-    seen: dict[str, None] = {}
+    scale = _INSIDE / played.time if played.time else 0.0
+    seen: dict[tuple[str, bool], None] = {}
     for rank, slots in enumerate(played.ranks):
         y = top + rank * (row + 3)
+        first = min((slot.action[1] for slot in slots), default=0)
         yield _text(8, y + row * 0.75, f"pp rank {rank}", size=min(12, row + 2))
-        yield f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{row}" fill="#eeeeee"/>'
+        yield _box(_LEFT, y, _INSIDE, row, _WAITING)
         for slot in slots:
             kind, stage, microbatch = slot.action
-            color, name = _KINDS[kind]
-            seen[kind] = None
             width = (slot.end - slot.start) * scale
             if width <= 0:
                 continue
-            x = _LEFT + slot.start * scale
-            yield (
-                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{row}" fill="{color}" stroke="white" '
-                f'stroke-width="0.5"><title>{name} of micro-batch {microbatch}, stage {stage}: '
-                f"{slot.start:.4f} to {slot.end:.4f} s</title></rect>"
+            seen[kind, stage != first] = None
+            x, color = _LEFT + slot.start * scale, _KINDS[kind][stage != first]
+            about = (
+                f"{_KINDS[kind][2]} of micro-batch {microbatch}, stage {stage}: {slot.start:.4f} to {slot.end:.4f} s"
             )
+            yield _box(x, y, width, row, color, about)
             if width > 14 and row > 11:
-                yield _text(x + width / 2, y + row * 0.7, str(microbatch), size=10, middle=True)
-    entries = [(_KINDS[kind][1], _KINDS[kind][0]) for kind in seen] + [("waiting", "#eeeeee")]
-    yield from _legend(entries, top + len(played.ranks) * (row + 3) + 8)
+                light = stage == first
+                yield _text(x + width / 2, y + row * 0.7, str(microbatch), size=10, middle=True, white=light)
+    y = top + len(played.ranks) * (row + 3) + 2
+    yield from _axis(played.time, scale, y)
+    entries = [(_KINDS[kind][2], _KINDS[kind][0]) for kind in _KINDS if {(kind, False), (kind, True)} & seen.keys()]
+    if any(later for _, later in seen):
+        entries.append(("paler: another stage of the rank", _KINDS["F"][1]))
+    yield from _legend([*entries, ("waiting", _WAITING)], y + 26)
+    yield _text(_LEFT, y + 62, "The numbers in the boxes are micro-batches.", size=11)
+
+
+def _axis(time: float, scale: float, y: float) -> Iterator[str]:
+    """Draw the seconds below the schedule, five to ten marks at round numbers."""
+    if not time:
+        return
+    step = 10 ** floor(log10(time))
+    step = next(step * part for part in (0.1, 0.2, 0.5, 1) if time / (step * part) <= 10)
+    for mark in range(int(time / step) + 1):
+        x = _LEFT + mark * step * scale
+        yield f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 4}" stroke="#666666"/>'
+        yield _text(x, y + 15, f"{mark * step:.3g} s", size=10, middle=True)
+
+
+def _times(estimate: Estimate, top: int) -> Iterator[str]:
+    yield _text(_LEFT, top, "where the time of a step goes, on the rank that works most")
+    parts = {name: seconds for name, seconds in estimate.parts if seconds > 0}
+    scale = _INSIDE / (sum(parts.values()) or 1.0)
+    x = float(_LEFT)
+    for name, seconds in parts.items():
+        color, words = _TIMES.get(name, ("#b0b0b0", name))
+        yield _box(x, top + 10, seconds * scale, 22, color, f"{words}: {seconds:.3f} s")
+        x += seconds * scale
+    entries = [
+        (f"{_TIMES.get(name, ('', name))[1]} {seconds:.3g} s", _TIMES.get(name, ("#b0b0b0",))[0])
+        for name, seconds in parts.items()
+    ]
+    yield from _legend(entries, top + 40)
 
 
 def _memory(estimate: Estimate, limit: float, top: int) -> Iterator[str]:
-    yield _text(_LEFT, top, "memory of each rank, GB")
-    base, height = top + 180, 150
+    yield _text(_LEFT, top, "memory of each rank of the pipeline, GB")
+    base, height = top + 190, 150
     most = max(limit, *(memory.total for memory in estimate.memory))
     scale = height / most
-    step = (_WIDTH - _LEFT - _RIGHT) / len(estimate.memory)
+    step = _INSIDE / len(estimate.memory)
+    line = base - limit * scale
     for rank, memory in enumerate(estimate.memory):
         y, width = float(base), min(step * 0.8, 90)
         x = _LEFT + rank * step + (step - width) / 2
         for part, size in memory.parts().items():
             y -= size * scale
-            yield (
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{size * scale:.1f}" fill="{_PARTS[part]}">'
-                f"<title>pp rank {rank}: {part} {size / 1e9:.2f} GB</title></rect>"
-            )
+            about = f"pp rank {rank}: {part} {size / 1e9:.2f} GB"
+            yield _box(x, y, width, size * scale, _PARTS[part], about)
         if step > 24:
-            yield _text(x + width / 2, y - 4, f"{memory.total / 1e9:.0f}", size=10, middle=True)
+            above = y - 4 if abs(y - 8 - line) > 9 else line - 6  # the number does not cross the line of the limit
+            yield _text(x + width / 2, above, f"{memory.total / 1e9:.0f}", size=10, middle=True)
             yield _text(x + width / 2, base + 14, str(rank), size=10, middle=True)
-    line = base - limit * scale
     yield (
         f'<line x1="{_LEFT}" y1="{line:.1f}" x2="{_WIDTH - _RIGHT}" y2="{line:.1f}" stroke="#c00000" '
         'stroke-dasharray="5 4"/>'
     )
     yield _text(8, line + 4, f"{limit / 1e9:.0f} GB")
-    yield from _legend(list(_PARTS.items()), base + 28)
+    used = [part for part in _PARTS if any(memory.parts()[part] for memory in estimate.memory)]
+    yield from _legend([(part, _PARTS[part]) for part in used], base + 28)
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
+    """Draw what colors mean, in as many lines as they need."""
     x = float(_LEFT)
     for name, color in entries:
-        yield f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" fill="{color}" stroke="#999999"/>'
+        width = 36 + 6.5 * len(name)
+        if x > _LEFT and x + width > _WIDTH:
+            x, y = float(_LEFT), y + 18
+        yield _box(x, y, 12, 12, color)
         yield _text(x + 17, y + 10, name)
-        x += 36 + 7 * len(name)
+        x += width
 
 
-def _text(x: float, y: float, text: str, *, size: int = 12, middle: bool = False) -> str:
+def _box(x: float, y: float, width: float, height: float, color: str, about: str = "") -> str:
+    inside = f"<title>{escape(about)}</title>" if about else ""
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}" stroke="white" '
+        f'stroke-width="0.5">{inside}</rect>'
+    )
+
+
+def _text(x: float, y: float, text: str, *, size: int = 12, middle: bool = False, white: bool = False) -> str:
     anchor = ' text-anchor="middle"' if middle else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{anchor}>{escape(text)}</text>'
+    color = ' fill="white"' if white else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{anchor}{color}>{escape(text)}</text>'
