@@ -22,7 +22,7 @@ from autopar.on_demand import lazy_names
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
     from autopar.checkpoint.hf_weights import hf_weights
-    from autopar.checkpoint.latest import latest
+    from autopar.checkpoint.rotation import latest
     from autopar.config import ParallelConfig
     from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
     from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
@@ -83,7 +83,7 @@ _HOMES = {
     "hf_weights": "autopar.checkpoint.hf_weights",
     "gather_for_metrics": "autopar.data_parallel.dataloader",
     "initialize": "autopar.api",
-    "latest": "autopar.checkpoint.latest",
+    "latest": "autopar.checkpoint.rotation",
     "lazy_init": "autopar.deferred_init.context",
     "metrics": "autopar.tools.planner.metrics",
     "patches": "autopar.foreign.patches",

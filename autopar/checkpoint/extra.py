@@ -26,7 +26,7 @@ from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError, clip
 from autopar.plan.plan import Plan, TensorPlan
-from autopar.storage.checksum import checksum
+from autopar.storage.files import checksum
 from autopar.storage.json_values import Json, encode, inside
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 

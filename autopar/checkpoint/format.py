@@ -31,7 +31,7 @@ from autopar.checkpoint.staging import MANIFEST, leftovers
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError, nearest
 from autopar.plan.plan import Piece, TensorPlan
-from autopar.storage.checksum import NAME, checksum
+from autopar.storage.files import NAME, checksum
 
 __all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "Manifest", "parse_size", "sizes_text", "versions"]
 

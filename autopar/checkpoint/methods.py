@@ -25,10 +25,10 @@ from autopar.checkpoint.state_dict import (
     ModelShard,
     ShardOnLoad,
     describe_ranks,
+    fqn_modifiers,
     shard_of,
     use_instead,
 )
-from autopar.checkpoint.torch_state_dict import fqn_modifiers
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.modules import add_state_dict_hook, state_dict_hooks

@@ -26,6 +26,7 @@ __all__ = [
     "Member",
     "check_keep_last",
     "is_checkpoint",
+    "latest",
     "members",
     "next_order",
     "place_in_series",
@@ -33,6 +34,7 @@ __all__ = [
     "series",
     "series_of",
 ]
+
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
@@ -271,3 +273,37 @@ def _finish_removal(hidden: Path, name: str) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
     elif not os.path.lexists(hidden.parent / name):
         os.rename(hidden, hidden.parent / name)
+
+
+# -- the checkpoint to go on from --------------------------------------------------------------------------------------
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint of a series that was saved last, or None if there is none yet.
+
+    The order of saves counts, not the numbers: a run that went back from step-400 to step-200 and saved step-300 goes
+    on from that. A save that was interrupted has left no checkpoint. Reads the disk, without
+    communication: on a shared disk every rank finds the same, and ``from_parallelized`` refuses what differs.
+
+    Args:
+        directory: the folder in which ``step-100``, ``step-200`` ... lie side by side; if it holds several series, with
+            the beginning of their names: ``run/step-``.
+
+    Raises:
+        CheckpointError: several series lie there.
+    """
+    path = Path(os.path.realpath(directory))
+    if is_checkpoint(path):
+        return path
+    parent, begins = (path, None) if path.is_dir() else (path.parent, path.name)
+    entries = [entry for entry in (parent.iterdir() if parent.is_dir() else ()) if is_checkpoint(entry)]
+    stems = {series(entry)[0] for entry in entries if series_of(entry) is not None}
+    if begins is not None:
+        stems &= {begins}
+    if len(stems) > 1:
+        raise CheckpointError(
+            f"{parent} holds checkpoints of {len(stems)} series: {listed(sorted(f'{stem}*' for stem in stems))}\n"
+            f'  Say which: autopar.latest("{parent / min(stems)}")'
+        )
+    found = [member for stem in stems for member in members(parent, stem)]
+    return max(found, key=lambda member: (member.order, member.number)).path if found else None

@@ -29,7 +29,7 @@ from autopar.distributed.barrier import barrier
 from autopar.distributed.consensus import Ranks, all_ranks, rank_zero
 from autopar.errors import CheckpointError
 from autopar.plan.plan import TensorPlan
-from autopar.storage.checksum import file_checksum
+from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter
 
 __all__ = ["is_checked", "save", "write_shard"]

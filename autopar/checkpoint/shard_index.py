@@ -11,7 +11,7 @@ from typing import Any
 from autopar.distributed.mesh import MeshSizes
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
-from autopar.storage.checksum import NAME
+from autopar.storage.files import NAME
 from autopar.storage.safetensors_io import dtype_of
 
 __all__ = ["FileRecord", "Part", "shard_name"]

@@ -13,7 +13,7 @@ from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
 from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.storage.checksum import file_checksum
+from autopar.storage.files import file_checksum
 from autopar.storage.lazy_tensor import Joined, LazyTensor
 from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
 from autopar.storage.views import Narrowed

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from autopar.errors import CheckpointError
-from autopar.storage.checksum import checksum
+from autopar.storage.files import checksum
 from autopar.storage.safetensors_io import SafetensorsReader
 
 __all__ = ["ABANDONED", "HIDDEN", "MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "leftovers"]

@@ -2,16 +2,176 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from autopar.data_parallel.grad_norm import clip_factor, own_axis, own_norm, scale_gradients
 from autopar.data_parallel.grad_sync import average_over_replicas
+from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.layout import Layout
+from autopar.plan.plan import Plan
 
-__all__ = ["average_gradients", "clip_grad_norm_"]
+__all__ = [
+    "average_gradients",
+    "clip_factor",
+    "clip_grad_norm_",
+    "counted_here",
+    "gradient_norm",
+    "local_part",
+    "own_axis",
+    "own_norm",
+    "scale_gradients",
+    "tensor_norm",
+]
+
+
+def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
+    """Return the parameters of this stage, by canonical name, that no earlier stage holds too.
+
+    Tied embeddings lie on the first and on the last stage. A collective over pp.
+    """
+    mine = frozenset(plan.canonical(name) for name in names)
+    if mpu.pp.size == 1:
+        return mine
+    held: list[frozenset[str]] = [mine] * mpu.pp.size
+    dist.all_gather_object(held, mine, group=mpu.pp.group)
+    return mine.difference(*held[: mpu.pp.rank])
+
+
+def gradient_norm(
+    parameters: Mapping[str, nn.Parameter], plan: Plan, mpu: MPU, counted: frozenset[str], p: float = 2.0
+) -> torch.Tensor:
+    """Return the p-norm over one model replica, a scalar in fp32 (fp64 for fp64 gradients), the same on every rank.
+
+    A shard counts where it lies; what several ranks hold (replicated parameters, KV heads on more ranks than one,
+    tied weights on two stages) counts once. A collective over all ranks of the replica.
+
+    Args:
+        parameters: name -> parameter, those of this rank; one without gradient counts as zeros.
+        counted: what :func:`counted_here` says of them.
+    """
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return tensor_norm(gradients, plan, mpu, counted, p, parameters.values())
+
+
+def tensor_norm(
+    tensors: Mapping[str, torch.Tensor],
+    plan: Plan,
+    mpu: MPU,
+    counted: frozenset[str],
+    p: float,
+    held: Iterable[torch.Tensor],
+    *,
+    of_stage: bool = False,
+) -> torch.Tensor:
+    """Return :func:`gradient_norm` of these gradients, by the names of their parameters, or of weights.
+
+    Args:
+        held: all parameters of this rank, which say of what dtype the norm is, and whether FSDP2 has sharded them.
+        of_stage: of this stage's alone; a collective of its ranks.
+    """
+    parts = []
+    for name, tensor in tensors.items():
+        canonical = plan.canonical(name)
+        if canonical in counted:
+            parts += _parts(tensor, plan.tensors[canonical].layout, mpu)
+    held = list(held)
+    sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
+    replica = mpu.tp if of_stage else mpu.tp_pp
+    return _combine(parts, p, (replica, mpu.dp_cp) if sharded else (replica,), mpu.device, held)
+
+
+def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """Return the factor by which gradients of that norm are clipped, a scalar of at most 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients by ``factor``, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            local.mul_(factor.to(local.device, local.dtype))
+
+
+def own_axis(model: nn.Module) -> Axis | None:
+    """Return the axis of a model that was built of parallel layers by hand; None if there are none.
+
+    Raises:
+        ConfigError: they lie on several axes.
+    """
+    axes = {id(tp): tp for module in model.modules() if isinstance(tp := vars(module).get("tp"), Axis)}
+    if len({axis.ranks for axis in axes.values()}) > 1:
+        raise ConfigError(f"the parallel layers of {type(model).__name__} lie on {len(axes)} different groups")
+    return next(iter(axes.values()), None)
+
+
+def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
+    """Return the p-norm of the gradients of a model that was built of parallel layers; a collective of their axis."""
+    held = list(model.parameters())
+    sharded = {
+        id(own_parameters(module).get(name))
+        for module in model.modules()
+        for name in vars(module).get("autopar_layouts", ())
+    }
+    counted = [each for each in held if each.grad is not None and (axis.rank == 0 or id(each) in sharded)]
+    if any(isinstance(parameter, DTensor) for parameter in held):
+        raise ConfigError("clip_grad_norm_: FSDP over a model of parallel layers built by hand is not supported")
+    return _combine([each.grad for each in counted if each.grad is not None], p, (axis,), device_of(axis), held)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard on this rank of a tensor that FSDP may have sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
+    """Return the parts of a local gradient that this rank counts."""
+    local = local_part(gradient)
+    if layout is None:
+        return [local] if mpu.tp.rank == 0 else []
+    if not layout.replicated:
+        return [local]
+    ranges = layout.owned_local(mpu.tp.rank)
+    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each replica a run of as many rows, rounded up
+        first = mpu.dp_cp.rank * -(-gradient.shape[0] // mpu.dp_cp.size)
+        rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]
+        ranges = tuple((start, stop) for start, stop in rows if start < stop)
+    return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]
+
+
+def _combine(
+    parts: list[torch.Tensor], p: float, over: Sequence[Axis], device: torch.device, held: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    axes = [axis for axis in over if axis.size > 1]
+    dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in held) else torch.float32
+    parts = [part for part in parts if part.numel()]
+    if parts:
+        norms = torch.stack([torch.linalg.vector_norm(part, p, dtype=dtype).to(device) for part in parts])
+    else:
+        norms = torch.zeros(1, dtype=dtype, device=device)
+    if math.isinf(p):
+        pair = torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().to(dtype)])
+        for axis in axes:
+            all_reduce(pair, op=dist.ReduceOp.MAX, group=axis.group)  # gloo's MAX loses nan
+        return pair[0] if pair[1] == 0 else pair[0] * math.nan
+    total = norms.pow(p).sum()
+    for axis in axes:
+        all_reduce(total, group=axis.group)
+    return total.pow(1 / p)
+
+
+# -- what users call ---------------------------------------------------------------------------------------------------
 
 
 def average_gradients(model: nn.Module) -> None:

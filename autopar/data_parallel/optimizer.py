@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.grad_norm import gradient_norm, local_part
+from autopar.data_parallel.gradients import gradient_norm, local_part
 from autopar.data_parallel.loss_scale import LossScale, agree_on_overflow
 from autopar.data_parallel.master_weights import DTYPES, MasterWeights, fp32_gradients, to_fp32, to_half
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
@@ -46,7 +46,7 @@ class ParallelStep(OwnedParameters):
         optimizer: whose parameters are those of ``model``.
         model: parallelized already; its parameters become those of ``precision.dtype`` here.
         inner: the Hugging Face model in it.
-        counted: names that count in the norm here, see :func:`~autopar.data_parallel.grad_norm.counted_here`.
+        counted: names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
     """
 
     def __init__(

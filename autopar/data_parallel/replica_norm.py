@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checks.process_hooks import forget, listen
 from autopar.checks.wrappers import refuse_flat
-from autopar.data_parallel.grad_norm import counted_here, tensor_norm
+from autopar.data_parallel.gradients import counted_here, tensor_norm
 from autopar.data_parallel.loss_scale import agree_on_found
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog

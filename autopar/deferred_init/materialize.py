@@ -7,15 +7,17 @@ is full from the first step that touches it to the last one (:class:`~autopar.de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from autopar.checkpoint.state import listed
-from autopar.deferred_init.adapters import adapter_parameters
 from autopar.deferred_init.context import on_cpu
-from autopar.deferred_init.random_init import DeferredParameter, InitSteps
+from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.mesh import MPU
@@ -26,9 +28,8 @@ from autopar.foreign.tensors import version_of
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.storage.parameter_storage import replace_storage
-from autopar.storage.threads import in_threads, reading_threads
 
-__all__ = ["Materializer", "deferred_fingerprint"]
+__all__ = ["Materializer", "deferred_fingerprint", "in_threads", "reading_threads"]
 
 
 def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
@@ -186,3 +187,44 @@ def _uninitialised(model: nn.Module, names: list[str]) -> str:
         "  Initialize them with torch.nn.init in the constructor, write a reset_parameters (in a Hugging Face model an "
         "_init_weights), compute them\n  (nn.Parameter(torch.zeros(3))), or build the model without lazy_init."
     )
+
+
+# -- threads: the kernel copies, and hands out fresh memory, without Python's lock -------------------------------------
+
+_MOST = 8  # more of them wait for each other's memory
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def reading_threads(ranks: int) -> int:
+    """Count the threads that a rank may read with: its share of this machine's cores.
+
+    Args:
+        ranks: of the job; all of them are taken to be on this machine unless torchrun says how many are.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST, cores // max(1, here)))
+
+
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
+    """Yield ``function(item)`` of each item, in their order. The first exception ends it: what has not begun does not.
+
+    Args:
+        threads: how many call it at a time; with 1 this thread does.
+    """
+    if threads <= 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="autopar-read") as pool:
+        try:
+            waiting = [pool.submit(function, item) for item in items]
+        except RuntimeError:  # Python is about to end, and starts no more threads
+            yield from map(function, items)
+            return
+        try:
+            for future in waiting:
+                yield future.result()
+        finally:
+            for future in waiting:
+                future.cancel()

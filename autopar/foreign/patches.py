@@ -24,7 +24,7 @@ _Body = Callable[..., Any]
 
 SETS = {
     "torch": "autopar.integrations.torch_clippers",
-    "accelerate.accelerator": "autopar.integrations.accelerate.calls",
+    "accelerate.accelerator": "autopar.integrations.accelerate",
     "deepspeed.runtime.engine": "autopar.integrations.deepspeed",
 }
 """Module of a library -> the module whose ``install()`` patches that library, as soon as the first one is imported."""

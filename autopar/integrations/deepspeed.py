@@ -18,7 +18,7 @@ from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_member, patch_name
-from autopar.integrations.accelerate.prepare import alive, inside
+from autopar.integrations.accelerate import alive, inside
 from autopar.layout import Layout
 
 __all__ = ["install"]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
 
 from autopar.checks.process_hooks import listeners
-from autopar.data_parallel.grad_norm import clip_factor, scale_gradients
+from autopar.data_parallel.gradients import clip_factor, scale_gradients
 from autopar.data_parallel.loss_scale import GradScaler
 from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
 from autopar.errors import ConfigError

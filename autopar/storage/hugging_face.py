@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError, first_line
+from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
-from autopar.storage.range_file import RangeFile
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
 from autopar.storage.views import Permuted
 

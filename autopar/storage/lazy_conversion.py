@@ -26,8 +26,8 @@ from autopar.foreign.tensors import (
     tree_unflatten,
     wrapper_subclass,
 )
+from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
-from autopar.storage.range_file import RangeFile
 from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped
 from autopar.tensor_tracking import written_in_place
 

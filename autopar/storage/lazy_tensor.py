@@ -2,7 +2,7 @@
 
 A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
 straight into their final place when dtype and device are the file's. Of a file that may be mapped
-(:class:`~autopar.storage.range_file.RangeFile`), :func:`map_shard` gives the mapped memory itself where a shard's bytes
+(:class:`~autopar.storage.files.RangeFile`), :func:`map_shard` gives the mapped memory itself where a shard's bytes
 lie together.
 
     LazyTensor
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autopar.layout import Layout, Range
-from autopar.storage.range_file import RangeFile
+from autopar.storage.files import RangeFile
 
 __all__ = [
     "Box",

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.storage.checksum import checksum, checksum_of
+from autopar.storage.files import OutputFile, RangeFile, checksum, checksum_of
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
-from autopar.storage.output_file import OutputFile
-from autopar.storage.range_file import RangeFile
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
 

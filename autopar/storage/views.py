@@ -13,8 +13,8 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece
+from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, whole_box, with_range
-from autopar.storage.range_file import RangeFile
 
 __all__ = [
     "Converted",

@@ -23,7 +23,7 @@ from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.storage import lazy_tensor as lazy
-from autopar.storage.range_file import RangeFile
+from autopar.storage.files import RangeFile
 from tests.checkpoint.tiny import moment, with_moments
 from tests.parity import randomise
 from tests.pool import pooled

@@ -6,9 +6,8 @@ import shutil
 import pytest
 
 from autopar.checkpoint import Manifest, merge_checkpoint
-from autopar.checkpoint.latest import latest
 from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.rotation import next_order
+from autopar.checkpoint.rotation import latest, next_order
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import rewrite_manifest, save_alone
 

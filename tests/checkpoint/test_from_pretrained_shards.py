@@ -24,7 +24,7 @@ from transformers import (
 import autopar
 from autopar.deferred_init.random_init import InitSteps
 from autopar.errors import CheckpointError
-from autopar.storage.range_file import RangeFile
+from autopar.storage.files import RangeFile
 from autopar.tools.split import split_checkpoint
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled

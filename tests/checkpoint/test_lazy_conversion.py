@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from autopar.errors import CheckpointError
+from autopar.storage.files import RangeFile
 from autopar.storage.lazy_conversion import Computed, Sketch
 from autopar.storage.lazy_tensor import Stored
-from autopar.storage.range_file import RangeFile
 
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "slice": lambda x: x[1:3, :, 2:],

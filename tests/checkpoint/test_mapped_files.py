@@ -15,8 +15,8 @@ import autopar
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, even_shards
 from autopar.storage import lazy_tensor
+from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Joined, Stored, map_shard
-from autopar.storage.range_file import RangeFile
 from autopar.storage.views import Narrowed
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 from pathlib import Path
 
 import pytest
 
-from autopar.storage import output_file
-from autopar.storage.output_file import OutputFile
+from autopar.storage import files
+from autopar.storage.files import OutputFile
 
 CONTENT = random.Random(0).randbytes(1000)
 
@@ -28,13 +27,14 @@ def write(path, sizes):
 def test_the_disk_gets_all_but_the_end_early_once_each_in_whole_pieces(tmp_path, monkeypatch, sizes):
     begun: list[tuple[int, int]] = []
 
-    def begin(handle, offset, count):
+    def begin(handle, offset, count, advice):
+        assert advice == os.POSIX_FADV_DONTNEED
         assert os.fstat(handle).st_size >= offset + count
         begun.append((offset, count))
 
-    monkeypatch.setattr(output_file, "_PIECE", 16)
-    monkeypatch.setattr(output_file, "_EARLY", 64)
-    monkeypatch.setattr(output_file, "_begin", begin)
+    monkeypatch.setattr(files, "_PIECE", 16)
+    monkeypatch.setattr(files, "_EARLY", 64)
+    monkeypatch.setattr(os, "posix_fadvise", begin)
     write(tmp_path / "file", sizes)
     reached = 0
     for offset, count in begun:
@@ -81,9 +81,9 @@ def test_a_system_that_takes_part_of_what_it_is_given(tmp_path, monkeypatch):
 
 
 def test_systems_that_cannot_begin_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_file, "_PIECE", 16)
-    monkeypatch.setattr(output_file, "_EARLY", 64)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(files, "_PIECE", 16)
+    monkeypatch.setattr(files, "_EARLY", 64)
+    monkeypatch.delattr(os, "posix_fadvise")
     write(tmp_path / "file", [500, 500])
 
 

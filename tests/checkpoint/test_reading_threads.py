@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.deferred_init import materialize
 from autopar.deferred_init.context import lazy_init
+from autopar.deferred_init.materialize import in_threads, reading_threads
 from autopar.errors import CheckpointError
-from autopar.storage.range_file import RangeFile
-from autopar.storage.threads import in_threads, reading_threads
+from autopar.storage.files import RangeFile
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled
 from tests.small import llama

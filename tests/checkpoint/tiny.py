@@ -20,7 +20,7 @@ from autopar.checkpoint.state import config_writer, state_of
 from autopar.distributed.mesh import MeshSizes
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from autopar.plan.plan import Plan, TensorPlan
-from autopar.storage.checksum import NAME, checksum, file_checksum
+from autopar.storage.files import NAME, checksum, file_checksum
 
 HEADS, KV_HEADS, WIDTH, VOCAB, HIDDEN = 6, 2, 2, 17, 4
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.data_parallel.grad_norm import counted_here, gradient_norm
+from autopar.data_parallel.gradients import counted_here, gradient_norm
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tensor_parallel import parallelize

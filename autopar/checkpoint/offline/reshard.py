@@ -24,7 +24,7 @@ from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, replicated_shards
 from autopar.plan.plan import TensorPlan
-from autopar.storage.checksum import file_checksum
+from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
 __all__ = ["reshard_checkpoint", "stages_by_size", "write_manifest", "write_part"]

@@ -1,6 +1,6 @@
 """accelerate's ``Accelerator``, for which the data-parallel replicas are the world.
 
-What it counts, deals out, gathers and adds up is that of the replicas (:mod:`autopar.integrations.accelerate.prepare`);
+What it counts, deals out, gathers and adds up is that of the replicas (:mod:`autopar.integrations.accelerate`);
 here is what a trainer needs in addition.
 """
 

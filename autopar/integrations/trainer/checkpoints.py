@@ -18,7 +18,7 @@ from autopar.adapters.wrappers import is_peft_model
 from autopar.checkpoint.format import MANIFEST, Manifest
 from autopar.checkpoint.random_states import restore, take
 from autopar.errors import CheckpointError
-from autopar.integrations.trainer.base import ParallelBase
+from autopar.integrations.trainer.steps import ParallelBase
 
 __all__ = ["SHARDS", "CheckpointMixin"]
 

@@ -12,8 +12,7 @@ from transformers.trainer_utils import has_length
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
-from autopar.integrations.trainer.base import ParallelBase
-from autopar.integrations.trainer.steps import rows_of
+from autopar.integrations.trainer.steps import ParallelBase, rows_of
 
 __all__ = ["EvaluationMixin"]
 

@@ -28,11 +28,10 @@ from autopar.integrations.trainer.arguments import (
     merge_arguments,
     parse_parallel_config,
 )
-from autopar.integrations.trainer.base import base_of
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.evaluation import EvaluationMixin
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
-from autopar.integrations.trainer.steps import StepMixin
+from autopar.integrations.trainer.steps import StepMixin, base_of
 
 if TYPE_CHECKING:
     from autopar.policy.schema import Policy

@@ -1,4 +1,9 @@
-"""A file that is read by byte ranges, or mapped."""
+"""Files: read by byte ranges or mapped, written from the beginning to the end; and their checksums.
+
+The checksum of everything in a checkpoint is XXH3, 64 bits, as 16 hexadecimal digits. It runs at the speed of memory
+(measured: 20 GB/s on one core, CRC-32 4 GB/s), so that nobody has a reason to turn it off. It finds accidents, not
+forgers. https://xxhash.com
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 
 from autopar.errors import CheckpointError
 
-__all__ = ["RangeFile"]
+__all__ = ["NAME", "OutputFile", "RangeFile", "checksum", "checksum_of", "file_checksum"]
 
 _opening = threading.Lock()
 
@@ -148,3 +154,77 @@ def _stamp(handle: int) -> _Stamp:
     found = os.fstat(handle)
     known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
     return _Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+_PIECE = 1 << 17  # bytes in one call
+_EARLY = 1 << 23  # bytes after which the disk is given work
+
+
+class OutputFile:
+    """Opened at once, for writing; what was there before is lost. Every method raises ``OSError`` as the system does.
+
+    The disk gets work while the rest is still being copied, not only at the fsync (measured: 1 GB in 0.9 s, else 1.2).
+    Calls are small: the kernel holds what it is given in blocks of memory as large as one call. A virtual machine may
+    first have to get large ones from its host (measured: a copy of 1 GB in 0.3 s in calls of 128 KiB, 1.2 s in those of
+    2 MiB).
+
+    Args:
+        path: the file to make.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close)
+        self._written = 0
+        self._begun = 0
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write these bytes at the end."""
+        view = memoryview(data)
+        while view:
+            done = self._file.write(view[:_PIECE])
+            view = view[done:]
+            self._written += done
+            if self._written - self._begun >= _EARLY:
+                until = self._written // _PIECE * _PIECE  # a page that is not full would be written twice
+                if hasattr(os, "posix_fadvise"):  # on Linux what is not needed in memory goes to the disk from now on
+                    advice = os.POSIX_FADV_DONTNEED
+                    os.posix_fadvise(self._file.fileno(), self._begun, until - self._begun, advice)
+                self._begun = until
+
+    def sync(self) -> None:
+        """Return when everything is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+NAME = "xxh3"
+_CHUNK = 1 << 22
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the XXH3-64 of a buffer."""
+    return xxhash.xxh3_64(data).hexdigest()
+
+
+def checksum_of(chunks: Iterable[bytes | memoryview]) -> str:
+    """Return the XXH3-64 of an iterable of chunks."""
+    state = xxhash.xxh3_64()
+    for chunk in chunks:
+        state.update(chunk)
+    return state.hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """Return the XXH3-64 of a file. Raises CheckpointError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return checksum_of(iter(lambda: file.read(_CHUNK), b""))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,339 @@
+"""accelerate around a parallelized model: the replicas are the processes that it counts, and gradients are averaged.
+
+``Accelerator`` and the functions beside it count processes, deal batches out to them, gather, add up, and step
+schedulers by them. All ranks of a replica get the same batch and find the same, so such a loop has to see the replicas.
+accelerate's inner functions are patched; those below ask which model is meant, and hand everything else to its own.
+An accelerator means the models that it has prepared. One that has prepared none, and a function that knows no
+accelerator, means the parallelized model that is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.call_site import frames_of
+from autopar.checks.process_hooks import listeners
+from autopar.checks.wrappers import in_trainer
+from autopar.data_parallel.dataloader import ReplicaDataLoader
+from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.distributed.failures import waiting
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from autopar.foreign.modules import steps_of
+from autopar.foreign.patches import patch_body, patch_member, patch_name
+
+__all__ = ["alive", "inside", "install"]
+
+_UNSET: Any = object()
+_meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)
+
+
+@contextlib.contextmanager
+def meaning(mpu: MPU | None) -> Iterator[None]:
+    token = _meant.set(mpu)
+    try:
+        yield
+    finally:
+        _meant.reset(token)
+
+
+def alive() -> list[ReplicaNorm]:
+    """Return those of the parallelized models that are larger than one rank."""
+    return [one for one in listeners(ReplicaNorm) if one.is_alive]
+
+
+def only(found: Iterable[MPU]) -> MPU | None:
+    """Return one of meshes that have the same replicas.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    meshes = {tuple(mpu.dp.ranks): mpu for mpu in found}
+    if len(meshes) > 1:
+        sizes = " and ".join(str(mpu.dp.size) for mpu in meshes.values())
+        raise ConfigError(
+            f"accelerate cannot tell which of {len(meshes)} parallelized models is meant, which have {sizes} "
+            "replicas:\n  use an Accelerator that has prepared one of them, or\n"
+            "  autopar.gather_for_metrics(values, mpu=model.mpu) and torch.distributed with "
+            "model.mpu.get_data_parallel_group()."
+        )
+    return next(iter(meshes.values()), None)
+
+
+def inside(model: nn.Module) -> MPU | None:
+    """Return the mesh of the parallelized model that ``model`` is, or wraps."""
+    known = {id(one.model): one.mpu for one in alive()}
+    return next((known[id(part)] for part in model.modules() if id(part) in known), None) if known else None
+
+
+def mesh() -> MPU | None:
+    """Return the mesh whose replicas a function has to see; None if it has to see all processes."""
+    meant = _meant.get()
+    return only(one.mpu for one in alive()) if meant is _UNSET else meant
+
+
+def mesh_of(accelerator: Any) -> MPU | None:
+    """Return the mesh whose replicas an accelerator has to see; None if it has to see all processes."""
+    meant = _meant.get()
+    if meant is not _UNSET:
+        return meant
+    own: MPU | None = vars(accelerator).get("autopar_mpu")  # a parallel trainer's
+    if own is not None:
+        return own
+    found = [mpu for mpu in map(inside, accelerator._models) if mpu is not None]
+    return only(found) if accelerator._models else mesh()
+
+
+_dealing: ContextVar[bool] = ContextVar("a data loader is being made", default=False)
+
+
+class Place:
+    """A state of accelerate's, whose process is a replica."""
+
+    def __init__(self, state: Any, mpu: MPU) -> None:
+        self._state, self.num_processes, self.process_index = state, mpu.dp.size, mpu.dp.rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def prepare(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``Accelerator.prepare``, which may meet a loader before the model."""
+    found = [mpu for each in args if isinstance(each, nn.Module) and (mpu := inside(each)) is not None]
+    with meaning(only(found)) if found else contextlib.nullcontext():
+        return plain(accelerator, *args, **kwargs)
+
+
+def prepare_model(
+    plain: Any, accelerator: Any, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+) -> Any:
+    """The body of ``Accelerator.prepare_model``: averages gradients over the replicas."""
+    from accelerate.utils import model_has_dtensor  # FSDP2 averages
+
+    mpu = inside(model)
+    if mpu is not None and not evaluation_mode and any(frames_of("transformers.trainer")):
+        raise ConfigError(in_trainer(mpu))
+    kind: str = accelerator.distributed_type.value
+    if mpu is None or not (kind == "NO" or kind.startswith("MULTI_")):  # another engine's
+        return plain(accelerator, model, device_placement, evaluation_mode)
+    _check_sizes(accelerator)
+    prepared = plain(accelerator, model, device_placement, evaluation_mode=True)
+    wanted = mpu.dp_cp.size > 1 and mpu.pp.size == 1 and any(p.requires_grad for p in model.parameters())
+    if evaluation_mode or not wanted or isinstance(model, DistributedDataParallel) or model_has_dtensor(model):
+        return prepared
+    handler = accelerator.ddp_handler
+    settings = {} if handler is None else handler.to_kwargs()
+    engine = DistributedDataParallel(prepared, process_group=mpu.dp_cp.group, **settings)
+    if handler is not None:
+        handler.register_comm_hook(engine)
+    vars(prepared).pop("_is_accelerate_prepared", None)  # the engine is
+    engine._is_accelerate_prepared = True  # type: ignore[assignment]
+    return engine
+
+
+def _check_sizes(accelerator: Any) -> None:
+    if accelerator.parallelism_config is not None:
+        raise ConfigError(
+            "Accelerator(parallelism_config=...) is for models that accelerate shards, and this one is parallelized "
+            "already: it would\n  deal out batches by both. Leave parallelism_config out."
+        )
+
+
+def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``Accelerator.prepare_data_loader``: deals batches out to the replicas."""
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    mpu = mesh_of(accelerator)
+    if mpu is None:
+        return plain(accelerator, data_loader, *args, **kwargs)
+    _check_sizes(accelerator)
+    if isinstance(data_loader, ReplicaDataLoader):
+        raise ConfigError(
+            "accelerator.prepare got a loader of autopar.prepare_dataloader, which gives each replica batches of its "
+            f"own\n  already: each of {mpu.dp.size} would see a part of its part. Leave it out of prepare, or give "
+            "prepare a plain DataLoader."
+        )
+    if accelerator.use_stateful_dataloader:
+        raise ConfigError(
+            "use_stateful_dataloader counts the batches of all processes, and tensor-parallel ranks and stages share "
+            "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
+            "state_dict and load_state_dict."
+        )
+    token = _dealing.set(True)
+    try:
+        with meaning(mpu):
+            made = plain(accelerator, data_loader, *args, **kwargs)
+    finally:
+        _dealing.reset(token)
+    if isinstance(made, DataLoaderDispatcher):
+        made.state = Place(made.state, mpu)
+    return made
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
+    """The body of ``Accelerator.num_processes``: by which loops multiply batch sizes and steps of schedulers."""
+    mpu = mesh_of(accelerator)
+    return plain(accelerator) if mpu is None else mpu.dp.size
+
+
+def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
+    """The body of ``Accelerator.process_index``, the rank in the world but where batches are dealt out."""
+    mpu = mesh_of(accelerator) if _dealing.get() else None
+    return plain(accelerator) if mpu is None else mpu.dp.rank
+
+
+def _is_last_process(plain: Callable[..., bool], accelerator: Any) -> bool:
+    with meaning(None):
+        return plain(accelerator)
+
+
+def _split(plain: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``PartialState.split_between_processes``."""
+    mpu = mesh()
+    return plain(state if mpu is None else Place(state, mpu), *args, **kwargs)
+
+
+def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of ``Accelerator.split_between_processes``."""
+    from accelerate import PartialState
+
+    with meaning(mesh_of(accelerator)):
+        return PartialState().split_between_processes(*args, **kwargs)
+
+
+def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """The body of ``AcceleratedScheduler.step``, which steps once a process."""
+    mpu = _stepped_by(scheduler)
+    stepping = scheduler.step_with_optimizer and scheduler.gradient_state.sync_gradients and not scheduler.split_batches
+    if mpu is None or not stepping:
+        plain(scheduler, *args, **kwargs)
+        return
+    scheduler.split_batches = True  # one step
+    try:
+        for _ in range(mpu.dp.size):
+            total = getattr(scheduler.scheduler, "total_steps", None)  # OneCycleLR's
+            if total is None or steps_of(scheduler.scheduler) <= total:
+                plain(scheduler, *args, **kwargs)
+    finally:
+        scheduler.split_batches = False
+
+
+def _stepped_by(scheduler: Any) -> MPU | None:
+    """Return the mesh of the model whose parameters the scheduler's optimizers step."""
+    optimizers = scheduler.optimizers or [scheduler.scheduler.optimizer]
+    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return only(one.mpu for one in alive() if one.mine(given))
+
+
+# -- gathering ---------------------------------------------------------------------------------------------------------
+
+
+def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of methods that call the functions below."""
+    with meaning(mesh_of(accelerator)):
+        return plain(accelerator, *args, **kwargs)
+
+
+def _for_all(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The body of methods that ask every process, whichever replica it belongs to."""
+    with meaning(None):
+        return plain(accelerator, *args, **kwargs)
+
+
+def _gather(plain: Any, tensor: Any) -> Any:
+    """The body of ``accelerate.utils.gather``: joins the replicas' tensors in dim 0."""
+    from accelerate.utils import recursively_apply
+
+    mpu = mesh()
+    if mpu is None:
+        return plain(tensor)
+
+    def joined(part: torch.Tensor) -> torch.Tensor:
+        local = (part.reshape(1) if part.ndim == 0 else part).contiguous()  # single numbers as [replicas]
+        parts = [torch.empty_like(local) for _ in range(mpu.dp.size)]
+        if mpu.dp.size > 1:
+            dist.all_gather(parts, local, group=mpu.dp.group)
+        return torch.cat(parts) if mpu.dp.size > 1 else local
+
+    with waiting(mpu, "accelerate's gather", mpu.dp.ranks):
+        return recursively_apply(joined, tensor, error_on_other_type=True)
+
+
+def _gather_object(plain: Any, given: Any) -> Any:
+    """The body of ``accelerate.utils.gather_object``: joins the replicas' lists."""
+    mpu = mesh()
+    if mpu is None:
+        return plain(given)
+    lists: list[Any] = [given] * mpu.dp.size
+    if mpu.dp.size > 1:
+        with waiting(mpu, "accelerate's gather_object", mpu.dp.ranks):
+            dist.all_gather_object(lists, given, group=mpu.dp.group)
+    return [each for one in lists for each in one]
+
+
+def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The body of ``accelerate.utils.reduce``: adds up over the replicas."""
+    from accelerate.utils import recursively_apply
+
+    mpu = mesh()
+    if mpu is None:
+        return plain(tensor, reduction, scale)
+
+    def reduced(part: torch.Tensor) -> torch.Tensor:
+        result = part.clone()
+        if mpu.dp.size > 1:
+            all_reduce(result, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=mpu.dp.group)
+        if reduction == "mean":
+            result /= mpu.dp.size
+        return result
+
+    with waiting(mpu, "accelerate's reduce", mpu.dp.ranks):
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+
+# -- the patches ------------------------------------------------------------------------------------------------------
+
+_MEMBERS: dict[str, Callable[..., Any]] = {
+    "num_processes": _num_processes,
+    "process_index": _process_index,
+    "is_last_process": _is_last_process,
+    "split_between_processes": _split_of,
+    "prepare": prepare,
+    "prepare_model": prepare_model,
+    "prepare_data_loader": prepare_data_loader,
+    "gather": _for_accelerator,
+    "gather_for_metrics": _for_accelerator,
+    "pad_across_processes": _for_accelerator,
+    "reduce": _for_accelerator,
+    "check_trigger": _for_all,
+}
+
+
+def install() -> None:
+    """Patch accelerate, which has been imported."""
+    import accelerate.accelerator
+    import accelerate.scheduler
+    import accelerate.state
+    import accelerate.utils
+    from accelerate.utils import operations
+
+    for name, body in _MEMBERS.items():
+        patch_member(accelerate.accelerator.Accelerator, name, body)
+    patch_member(accelerate.scheduler.AcceleratedScheduler, "step", _step)
+    patch_member(accelerate.state.PartialState, "split_between_processes", _split)
+    patch_name(operations, "_gpu_gather", _gather)
+    patch_name(operations, "_gpu_gather_object", _gather_object)
+    named = (operations, accelerate.utils, accelerate.accelerator)
+    patch_body(operations.reduce, "function", _reduce, named, lambda function: function)
