@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import time
 import warnings
@@ -118,8 +117,8 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
 
     Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
     everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
-    point to. A checkpoint that is deleted disappears at once, or stops being one: its folder is renamed, or with files
-    of others in it its manifest. What a call that was killed left of one is deleted by the next.
+    point to. A checkpoint that is deleted stops being one at once: its manifest is renamed. What a call that was killed
+    left of one is deleted by the next.
 
     A checkpoint that cannot be deleted is no error, as the new one is written: it ends in a warning.
 
@@ -136,12 +135,10 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     check_keep_last(target, keep_last)
     target = Path(os.path.realpath(target))
     stem, _ = series(target)
-    for path, kind, name in _folders(target.parent, stem):
-        if kind == "removed":
-            _finish_removal(path, name)
-        elif is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
+    for path, kind in _folders(target.parent, stem):
+        if is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
             continue
-        elif kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > ABANDONED):
+        if kind == "old" or (kind == "tmp" and time.time() - path.stat().st_mtime > ABANDONED):
             shutil.rmtree(path, ignore_errors=True)
         elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
@@ -166,11 +163,11 @@ def _left_behind(present: list[Member], target: Path) -> set[Member]:
     return left
 
 
-def _folders(parent: Path, stem: str) -> list[tuple[Path, str, str]]:
-    """List the folders of a series, lowest number first, and the hidden ones that a killed save or rotation has left.
+def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
+    """List the folders of a series, lowest number first, and the hidden ones that a killed save has left.
 
     Returns:
-        Path, ``tmp``, ``old`` or ``removed`` if it is hidden, and the name that it has or had. No symbolic links.
+        Path, and ``tmp`` or ``old`` if it is hidden. No symbolic links.
     """
     found = []
     for entry in os.scandir(parent) if parent.is_dir() else ():
@@ -178,14 +175,14 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str, str]]:
         name, kind = (hidden[1], hidden[2]) if hidden is not None else (entry.name, "")
         numbered = _NUMBERED.fullmatch(name)
         if numbered is not None and numbered[1] == stem and entry.is_dir(follow_symlinks=False):
-            found.append((int(numbered[2]), Path(entry.path), kind, name))
-    return [(path, kind, name) for _, path, kind, name in sorted(found)]
+            found.append((int(numbered[2]), Path(entry.path), kind))
+    return [(path, kind) for _, path, kind in sorted(found)]
 
 
 def members(parent: Path, stem: str) -> list[Member]:
     """List the checkpoints of a series, lowest number first."""
     found = []
-    for path in (path for path, kind, _ in _folders(parent, stem) if not kind):
+    for path in (path for path, kind in _folders(parent, stem) if not kind):
         if not is_checkpoint(path):
             continue
         try:
@@ -232,47 +229,16 @@ def _remove(path: Path) -> list[str]:
         os.stat(path / note)  # somebody else deletes the checkpoint, or it is not whole
         raise
     ours = {*manifest.along, *manifest.files, MANIFEST, REMOVED}
-    others = _others(path, ours)
-    if not others and _removed_whole(path, ours):
-        return []
+    folders = {entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)}  # somebody else's
     if note == MANIFEST:
         os.rename(path / MANIFEST, path / REMOVED)
         fsync(path)
-    for name in (*sorted(ours - {REMOVED, *others}), REMOVED):
+    for name in (*sorted(ours - {REMOVED} - folders), REMOVED):
         (path / name).unlink(missing_ok=True)
-    return sorted(os.listdir(path))
-
-
-def _removed_whole(path: Path, ours: set[str]) -> bool:
-    """Delete a folder, which disappears at once; False if a file of others has come into it meanwhile."""
-    hidden = path.parent / f".{path.name}.removed-{secrets.token_hex(8)}"
-    os.rename(path, hidden)
-    fsync(path.parent)
-    if _others(hidden, ours):
-        os.rename(hidden, path)
-        return False
-    shutil.rmtree(hidden)
-    return True
-
-
-def _others(path: Path, ours: set[str]) -> list[str]:
-    """Return what lies in a folder beside files with these names."""
-    return sorted(
-        entry.name for entry in os.scandir(path) if entry.name not in ours or entry.is_dir(follow_symlinks=False)
-    )
-
-
-def _finish_removal(hidden: Path, name: str) -> None:
-    """Delete a folder that :func:`_removed_whole` has hidden, or give it its name back if it holds files of others."""
-    try:
-        manifest = Manifest.read(hidden)
-    except CheckpointError:  # a part of it is gone already, so it held none
-        shutil.rmtree(hidden, ignore_errors=True)
-        return
-    if not _others(hidden, {*manifest.along, *manifest.files, MANIFEST, REMOVED}):
-        shutil.rmtree(hidden, ignore_errors=True)
-    elif not os.path.lexists(hidden.parent / name):
-        os.rename(hidden, hidden.parent / name)
+    left = sorted(os.listdir(path))
+    if not left:
+        os.rmdir(path)
+    return left
 
 
 # -- the checkpoint to go on from --------------------------------------------------------------------------------------

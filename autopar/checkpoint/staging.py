@@ -32,7 +32,7 @@ _OURS = re.compile(
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
     r"|wrapper\.safetensors"
 )
-HIDDEN = re.compile(r"\.(.+)\.(tmp|old|removed)-[0-9a-f]{16}(?:-(\d+)-([0-9a-f]{8}))?", re.DOTALL)
+HIDDEN = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}(?:-(\d+)-([0-9a-f]{8}))?", re.DOTALL)
 ABANDONED = 24 * 3600  # seconds after which a temporary folder is nobody's any more
 MERGED = "autopar_merged"  # in the header of a file that was merged from a plain module's shards: whose it was
 _AT_FDCWD = -100
@@ -61,7 +61,7 @@ def leftovers(target: Path) -> list[Path]:
         found = [(path, HIDDEN.fullmatch(path.name)) for path in target.parent.iterdir()]
     except OSError:
         return []
-    return sorted(path for path, hidden in found if hidden and hidden[1] == target.name and hidden[2] != "removed")
+    return sorted(path for path, hidden in found if hidden and hidden[1] == target.name)
 
 
 @functools.cache
