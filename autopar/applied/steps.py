@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
 from autopar.checks.optimizer_probe import warn_of_fp16
-from autopar.data_parallel import apply as data_parallel
+from autopar.data_parallel.apply import DataParallel
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.consensus import same_on_every_rank
@@ -102,7 +102,7 @@ def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
 def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before stages release parameters: norms and averages know the parameters of all stages by name."""
     inner = state.inner_of(model)
-    state.dp = data_parallel.apply(model, inner, state.plan, state.mpu, state.config, state.failures)
+    state.dp = DataParallel(model, inner, state.plan, state.mpu, state.config, state.failures)
 
 
 def release_other_stages(model: nn.Module, state: Parallelized, given: Given) -> None:

@@ -20,13 +20,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from autopar.adapters.wrappers import is_peft_model
-from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
+from autopar.checkpoint.arguments import absolute
 from autopar.checkpoint.fsdp_shards import gather
-from autopar.checkpoint.save import is_checked, write_shard
-from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
+from autopar.checkpoint.save import prepare_alike, write_shard
+from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import State, listed, parameters_elsewhere, state_of
-from autopar.distributed.barrier import barrier
 from autopar.distributed.consensus import all_ranks, rank_zero
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
@@ -54,29 +53,17 @@ def save_adapters(
         CheckpointError: the same on every rank, with the folder as it was, if there are no adapters, an argument is
             wrong, ranks hold different values of a replicated weight, a rank did not call, or could not write.
     """
-    state = state_of(model)
-    state.background.wait()
-    barrier(state.mpu, "save_parallelized", timeout_or_default(timeout))
-    prepared: list[tuple[str, _Adapters, Snapshot]] = []
     given = dict(options or {})
 
-    def check() -> dict[str, Any]:
-        check_timeout(timeout)
+    def prepare() -> tuple[dict[str, Any], tuple[_Adapters, Path], Snapshot]:
         target = absolute(directory())
-        adapters = _Adapters(model, state, given)
-        prepared.append((target, adapters, snapshot(model)))
-        digests = digest_parameters(model, state.plan) if is_checked(model) else {}
-        call = {"function": "save_parallelized", "adapter_only": True, "directory": target}
-        call |= {"adapters": sorted(adapters.names)}
-        return {"call": call | {key: repr(value) for key, value in given.items()}, "digests": digests}
+        adapters = _Adapters(model, state_of(model), given)
+        call = {"adapter_only": True, "directory": target, "adapters": sorted(adapters.names)}
+        call |= {key: repr(value) for key, value in given.items()}
+        return call, (adapters, Path(target)), snapshot(model)
 
-    def compare(ranks: list[dict[str, Any]]) -> None:
-        check_same_call([rank.get("call", rank) for rank in ranks])
-        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.sizes.as_saved(), prepared[0][2].fsdp)
-
-    all_ranks(state.mpu, check, check=compare)
-    ((target, adapters, local),) = prepared
-    adapters.write(Path(target), local)
+    (adapters, target), local = prepare_alike(model, timeout, prepare)
+    adapters.write(target, local)
 
 
 def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:

@@ -22,6 +22,7 @@ from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import alike
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, canonical_names, listed
+from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import CheckpointError, clip
@@ -101,8 +102,7 @@ class Extra:
         """Digest it for :func:`check_extra`; without ``values`` only which shards there are."""
         shards: dict[str, dict[str, tuple[str, int]]] = {}
         for name, tensor, saved in self.tensors(plan):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            digest = int(sum_of_bits(local)) if values else 0
+            digest = int(sum_of_bits(local_part(tensor))) if values else 0
             shards.setdefault(saved.name.partition("::")[2], {})[name] = saved.dtype, digest
         rest = {place: (clip(text, 40), checksum(text.encode())) for place, text in _leaves(self.value, "extra")}
         for place, tensor in self.loose.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,11 @@ class _MergedModel(PushToHubMixin):
                     shutil.copy2(path, target)
 
 
-def upload(model: nn.Module, folder: Callable[[], str], repo_id: Callable[[], str], options: Mapping[str, Any]) -> str:
+def upload(model: nn.Module, folder: str, repo_id: str, options: Mapping[str, Any]) -> str:
     """Upload a merged folder once, from rank 0; every rank calls it, and returns the address of the commit.
 
     Args:
         model: parallelized.
-        folder, repo_id: asked on rank 0.
         options: of ``PushToHubMixin.push_to_hub``.
 
     Raises:
@@ -53,7 +52,7 @@ def upload(model: nn.Module, folder: Callable[[], str], repo_id: Callable[[], st
         tags = options.get("tags") or []
         tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]
         given: dict[str, Any] = {**options, "tags": list(dict.fromkeys(tags)) or None}
-        return str(_MergedModel(folder()).push_to_hub(repo_id(), **given))
+        return str(_MergedModel(folder).push_to_hub(repo_id, **given))
 
     return rank_zero(state_of(model).mpu, send)
 
@@ -96,7 +95,7 @@ def push_merged(model: nn.Module, repo_id: object, max_shard_size: int | str, op
             "async_save": False,
         }
         save(model, arguments, 20.0)
-        return upload(model, lambda: folder, lambda: str(repo_id), options)
+        return upload(model, folder, str(repo_id), options)
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)

@@ -128,7 +128,7 @@ class _Loader:
             _check_scheduler(self.training.lr_scheduler, saved["lr_scheduler"], folder)
         optimizer, plan = self.training.optimizer, self.state.plan
         if optimizer is not None:
-            self.weights = TrainingWeights(optimizer, model, plan, self.shards.manifest)
+            self.weights = TrainingWeights(optimizer, plan, self.shards.manifest)
             parameters = parameters_by_name(model, plan)
             self.restoration = prepare(
                 optimizer,

@@ -128,7 +128,7 @@ def _save(
     save(model, arguments, timeout, **training)
     if hub is not None:
         target = absolute(folder())
-        upload(model, lambda: target, lambda: hub.pop("repo_id", None) or os.path.basename(target), hub)
+        upload(model, target, hub.pop("repo_id", None) or os.path.basename(target), hub)
 
 
 def wait_for_save(self: nn.Module) -> None:

@@ -8,8 +8,8 @@ are in the checkpoint whatever the precision, and a run of another precision tak
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,14 +20,13 @@ from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
+if TYPE_CHECKING:
+    from autopar.data_parallel.optimizer import ParallelStep
+
 __all__ = [
     "LOSS_SCALE",
-    "MASTER",
-    "Step",
     "TrainingWeights",
-    "differs_by_replica",
     "has_master_weights",
-    "loss_scale_state",
     "owns",
     "parameters_by_name",
     "saved_master_weights",
@@ -36,37 +35,13 @@ __all__ = [
 ]
 
 LOSS_SCALE = "loss_scale"
-MASTER = "master"
+_MASTER = "master"
 
 
-class Step(Protocol):
-    """The attributes of ``optimizer._autopar`` that are read: of data_parallel's ``ParallelStep``."""
-
-    masters: Any
-    scale: Any
-
-    def owner(self, parameter: torch.Tensor) -> int | None:
-        """The replica that keeps the state of a parameter (ZeRO-1); None if all do."""
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank keeps it."""
-
-    def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Its fp32 weight, if it has one."""
-
-    def publish(self) -> None:
-        """Set ``loss_scale`` and ``skipped_steps`` on the optimizer."""
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Step | None:
+def step_of(optimizer: torch.optim.Optimizer) -> ParallelStep | None:
     """Return what ``initialize`` left on the optimizer, if it was given to it."""
-    step: Step | None = getattr(optimizer, "_autopar", None)
+    step: ParallelStep | None = getattr(optimizer, "_autopar", None)
     return step
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def owns(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -75,41 +50,25 @@ def owns(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     return step is None or step.owns(parameter)
 
 
-def differs_by_replica(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether each data-parallel replica keeps another part of the optimizer's state (ZeRO-1)."""
-    step = step_of(optimizer)
-    return step is not None and any(step.owner(parameter) is not None for parameter in _parameters(optimizer))
-
-
 def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
     """Return this rank's parameters by their canonical names."""
     return {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
 
 
-def _master_weights(optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+def _master_weights(step: ParallelStep | None, plan: Plan) -> dict[str, torch.Tensor]:
     """Return this rank's fp32 master weights, by the parameter's canonical name."""
-    step, found = step_of(optimizer), {}
     if step is None or step.masters is None:
         return {}
-    stepped = {id(parameter) for parameter in _parameters(optimizer)}
-    for name, parameter in parameters_by_name(model, plan).items():
-        if (
-            id(parameter) in stepped
-            and parameter.requires_grad
-            and step.owns(parameter)
-            and (weight := step.master(parameter)) is not None
-        ):
-            found[name] = weight
-    return found
+    step.update()
+    held = {name: step.master(p) for p, name in step.names.items() if p.requires_grad and step.owns(p)}
+    return {plan.canonical(name): weight for name, weight in held.items() if weight is not None}
 
 
-def saved_master_weights(
-    optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan
-) -> dict[str, tuple[torch.Tensor, TensorPlan]]:
+def saved_master_weights(optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, tuple[torch.Tensor, TensorPlan]]:
     """Return saved name -> this rank's fp32 master weight, the optimizer's own and no copy, and its plan."""
     result = {}
-    for name, weight in _master_weights(optimizer, model, plan).items():
-        due, saved = plan.tensors[name], f"{name}::{MASTER}"
+    for name, weight in _master_weights(step_of(optimizer), plan).items():
+        due, saved = plan.tensors[name], f"{name}::{_MASTER}"
         result[saved] = weight, TensorPlan(saved, due.shape, dtype_name(weight.dtype), due.layout)
     return result
 
@@ -127,15 +86,9 @@ def states_only(tensors: Mapping[str, TensorPlan], metadata: OptimizerMetadata) 
     result = {}
     for name, tensor in tensors.items():
         parameter, _, key = name.partition("::")
-        if key != MASTER or MASTER in metadata.state.get(parameter, {}):
+        if key != _MASTER or _MASTER in metadata.state.get(parameter, {}):
             result[name] = tensor
     return result
-
-
-def loss_scale_state(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Return the state of the loss scale as JSON; None without fp16."""
-    step = step_of(optimizer)
-    return None if step is None or step.scale is None else dict(step.scale.state_dict())
 
 
 class TrainingWeights:
@@ -145,7 +98,6 @@ class TrainingWeights:
 
     Args:
         optimizer: which is going to be loaded.
-        model: the root model, or the stage of it that this rank holds.
         plan: of the whole model.
         manifest: of the checkpoint, which has an optimizer.
 
@@ -156,8 +108,8 @@ class TrainingWeights:
         CheckpointError: the checkpoint is damaged.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, plan: Plan, manifest: Manifest) -> None:
-        self._optimizer, self._model, self._plan, self._manifest = optimizer, model, plan, manifest
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, manifest: Manifest) -> None:
+        self._plan, self._manifest = plan, manifest
         self._step = step_of(optimizer)
         metadata = OptimizerMetadata.parse(manifest.training["optimizer"])
         self._saved: dict[str, str] = {}
@@ -216,10 +168,10 @@ class TrainingWeights:
 
     def wanted(self) -> dict[str, torch.Tensor]:
         """Return this rank's master weights, to be filled, by the parameter's name."""
-        return _master_weights(self._optimizer, self._model, self._plan)
+        return _master_weights(self._step, self._plan)
 
     def finish(self) -> None:
         """Restore the loss scale, if both runs have one."""
-        if self._scale is not None and self._step is not None:
+        if self._scale is not None and self._step is not None and self._step.scale is not None:
             self._step.scale.load_state_dict(self._scale)
             self._step.publish()

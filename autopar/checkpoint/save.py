@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,9 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter
 
-__all__ = ["is_checked", "save", "write_shard"]
+__all__ = ["prepare_alike", "save", "write_shard"]
+
+Writer = TypeVar("Writer")
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging
 
@@ -48,12 +50,8 @@ def save(
     """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :meth:`SaveRequest.of`."""
     state = state_of(model)
     mpu = state.mpu
-    state.background.wait()
-    barrier(mpu, "save_parallelized", timeout_or_default(timeout))
-    prepared: list[tuple[Snapshot, _Writer]] = []
 
-    def check() -> dict[str, Any]:
-        check_timeout(timeout)
+    def prepare() -> tuple[dict[str, Any], _Writer, Snapshot]:
         request = SaveRequest.of(**arguments)
         training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
         given = [name for name, value in training.items() if value is not None]
@@ -65,22 +63,11 @@ def save(
         if request.merge:
             check_merged(model)
         local = snapshot(model, optimizer, lr_scheduler, extra)
-        prepared.append((local, _Writer(state, request, config_writer(model))))
-        checked = is_checked(model)
-        digests = digest_parameters(model, state.plan) if checked else {}
-        own = None if local.extra is None else local.extra.digests(state.plan, checked)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
-        call = {"function": "save_parallelized", "model": model_id, "saved with": given, **asdict(request)}
-        return {"call": call, "digests": digests, "extra": own}
+        call = {"model": model_id, "saved with": given, **asdict(request)}
+        return call, _Writer(state, request, config_writer(model)), local
 
-    def compare(ranks: list[dict[str, Any]]) -> None:
-        check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
-        check_replicas([rank["digests"] for rank in ranks], state.plan, mpu.sizes.as_saved(), prepared[0][0].fsdp)
-        if extra is not None:
-            check_extra([rank["extra"] for rank in ranks], state, prepared[0][0].fsdp)
-
-    all_ranks(mpu, check, check=compare)
-    ((local, writer),) = prepared
+    writer, local = prepare_alike(model, timeout, prepare)
     if local.fsdp:
         local = _on_all(mpu, partial(local.gathered, mpu))
     if not writer.request.async_save:
@@ -91,9 +78,40 @@ def save(
     state.background.start(mpu, copied, writer.run)
 
 
-def is_checked(model: nn.Module) -> bool:
-    """Tell whether ranks that hold the same weights are compared before a save."""
-    return bool(getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True))
+def prepare_alike(
+    model: nn.Module, timeout: float, prepare: Callable[[], tuple[dict[str, Any], Writer, Snapshot]]
+) -> tuple[Writer, Snapshot]:
+    """Prepare a save on each rank, and check that the ranks were called alike and hold the same. Collective.
+
+    Args:
+        prepare: returns the arguments of the call, what is going to write, and this rank's snapshot.
+
+    Raises:
+        CheckpointError: the same on every rank; nothing is changed.
+    """
+    state = state_of(model)
+    state.background.wait()
+    barrier(state.mpu, "save_parallelized", timeout_or_default(timeout))
+    prepared: list[tuple[Writer, Snapshot]] = []
+
+    def check() -> dict[str, Any]:
+        check_timeout(timeout)
+        call, writer, local = prepare()
+        prepared.append((writer, local))
+        checked = getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True)
+        digests = digest_parameters(model, state.plan) if checked else {}
+        own = None if local.extra is None else local.extra.digests(state.plan, checked)
+        return {"call": {"function": "save_parallelized", **call}, "digests": digests, "extra": own}
+
+    def compare(ranks: list[dict[str, Any]]) -> None:
+        check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
+        ((_, local),) = prepared
+        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.sizes.as_saved(), local.fsdp)
+        if local.extra is not None:
+            check_extra([rank["extra"] for rank in ranks], state, local.fsdp)
+
+    all_ranks(state.mpu, check, check=compare)
+    return prepared[0]
 
 
 def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
@@ -155,7 +173,8 @@ class _Writer:
         replace(manifest, order=order, follows=resumed_from if resumed_from < order else 0).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
-                write_merged(shards, temp, self.request.max_shard_size, self.request.format, progress=False)
+                size, format = self.request.max_shard_size, self.request.format
+                write_merged(shards, temp, size, format, progress=False, verify=False)  # written a moment ago
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()

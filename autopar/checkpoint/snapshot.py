@@ -19,13 +19,13 @@ from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.optimizer_state import take
 from autopar.checkpoint.optimizer_weights import (
     LOSS_SCALE,
-    differs_by_replica,
-    loss_scale_state,
     owns,
     parameters_by_name,
     saved_master_weights,
+    step_of,
 )
 from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
+from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU, MeshSizes
 from autopar.errors import CheckpointError
@@ -110,7 +110,7 @@ def snapshot(
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
-        by_replica = differs_by_replica(optimizer)
+        by_replica = (step := step_of(optimizer)) is not None and step.sharded  # ZeRO-1
         tensors["optimizer"], plans, metadata = _optimizer_tensors(optimizer, model, state, by_replica)
     training, loose = _training_values(optimizer, lr_scheduler)
     own = None if extra is None else Extra.of(extra, plan, local)
@@ -141,7 +141,7 @@ def _optimizer_tensors(
     taken = take(optimizer, model, plan, mpu.tp.rank)
     parameters = parameters_by_name(model, plan)
     held = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
-    for name, weight in saved_master_weights(optimizer, model, plan).items():
+    for name, weight in saved_master_weights(optimizer, plan).items():
         if held.setdefault(name, weight) is not weight:
             raise CheckpointError(
                 f"{type(optimizer).__name__} has a state that would be called {name} as its fp32 weight is"
@@ -162,8 +162,9 @@ def _training_values(
     """Return loss scale and scheduler as JSON, and the tensors in them."""
     training: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    if optimizer is not None and (scale := loss_scale_state(optimizer)) is not None:
-        training[LOSS_SCALE] = scale
+    step = None if optimizer is None else step_of(optimizer)
+    if step is not None and step.scale is not None:
+        training[LOSS_SCALE] = dict(step.scale.state_dict())
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
@@ -196,7 +197,7 @@ def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]
     found: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters():
         if name in canonical and not parameter.is_meta:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_part(parameter)
             found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,11 +36,16 @@ from autopar.plan.plan import Plan
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
-__all__ = ["DataParallel", "apply", "attach", "blocks_of", "check_offload", "fully_shard"]
+__all__ = ["DataParallel", "blocks_of", "check_offload", "fully_shard"]
 
 
 class DataParallel:
-    """The hooks and checks that :func:`apply` has put on a model.
+    """The checks of a model's wrappers and of its optimizers' steps; every rank makes it.
+
+    To be made when weights are sharded over tp, and before pipeline stages release any.
+
+    Args:
+        inner: the Hugging Face model in ``model``, or a plain module.
 
     Attributes:
         wrappers: checks what is wrapped around the model.
@@ -63,15 +68,26 @@ class DataParallel:
         self.step: ParallelStep | None = None
 
     def attach(self, optimizer: Any, blocks: Sequence[nn.Module] = ()) -> None:
-        """Set up ZeRO, precision and clipping. The last step of ``initialize``: parameters are the final ones.
+        """Set up ZeRO, precision and clipping. The last step of ``initialize``: the parameters are final. Collective.
 
         Args:
-            optimizer: checked already; or None.
+            optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
             blocks: of the model.
         """
-        self.step = attach(
-            *(self.model, self.inner, self.names, self.plan, self.mpu, self.config, optimizer, self.failures, blocks)
-        )
+        model, inner, plan, mpu, config = self.model, self.inner, self.plan, self.mpu, self.config
+        if optimizer is not None:
+            keep_stage(optimizer, model)
+            shard_state(optimizer, self.names, plan, mpu.tp.rank)
+        if config.zero_stage == 3:
+            blocks = [] if isinstance(inner, PreTrainedModel) else blocks
+            fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
+            if optimizer is not None:
+                rebind(optimizer, self.names, model)
+        if optimizer is not None:
+            from autopar.data_parallel.optimizer import ParallelStep
+
+            counted = counted_here(dict(model.named_parameters()), plan, mpu)
+            self.step = ParallelStep(optimizer, model, inner, plan, mpu, config, counted, self.failures)
 
     def undo(self) -> None:
         """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
@@ -81,54 +97,6 @@ class DataParallel:
         if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
             self.step.give_back_weights()
             self.step.remove()
-
-
-def apply(
-    model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, failures: FailureLog
-) -> DataParallel:
-    """Check wrappers of the model and steps of its optimizers from now on; every rank calls it.
-
-    To be called when weights are sharded over tp, and before pipeline stages release any.
-
-    Args:
-        inner: the Hugging Face model in ``model``, or a plain module.
-    """
-    return DataParallel(model, inner, plan, mpu, config, failures)
-
-
-def attach(
-    model: nn.Module,
-    inner: nn.Module,
-    names: Mapping[int, str],
-    plan: Plan,
-    mpu: MPU,
-    config: ParallelConfig,
-    optimizer: Any,
-    failures: FailureLog,
-    blocks: Sequence[nn.Module] = (),
-) -> ParallelStep | None:
-    """Set up ZeRO, precision and clipping of ``config`` for the model and the user's optimizer; every rank calls it.
-
-    Args:
-        inner: the Hugging Face model in ``model``, or a plain module.
-        names: ``id(parameter)`` -> name, from when the model was whole.
-        optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
-        blocks: of the model.
-    """
-    if optimizer is not None:
-        keep_stage(optimizer, model)
-        shard_state(optimizer, names, plan, mpu.tp.rank)
-    if config.zero_stage == 3:
-        blocks = [] if isinstance(inner, PreTrainedModel) else blocks
-        fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
-        if optimizer is not None:
-            rebind(optimizer, names, model)
-    if optimizer is None:
-        return None
-    from autopar.data_parallel.optimizer import ParallelStep
-
-    counted = counted_here(dict(model.named_parameters()), plan, mpu)
-    return ParallelStep(optimizer, model, inner, plan, mpu, config, counted, failures)
 
 
 # -- ZeRO stage 3: torch's FSDP2 over the data-parallel axis -----------------------------------------------------------

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checks.process_hooks import forget, listen
 from autopar.checks.wrappers import refuse_flat
-from autopar.data_parallel.gradients import counted_here, tensor_norm
+from autopar.data_parallel.gradients import counted_here, local_part, tensor_norm
 from autopar.data_parallel.loss_scale import agree_on_found
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.groups import is_flat_parameter, local_part
+from autopar.foreign.groups import is_flat_parameter
 from autopar.foreign.patches import hold, release
 from autopar.plan.plan import Plan
 
@@ -139,5 +139,5 @@ def mark_layer(parameter: torch.Tensor, layer: nn.Module) -> None:
 
 def _place(tensor: torch.Tensor) -> Any:
     """Return where a tensor lies: ``gradient.detach()`` is another object over the same memory."""
-    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return id(tensor) if local.is_sparse or local.numel() == 0 else (local.data_ptr(), local.shape, local.stride())

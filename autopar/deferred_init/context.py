@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
-from autopar.deferred_init.sources import Init, by_parameter, set_source, versions_of
+from autopar.deferred_init.sources import Init, by_parameter, set_source, sources_of
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import function_modes, storage_id
@@ -305,7 +305,7 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
             if not parameter.is_meta:
                 values[id(parameter)] = InMemory(parameter.data)
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
-            elif versions_of(module).get(name, (None, 0))[0] is parameter:
+            elif (known := sources_of(module).get(name)) is not None and known.parameter is parameter:
                 continue  # it comes from files
             set_source(module, name, values.get(id(parameter)), empty.inits(parameter))
         for name, buffer in own_buffers(module).items():

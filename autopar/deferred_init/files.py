@@ -89,7 +89,8 @@ def _check_ties(model: Any, info: Any) -> None:
         pair = []
         for name in (source, target):
             path, _, own = name.rpartition(".")
-            pair.append(sources_of(model.get_submodule(path)).get(own))
+            known = sources_of(model.get_submodule(path)).get(own)
+            pair.append(None if known is None else known.lazy)
         if pair[0] is None or pair[1] is None or {source, target} & info.missing_keys:
             continue
         if same_values(pair[0], pair[1]):

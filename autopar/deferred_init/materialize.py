@@ -8,9 +8,8 @@ is full from the first step that touches it to the last one (:class:`~autopar.de
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,13 +28,15 @@ from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.storage.parameter_storage import replace_storage
 
-__all__ = ["Materializer", "deferred_fingerprint", "in_threads", "reading_threads"]
+__all__ = ["Materializer", "deferred_fingerprint", "reading_threads"]
+
+_MOST_THREADS = 8  # more of them wait for each other's memory
 
 
 def deferred_fingerprint(model: nn.Module) -> list[list[str]]:
     """Return the kind of source of each parameter; must be the same on every rank."""
     return [
-        [path, name, "draw" if source is None else "value" if isinstance(source, InMemory) else "file"]
+        [path, name, "draw" if source.lazy is None else "value" if isinstance(source.lazy, InMemory) else "file"]
         for path, module in model.named_modules()
         for name, source in sources_of(module).items()
     ]
@@ -128,10 +129,14 @@ class Materializer:
             return shard
 
         files = {file: None for pending in left if pending.source is not None for file in pending.source.files()}
-        for pending, shard in zip(left, in_threads(shard_of, left, reading_threads(mpu.world_size)), strict=True):
-            vars(pending.parameter).pop("_is_hf_initialized", None)
-            replace_storage(pending.parameter, shard)
-            pending.shard = pending.source = None
+        threads = reading_threads(
+            mpu.world_size
+        )  # the kernel copies, and hands out fresh memory, without Python's lock
+        with ThreadPoolExecutor(threads, "autopar-read") as pool:
+            for pending, shard in zip(left, pool.map(shard_of, left), strict=True):
+                vars(pending.parameter).pop("_is_hf_initialized", None)
+                replace_storage(pending.parameter, shard)
+                pending.shard = pending.source = None
         for module in self._model.modules():
             clear_sources(module)
         for file in files:
@@ -150,11 +155,12 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
             if parameter is None or not parameter.is_meta or id(parameter) in found or not recorded:
                 continue
             full = f"{path}.{name}" if path else name
-            if id(parameter) not in recorded and name not in sources and id(parameter) not in adapters:
+            own = sources.get(name)
+            if id(parameter) not in recorded and own is None and id(parameter) not in adapters:
                 foreign.append(full)
                 continue
             # of the parameter, also if it was moved to another module since
-            source, then = recorded.get(id(parameter), (sources.get(name), version_of(parameter)))
+            source, then = recorded.get(id(parameter), (None if own is None else own.lazy, version_of(parameter)))
             if id(parameter) in adapters:  # PEFT draws it, wherever it was made
                 source, then = None, 0
             if version_of(parameter) != then:
@@ -189,13 +195,6 @@ def _uninitialised(model: nn.Module, names: list[str]) -> str:
     )
 
 
-# -- threads: the kernel copies, and hands out fresh memory, without Python's lock -------------------------------------
-
-_MOST = 8  # more of them wait for each other's memory
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
 def reading_threads(ranks: int) -> int:
     """Count the threads that a rank may read with: its share of this machine's cores.
 
@@ -204,27 +203,4 @@ def reading_threads(ranks: int) -> int:
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST, cores // max(1, here)))
-
-
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
-    """Yield ``function(item)`` of each item, in their order. The first exception ends it: what has not begun does not.
-
-    Args:
-        threads: how many call it at a time; with 1 this thread does.
-    """
-    if threads <= 1:
-        yield from map(function, items)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="autopar-read") as pool:
-        try:
-            waiting = [pool.submit(function, item) for item in items]
-        except RuntimeError:  # Python is about to end, and starts no more threads
-            yield from map(function, items)
-            return
-        try:
-            for future in waiting:
-                yield future.result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    return max(1, min(_MOST_THREADS, cores // max(1, here)))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.adapters.wrappers import tuner_layers
-from autopar.deferred_init.sources import inits_of, sources_of
+from autopar.deferred_init.sources import sources_of
 from autopar.distributed.rng import kept
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
@@ -166,12 +166,11 @@ def _own_inits(
 def _as_built(module: nn.Module, reset: Callable[[], Any]) -> None:
     """Run ``reset_parameters``, then the initialization by the constructor of an outer module, which came later."""
     reset()
-    sources, inits = sources_of(module), inits_of(module)
-    for name, parameter in own_parameters(module).items():
-        source = sources.get(name)
-        if parameter is not None and isinstance(source, InMemory):
-            parameter.copy_(source.tensor)
-        elif parameter is not None and len(inits.get(name, ())) > 1:  # the first is that of reset_parameters
+    for name, source in sources_of(module).items():
+        parameter = own_parameters(module).get(name)
+        if parameter is not None and isinstance(source.lazy, InMemory):
+            parameter.copy_(source.lazy.tensor)
+        elif parameter is not None and len(source.inits) > 1:  # the first is that of reset_parameters
             _repeat(module, [name])
 
 
@@ -179,7 +178,8 @@ def _repeat(module: nn.Module, names: list[str]) -> None:
     """Repeat the constructor's calls of ``torch.nn.init``."""
     for name in names:
         parameter = own_parameters(module)[name]
-        for init in inits_of(module).get(name, ()):
+        source = sources_of(module).get(name)
+        for init in source.inits if source is not None else ():
             # by name: transformers' functions, which skip what is initialized
             getattr(hf_init, init.function.__name__, init.function)(parameter, *init.args, **init.kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ __all__ = [
     "default_store",
     "has_timeout",
     "is_flat_parameter",
-    "local_part",
     "meshes_of_fsdp",
     "set_timeout",
 ]
@@ -47,11 +46,6 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:
 def has_timeout(backend: Any) -> bool:
     """Return whether :func:`set_timeout` knows a backend."""
     return hasattr(backend, "_set_default_timeout") and hasattr(backend, "options")
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """Return the local part of a DTensor, without a graph."""
-    return cast("torch.Tensor", tensor._local_tensor)
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:

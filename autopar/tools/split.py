@@ -142,9 +142,9 @@ def _sources(model: PreTrainedModel, plan: Plan) -> dict[str, LazyTensor]:
     found: dict[str, LazyTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
-        for name, lazy in sources_of(module).items():
-            if lazy is not None:
-                found.setdefault(plan.canonical(start + name), lazy)
+        for name, source in sources_of(module).items():
+            if source.lazy is not None:
+                found.setdefault(plan.canonical(start + name), source.lazy)
         for name, buffer in own_buffers(module).items():
             if buffer is not None and name not in unsaved_buffers(module):
                 found.setdefault(plan.canonical(start + name), InMemory(buffer))

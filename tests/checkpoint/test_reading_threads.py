@@ -1,9 +1,8 @@
-"""Reading in several threads: the same bytes, the first error, no more threads than a rank's share of the cores."""
+"""Reading in several threads: the same bytes, an error, no more threads than a rank's share of the cores."""
 
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
@@ -12,30 +11,12 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.deferred_init import materialize
 from autopar.deferred_init.context import lazy_init
-from autopar.deferred_init.materialize import in_threads, reading_threads
+from autopar.deferred_init.materialize import reading_threads
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled
 from tests.small import llama
-
-
-def test_results_come_in_order_and_the_first_error_ends_it():
-    begun = []
-
-    def slow(number: int) -> int:
-        begun.append(number)
-        if number == 3:
-            raise ValueError("three")
-        return number * 2
-
-    assert list(in_threads(slow, [0, 1, 2], 2)) == [0, 2, 4]
-    with pytest.raises(ValueError, match="three"):
-        list(in_threads(slow, [4, 3, *range(10, 10000)], 2))
-    assert len(begun) < 10000
-    here = threading.get_ident()
-    assert list(in_threads(lambda _: threading.get_ident(), [0, 1], 1)) == [here, here]
-    assert here not in in_threads(lambda _: threading.get_ident(), [0, 1], 2)
 
 
 def test_a_rank_has_its_share_of_the_cores(monkeypatch):

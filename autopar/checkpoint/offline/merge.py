@@ -166,14 +166,8 @@ def _verified_meanwhile(shards: Shards, verify: bool) -> Iterator[None]:
                 return
             shards.verify(shard)
 
-    try:
-        pool = ThreadPoolExecutor(1, "autopar verify")
+    with ThreadPoolExecutor(1, "autopar verify") as pool:
         done = pool.submit(run)
-    except RuntimeError:  # the interpreter is ending, and a save in the background with it
-        run()
-        yield
-        return
-    with pool:
         try:
             yield
         except BaseException:
