@@ -73,59 +73,50 @@ def lazy_init() -> Iterator[None]:
 
 
 def _patch_torch(patches: _Patches, made: MutableMapping[int, nn.Module], empty: _EmptyOnMeta) -> None:
-    def registering(name: str) -> Callable[..., None]:
-        def register(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            patches.original(nn.Module, name)(self, *args, **kwargs)
-            if patches.mine:
-                made[id(self)] = self
+    def register(plain: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        plain(module, *args, **kwargs)
+        made[id(module)] = module
 
-        return register
-
-    def register_parametrization(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
-        if patches.mine and (parameter := own_parameters(module).get(tensor_name)) is not None:
+    def register_parametrization(plain: Any, module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:
+        if (parameter := own_parameters(module).get(tensor_name)) is not None:
             empty.materialize(parameter)  # the new parameters are computed from it
-        return patches.original(parametrize, "register_parametrization")(module, tensor_name, *args, **kwargs)
+        return plain(module, tensor_name, *args, **kwargs)
 
-    for name in ("register_parameter", "register_buffer"):
-        patches.set(nn.Module, name, registering(name))
+    patches.set(nn.Module, "register_parameter", register)
+    patches.set(nn.Module, "register_buffer", register)
     patches.set(parametrize, "register_parametrization", register_parametrization)
     for module_name in hf_init.TORCH_MODULES_TO_PATCH:
         for name in hf_init.TORCH_INIT_FUNCTIONS:
             if hasattr(module := sys.modules.get(module_name), name):
-                patches.set(module, name, empty.recording(getattr(module, name)))
+                patches.set(module, name, empty.record)
 
 
 def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta) -> None:
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        if patches.mine:
-            models.begin(self)
-        patches.original(PreTrainedModel, "__init__")(self, *args, **kwargs)
+    def begin(plain: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+        models.begin(model)
+        plain(model, *args, **kwargs)
 
-    def init_weights(self: Any) -> None:
-        if patches.mine:
-            self.tie_weights(recompute_mapping=False)  # what transformers does on the meta device
-            models.end(self)
-        else:
-            patches.original(PreTrainedModel, "init_weights")(self)
+    def init_weights(plain: Any, model: Any) -> None:
+        model.tie_weights(recompute_mapping=False)  # what transformers does on the meta device
+        models.end(model)
 
-    def load(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
-        original = patches.original(PreTrainedModel, "_load_pretrained_model")
+    def load(plain: Any, model: Any, state_dict: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
         models.loaded.add(model)
-        if not patches.mine or state_dict is not None:
-            return original(model, state_dict, files, config, *rest, **kwargs)
+        if state_dict is not None:
+            return plain(model, state_dict, files, config, *rest, **kwargs)
         from autopar.deferred_init.files import load_lazily
 
         with empty.off():
-            return load_lazily(original, model, files, config, *rest, **kwargs)
+            return load_lazily(plain, model, files, config, *rest, **kwargs)
 
-    def finalize(*args: Any, **kwargs: Any) -> Any:
-        with empty.off() if patches.mine else nullcontext():  # what is missing in the files is initialized for real
-            return patches.original(PreTrainedModel, "_finalize_model_loading")(*args, **kwargs)
+    def finalize(plain: Any, *args: Any, **kwargs: Any) -> Any:
+        with empty.off():  # what is missing in the files is initialized for real
+            return plain(*args, **kwargs)
 
-    patches.set(PreTrainedModel, "__init__", functools.wraps(PreTrainedModel.__init__)(begin))
+    patches.set(PreTrainedModel, "__init__", begin)
     patches.set(PreTrainedModel, "init_weights", init_weights)
-    patches.set(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
-    patches.set(PreTrainedModel, "_finalize_model_loading", staticmethod(finalize))
+    patches.set(PreTrainedModel, "_load_pretrained_model", load)
+    patches.set(PreTrainedModel, "_finalize_model_loading", finalize)
 
 
 def in_lazy_init() -> bool:
@@ -183,28 +174,27 @@ class _Models:
 
 
 class _Patches:
-    """Attributes of classes and modules that are replaced inside the ``with``, for this thread."""
+    """Functions of classes and modules that are patched inside the ``with``, for this thread."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        self._replaced.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
+    def set(self, owner: Any, name: str, body: Callable[..., Any]) -> None:
+        """Patch a function: ``body`` gets the plain one, then the arguments."""
+        found, thread = owner.__dict__[name], threading.get_ident()
+        plain = found.__func__ if isinstance(found, staticmethod) else found
 
-    def original(self, owner: Any, name: str) -> Callable[..., Any]:
-        value = next(value for known, key, value in self._replaced if (known, key) == (owner, name))
-        return value.__func__ if isinstance(value, staticmethod) else value
+        @functools.wraps(plain)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            mine = threading.get_ident() == thread
+            return body(plain, *args, **kwargs) if mine else plain(*args, **kwargs)
 
-    @property
-    def mine(self) -> bool:
-        """Whether this is the thread that is building lazily."""
-        return threading.get_ident() == self._thread
+        self._replaced.append((owner, name, found))
+        setattr(owner, name, staticmethod(patched) if isinstance(found, staticmethod) else patched)
 
     def undo(self) -> None:
-        for owner, name, value in reversed(self._replaced):
-            setattr(owner, name, value)
+        for owner, name, found in reversed(self._replaced):
+            setattr(owner, name, found)
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -266,21 +256,16 @@ class _EmptyOnMeta(TorchFunctionMode):
         for init in recorded:
             init.function(tensor, *init.args, **init.kwargs)
 
-    def recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of ``torch.nn.init``: recorded instead of run where there is no memory."""
-        thread = threading.get_ident()
-
-        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and self._on:
-                self._models.refuse(tensor)
-            if threading.get_ident() != thread or not tensor.is_meta:
-                return function(tensor, *args, **kwargs)
-            storage = tensor.untyped_storage()
-            self._alive.append(storage)
-            self._inits.setdefault(storage_id(storage), []).append(Init(function, args, kwargs))
-            return tensor
-
-        return record
+    def record(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of ``torch.nn.init`` where there is no memory; run it elsewhere."""
+        if self._on:
+            self._models.refuse(tensor)
+        if not tensor.is_meta:
+            return function(tensor, *args, **kwargs)
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        self._inits.setdefault(storage_id(storage), []).append(Init(function, args, kwargs))
+        return tensor
 
 
 def _writes(func: Any) -> bool:
