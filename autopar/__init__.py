@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autopar.config import ParallelConfig
     from autopar.data_parallel.dataloader import gather_for_metrics, prepare_dataloader
     from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
-    from autopar.data_parallel.loss_scale import GradScaler
+    from autopar.data_parallel.precision import GradScaler
     from autopar.deferred_init.context import lazy_init
     from autopar.distributed.mesh import MPU
     from autopar.distributed.stop_signal import StopSignal
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GradScaler": "autopar.data_parallel.loss_scale",
+    "GradScaler": "autopar.data_parallel.precision",
     "MPU": "autopar.distributed.mesh",
     "ParallelConfig": "autopar.config",
     "StopSignal": "autopar.distributed.stop_signal",

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from autopar.adapters.wrappers import is_peft_model
+from autopar.adapters import is_peft_model
 from autopar.checkpoint.arguments import absolute
 from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.save import prepare_alike, write_shard

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters.wrappers import is_peft_model
+from autopar.adapters import is_peft_model
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
     MODEL_SHARD,

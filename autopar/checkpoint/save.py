@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autopar.adapters.wrappers import check_merged
+from autopar.adapters import check_merged
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.extra import check_extra, merged_names
 from autopar.checkpoint.format import SHARDED_EXTRA, Manifest, versions

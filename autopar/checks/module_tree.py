@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.adapters.wrappers import tuner_layers
+from autopar.adapters import tuner_layers
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_modules, own_parameters
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.adapters.wrappers import is_adapted
+from autopar.adapters import is_adapted
 from autopar.call_site import calls
 from autopar.checks.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU

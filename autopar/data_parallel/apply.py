@@ -23,8 +23,8 @@ from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
-from autopar.data_parallel.master_weights import DTYPES
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
+from autopar.data_parallel.precision import DTYPES
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU

@@ -19,9 +19,16 @@ from torch import nn
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm, local_part
-from autopar.data_parallel.loss_scale import LossScale, agree_on_overflow
-from autopar.data_parallel.master_weights import DTYPES, MasterWeights, fp32_gradients, to_fp32, to_half
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
+from autopar.data_parallel.precision import (
+    DTYPES,
+    LossScale,
+    MasterWeights,
+    agree_on_overflow,
+    fp32_gradients,
+    to_fp32,
+    to_half,
+)
 from autopar.data_parallel.zero1 import OwnedParameters
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.checks.process_hooks import forget, listen
 from autopar.checks.wrappers import refuse_flat
 from autopar.data_parallel.gradients import counted_here, local_part, tensor_norm
-from autopar.data_parallel.loss_scale import agree_on_found
+from autopar.data_parallel.precision import agree_on_found
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU

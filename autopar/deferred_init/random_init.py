@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
-from autopar.adapters.wrappers import tuner_layers
+from autopar.adapters import tuner_layers
 from autopar.deferred_init.sources import sources_of
 from autopar.distributed.rng import kept
 from autopar.errors import ConfigError

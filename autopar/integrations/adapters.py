@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.adapters.wrappers import is_peft_model, is_tuner
+from autopar.adapters import is_peft_model, is_tuner
 from autopar.api import Parallelized, deparallelize, initialize
 from autopar.errors import AutoparError, ConfigError
 

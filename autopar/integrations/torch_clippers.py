@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad as torch_clip
 
 from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.gradients import clip_factor, scale_gradients
-from autopar.data_parallel.loss_scale import GradScaler
+from autopar.data_parallel.precision import GradScaler
 from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_body, patch_member

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters.wrappers import tuner_layers
+from autopar.adapters import tuner_layers
 from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog

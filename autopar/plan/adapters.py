@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.adapters.supported import check_layer
-from autopar.adapters.wrappers import tuner_layers
+from autopar.adapters import check_layer, tuner_layers
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import swaps_features
 from autopar.layout import Layout

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autopar.adapters.supported import check_adapters
+from autopar.adapters import check_adapters
 from autopar.errors import ConfigError, PolicyError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout

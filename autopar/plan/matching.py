@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters.wrappers import seen_through
+from autopar.adapters import seen_through
 from autopar.errors import PolicyError, nearest
 from autopar.foreign.modules import own_buffers, own_modules, own_parameters
 from autopar.layout import Layout

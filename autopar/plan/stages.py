@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters.supported import check_adapters
+from autopar.adapters import check_adapters
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.blocks import Blocks
 from autopar.policy.described_model import model_inside

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters.wrappers import plain_name
+from autopar.adapters import plain_name
 from autopar.errors import UnsupportedModelError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autopar.adapters.wrappers import is_peft_model, is_tuner
+from autopar.adapters import is_peft_model, is_tuner
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.swap import bind, unbind

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.loss_scale import LossScale
+from autopar.data_parallel.precision import LossScale
 
 
 def scale(**changes):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from autopar.adapters.wrappers import is_peft_model
+from autopar.adapters import is_peft_model
 from autopar.checkpoint.format import MANIFEST, Manifest
 from autopar.checkpoint.random_states import restore, take
 from autopar.errors import CheckpointError

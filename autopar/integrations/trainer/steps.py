@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from autopar.adapters.wrappers import is_peft_model
+from autopar.adapters import is_peft_model
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
 
 __all__ = ["ParallelBase", "StepMixin", "base_of"]

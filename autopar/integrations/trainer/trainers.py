@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Seq2SeqTrainer, Trainer
 
-from autopar.adapters.wrappers import is_peft_model, tuner_layers
+from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_state import check_optimizer

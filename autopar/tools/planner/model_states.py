@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.master_weights import DTYPES, keeps_fp32
+from autopar.data_parallel.precision import DTYPES, keeps_fp32
 from autopar.data_parallel.zero1 import assign
 from autopar.errors import ConfigError, nearest
 from autopar.plan.plan import Plan

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.context_parallel import apply as context_parallel
 from autopar.context_parallel.state import RowPlan
-from autopar.data_parallel.master_weights import DTYPES, MasterWeights, to_half
+from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy

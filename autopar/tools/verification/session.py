@@ -13,7 +13,7 @@ from torch import nn
 import autopar.api
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import average_gradients
-from autopar.data_parallel.master_weights import DTYPES
+from autopar.data_parallel.precision import DTYPES
 from autopar.distributed import gloo_collectives
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
