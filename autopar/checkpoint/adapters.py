@@ -1,7 +1,7 @@
 """Save the adapters of a parallelized ``PeftModel`` alone, as PEFT writes them: readable without autopar.
 
-Ranks write what they hold of the adapters into a hidden folder; rank 0 puts that together and lets PEFT write its
-files there, which then take the place of older ones.
+The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, which then take the place of
+older ones.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from autopar.adapters import is_peft_model
 from autopar.checkpoint.arguments import absolute
-from autopar.checkpoint.fsdp_shards import gather
-from autopar.checkpoint.save import prepare_alike, write_shard
+from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.save import prepare_alike
 from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.staging import fsync
-from autopar.checkpoint.state import State, listed, parameters_elsewhere, state_of
-from autopar.distributed.consensus import all_ranks, rank_zero
+from autopar.checkpoint.state import State, listed, local_tensors, parameters_elsewhere, state_of
+from autopar.distributed.consensus import rank_zero
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
 __all__ = ["alone", "options_of_peft", "save_adapters"]
 
-_SHARDS = ".shards"
 _CARD = "README.md"
 
 
@@ -62,8 +60,8 @@ def save_adapters(
         call |= {key: repr(value) for key, value in given.items()}
         return call, (adapters, Path(target)), snapshot(model)
 
-    (adapters, target), local = prepare_alike(model, timeout, prepare)
-    adapters.write(target, local)
+    (adapters, target), _ = prepare_alike(model, timeout, prepare)
+    adapters.write(target, local_tensors(model, fsdp=True))
 
 
 def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:
@@ -173,59 +171,33 @@ class _Adapters:
             if alias.startswith(self._start)
         }
 
-    def write(self, target: Path, local: Snapshot) -> None:
-        """Write what all ranks hold. Collective."""
-        mpu = self.state.mpu
-        held = {name: tensor for name, tensor in local.tensors["model"].items() if name in self.names}
-        if local.fsdp:
-            held = gather(held, mpu)
-        made: list[Path] = []
-
-        def start() -> str:
-            target.mkdir(parents=True, exist_ok=True)
-            made.append(target / f".adapters.tmp-{secrets.token_hex(8)}")
-            (made[0] / _SHARDS).mkdir(parents=True)
-            return str(made[0])
-
-        def untouched() -> str:
-            return f"The adapters in {target} are as they were."
-
-        def shard() -> None:
-            if held:
-                write_shard(temp / _SHARDS, temp.name, "model", (mpu.tp.rank, mpu.pp.rank, None), held)
-
-        try:
-            temp = Path(rank_zero(mpu, start, untouched))
-            all_ranks(mpu, shard, untouched)
-            rank_zero(mpu, lambda: self._finish(temp, target), untouched)
-        finally:
-            for path in made:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _finish(self, temp: Path, target: Path) -> None:
-        """Put the shards together, let PEFT write its files, and move them into place: configs last."""
-        shards = temp / _SHARDS
-        parts: dict[str, list[torch.Tensor]] = {}
-        for tp in range(self.state.mpu.sizes.tp):
-            for path in sorted(shards.glob(f"model-tp{tp}-*")):
-                for name, tensor in load_file(path).items():
-                    parts.setdefault(name, []).append(tensor)
-        missing = self.names - parts.keys()
-        if missing:
-            raise CheckpointError(f"no rank holds {listed(sorted(missing))}")
+    def write(self, target: Path, local: Mapping[str, torch.Tensor]) -> None:
+        """Write what all ranks hold: their tensors, by canonical names. Collective."""
+        weights, rank = WholeWeights(self.state, dict(local)), self.state.mpu.rank
         whole = {}
-        for name, listed_parts in parts.items():
-            layout = self.state.plan.tensors[name].layout
-            whole[name] = listed_parts[0] if layout is None else layout.unshard(listed_parts)
-        shutil.rmtree(shards)
-        if (target / _CARD).is_file():
-            shutil.copy(target / _CARD, temp / _CARD)  # PEFT changes a card that is there
-        kind: Any = type(self.peft_model)
-        with self._all_parameters():
-            kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
-        written = sorted(path.relative_to(temp) for path in temp.rglob("*") if path.is_file())
-        for file in sorted(written, key=lambda path: path.name == "adapter_config.json"):
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            fsync(temp / file)
-            os.replace(temp / file, target / file)
-        fsync(target)
+        for name in sorted(self.names):
+            tensor = weights.whole(name)
+            if rank == 0:
+                whole[name] = tensor.cpu()
+        untouched = f"The adapters in {target} are as they were."
+        rank_zero(self.state.mpu, lambda: self._write(whole, target), lambda: untouched)
+
+    def _write(self, whole: Mapping[str, torch.Tensor], target: Path) -> None:
+        """Let PEFT write its files into a hidden folder, and move them into place: configs last."""
+        target.mkdir(parents=True, exist_ok=True)
+        temp = target / f".adapters.tmp-{secrets.token_hex(8)}"
+        try:
+            temp.mkdir()
+            if (target / _CARD).is_file():
+                shutil.copy(target / _CARD, temp / _CARD)  # PEFT changes a card that is there
+            kind: Any = type(self.peft_model)
+            with self._all_parameters():
+                kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
+            written = sorted(path.relative_to(temp) for path in temp.rglob("*") if path.is_file())
+            for file in sorted(written, key=lambda path: path.name == "adapter_config.json"):
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                fsync(temp / file)
+                os.replace(temp / file, target / file)
+            fsync(target)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)

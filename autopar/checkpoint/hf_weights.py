@@ -20,7 +20,7 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.views import open_piece
 
-__all__ = ["hf_weights"]
+__all__ = ["WholeWeights", "hf_weights"]
 
 
 def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,7 +53,7 @@ def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterato
         return local_tensors(root, fsdp=any(isinstance(p, DTensor) for p in root.parameters()))
 
     local = same_on_every_rank(check, lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)})
-    return _Walk(state, local).run(_buckets(state, parse_size(bucket_size)))
+    return WholeWeights(state, local).run(_buckets(state, parse_size(bucket_size)))
 
 
 def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
@@ -77,8 +77,8 @@ def _elements(tensor: TensorPlan) -> int:
     return torch.Size(tensor.shape).numel()
 
 
-class _Walk:
-    """One pass of this rank over the weights.
+class WholeWeights:
+    """The weights of a model, gathered one after the other on every rank.
 
     Args:
         local: what this rank holds, by canonical names.
@@ -124,19 +124,20 @@ class _Walk:
     @torch.no_grad()
     def _written(self, tensor: TensorPlan) -> Iterator[tuple[str, torch.Tensor]]:
         if tensor.saved_as is not None:
-            yield tensor.saved_as, self._whole(tensor.name)
+            yield tensor.saved_as, self.whole(tensor.name)
             return
         wholes: dict[str, LazyTensor] = {}
 
         def stored(name: str) -> LazyTensor:
             if name not in wholes:
-                wholes[name] = InMemory(self._whole(name))
+                wholes[name] = InMemory(self.whole(name))
             return wholes[name]
 
         for piece in tensor.pieces:
             yield piece.name, open_piece(piece, tensor.name, stored).read().to(self.mpu.device)
 
-    def _whole(self, name: str) -> torch.Tensor:
+    @torch.no_grad()
+    def whole(self, name: str) -> torch.Tensor:
         """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
         mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
         shard = held.full_tensor() if isinstance(held, DTensor) else held

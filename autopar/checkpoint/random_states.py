@@ -102,26 +102,24 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
     for coordinates in ((tp, pp, replica), (tp, 0, replica)):
         if coordinates in states:
             return states[coordinates]
-    return _own_streams(states[0, 0, replica], tp)
+    base = states[0, 0, replica]
+    streams = _reseeded(_checked(base)["streams"], tp)
+    return {**base, "streams": encode_inline(streams, f"{_WHERE}.streams")}
 
 
 def _seeded(base: Json, tp: int, dp: int) -> Json:
     """Seed the states of a new replica: default generators are alike on its tensor-parallel ranks, streams are not."""
     states = _checked(base)
     seed = _draw(states["torch"]) + dp * _SPREAD
+    default = TorchGenerators.of_seed(seed, cuda=True)
     fresh = {
         "python": random.Random(seed).getstate(),
         "numpy": np.random.RandomState(seed % (1 << 32)).get_state(legacy=False),
-        "torch": torch.Generator().manual_seed(seed).get_state(),
-        "cuda": None if (found := accelerator()) is None else found.seeded(seed),
+        "torch": default.cpu,
+        "cuda": default.cuda,
         "streams": _reseeded(states["streams"], dp * _SPREAD + tp),
     }
     return encode_inline(fresh, _WHERE)
-
-
-def _own_streams(base: Json, tp: int) -> Json:
-    streams = _reseeded(_checked(base)["streams"], tp)
-    return {**base, "streams": encode_inline(streams, f"{_WHERE}.streams")}
 
 
 def _reseeded(streams: Mapping[str, StreamState] | None, own: int) -> dict[str, StreamState] | None:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from autopar.adapters import is_peft_model
-from autopar.checkpoint.format import MANIFEST, Manifest
+from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.random_states import restore, take
 from autopar.errors import CheckpointError
 from autopar.integrations.trainer.steps import ParallelBase
@@ -29,7 +29,7 @@ _TIMEOUT = 600.0  # seconds in which the other ranks come to a save or a load; c
 class CheckpointMixin(ParallelBase):
     """Saving and resuming. Every rank calls all of it."""
 
-    _restored: Any = None  # random states of a checkpoint of another mesh
+    _restored: Any = None  # random states of the checkpoint that training goes on from
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -73,15 +73,12 @@ class CheckpointMixin(ParallelBase):
         model = self.model
         shards = Path(checkpoint) / SHARDS
         model.from_parallelized(shards, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
-        saved, now = Manifest.read(shards), model.mpu.sizes
-        self._restored = take() if (saved.sizes, saved.cp) != (now.as_saved(), now.cp) else None
+        self._restored = take()
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._restored is None:
-            super()._load_rng_state(checkpoint)
-            return
-        restore(self._restored)  # a rank's own file is that of another place in the mesh
+        if self._restored is not None:
+            restore(self._restored)  # a rank's own file is that of one place in one mesh
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
