@@ -1,6 +1,14 @@
-"""Groups, ranks and sizes of an MPU, under OSLO's, Megatron-LM's and DeepSpeed's spellings."""
+"""Groups, ranks and sizes of an MPU, under OSLO's, Megatron-LM's and DeepSpeed's spellings.
+
+Most of them are ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``: the names of the axes and of the values
+are tables, from which :class:`MeshAccessors` gets its methods.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 import torch.distributed as dist
 
@@ -8,35 +16,38 @@ from autopar.distributed.axis import Axis
 
 __all__ = ["MeshAccessors"]
 
+_AXES = {  # in a name -> the axis, and its ranks in words
+    "tensor_parallel": ("tp", "the ranks that hold the shards of one layer"),
+    "tensor_model_parallel": ("tp", "the ranks that hold the shards of one layer"),
+    "slice_parallel": ("tp", "the ranks that hold the shards of one layer"),
+    "context_parallel": ("cp", "the ranks that share a sequence"),
+    "tensor_and_context_parallel": ("tp_cp", "the ranks of a stage that get the same batch"),
+    "pipeline_parallel": ("pp", "the stages of a replica"),
+    "pipeline_model_parallel": ("pp", "the stages of a replica"),
+    "pipe_parallel": ("pp", "the stages of a replica"),
+    "model_parallel": ("tp_pp", "the ranks that hold each shard of the model once (tp x pp)"),
+}
+_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> what of the axis it is, and that in words
+    "group": (attrgetter("group"), "the process group of"),
+    "rank": (attrgetter("rank"), "this rank's place among"),
+    "world_size": (attrgetter("size"), "the number of"),
+    "src_rank": (lambda axis: axis.ranks[0], "the global rank of the first of"),
+    "first_rank": (lambda axis: axis.ranks[0], "the global rank of the first of"),
+    "last_rank": (lambda axis: axis.ranks[-1], "the global rank of the last of"),
+    "next_rank": (lambda axis: axis.ranks[(axis.rank + 1) % axis.size], "the global rank behind this one in a ring of"),
+    "prev_rank": (lambda axis: axis.ranks[axis.rank - 1], "the global rank in front of this one in a ring of"),
+    "global_ranks": (lambda axis: list(axis.ranks), "the global ranks of"),
+    "global_ranks_per_group": (lambda axis: list(axis.ranks), "the global ranks of"),
+}
+
 
 class MeshAccessors:
     """The accessors of :class:`~autopar.distributed.mesh.MPU`."""
 
-    tp: Axis
-    cp: Axis
     dp: Axis
     pp: Axis
     dp_cp: Axis
-    tp_cp: Axis
-    tp_pp: Axis
-    model: Axis
     _embedding: Axis | None
-
-    def get_tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that hold the other shards of this rank's layers."""
-        return self.tp.group
-
-    def get_tensor_parallel_rank(self) -> int:
-        """Return the place of this rank in its tensor-parallel group."""
-        return self.tp.rank
-
-    def get_tensor_parallel_world_size(self) -> int:
-        """Return the size of the tensor-parallel group."""
-        return self.tp.size
-
-    def get_tensor_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of the tensor-parallel group."""
-        return self.tp.ranks[0]
 
     def _data(self, with_context_parallel: bool) -> Axis:
         return self.dp_cp if with_context_parallel else self.dp
@@ -61,69 +72,9 @@ class MeshAccessors:
         """Return the global rank of the first rank of the data-parallel group."""
         return self._data(with_context_parallel).ranks[0]
 
-    def get_context_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that share this rank's sequences."""
-        return self.cp.group
-
-    def get_context_parallel_rank(self) -> int:
-        """Return the place of this rank in its context-parallel group."""
-        return self.cp.rank
-
-    def get_context_parallel_world_size(self) -> int:
-        """Return the size of the context-parallel group; 1: sequences are not split."""
-        return self.cp.size
-
-    def get_context_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of the context-parallel group."""
-        return self.cp.ranks[0]
-
-    def get_context_parallel_global_ranks(self) -> list[int]:
-        """Return the global ranks of the context-parallel group."""
-        return list(self.cp.ranks)
-
-    def get_tensor_and_context_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks of this stage that get the same batch."""
-        return self.tp_cp.group
-
-    def get_tensor_and_context_parallel_rank(self) -> int:
-        """Return the place of this rank among those of this stage that get the same batch."""
-        return self.tp_cp.rank
-
-    def get_tensor_and_context_parallel_world_size(self) -> int:
-        """Return the number of ranks of this stage that get the same batch."""
-        return self.tp_cp.size
-
-    def get_tensor_and_context_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of this stage that gets the same batch."""
-        return self.tp_cp.ranks[0]
-
-    def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the stages of this replica."""
-        return self.pp.group
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """Return the stage of this rank."""
-        return self.pp.rank
-
-    def get_pipeline_parallel_world_size(self) -> int:
-        """Return the number of stages."""
-        return self.pp.size
-
-    def get_pipeline_parallel_first_rank(self) -> int:
-        """Return the global rank of the first stage."""
-        return self.pp.ranks[0]
-
-    def get_pipeline_parallel_last_rank(self) -> int:
-        """Return the global rank of the last stage."""
-        return self.pp.ranks[-1]
-
-    def get_pipeline_parallel_next_rank(self) -> int:
-        """Return the global rank of the following stage; the last one's is the first."""
-        return self.pp.ranks[(self.pp.rank + 1) % self.pp.size]
-
-    def get_pipeline_parallel_prev_rank(self) -> int:
-        """Return the global rank of the preceding stage; the first one's is the last."""
-        return self.pp.ranks[(self.pp.rank - 1) % self.pp.size]
+    def get_data_parallel_group_ranks(self, with_context_parallel: bool = False) -> list[int]:
+        """Return the global ranks of the data-parallel group."""
+        return list(self._data(with_context_parallel).ranks)
 
     def is_pipeline_first_stage(self) -> bool:
         """Return whether this rank holds the embeddings."""
@@ -133,33 +84,11 @@ class MeshAccessors:
         """Return whether this rank holds the head."""
         return self.pp.rank == self.pp.size - 1
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the process group that holds each shard of the model once: tp x pp."""
-        return self.tp_pp.group
-
-    def get_model_parallel_rank(self) -> int:
-        """Return the place of this rank in the group of :meth:`get_model_parallel_group`."""
-        return self.tp_pp.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that hold each shard of the model once."""
-        return self.tp_pp.size
-
     def get_embedding_group(self) -> dist.ProcessGroup | None:
         """Return the process group of the first and last stage, which hold tied embeddings; None between."""
         return self._embedding.group if self._embedding else None
 
-    def get_data_parallel_group_ranks(self, with_context_parallel: bool = False) -> list[int]:
-        """Return the global ranks of the data-parallel group."""
-        return list(self._data(with_context_parallel).ranks)
-
-    def get_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of the group of :meth:`get_model_parallel_group`."""
-        return self.tp_pp.ranks[0]
-
-    def get_pipeline_parallel_global_ranks_per_group(self) -> list[int]:
-        """Return the global ranks of the stages of this replica, the first stage's first."""
-        return list(self.pp.ranks)
+    get_embedding_tied_group = get_embedding_group
 
     def get_embedding_global_ranks(self) -> list[int]:
         """Return the global ranks of the first and the last stage of this replica, one if they are the same."""
@@ -172,25 +101,17 @@ class MeshAccessors:
     def get_virtual_pipeline_model_parallel_rank(self) -> None:
         """Return None: which chunks of a schedule a stage holds is the pipeline's affair."""
 
-    def get_virtual_pipeline_model_parallel_world_size(self) -> None:
-        """Return None, see :meth:`get_virtual_pipeline_model_parallel_rank`."""
+    get_virtual_pipeline_model_parallel_world_size = get_virtual_pipeline_model_parallel_rank
 
-    get_tensor_model_parallel_group = get_tensor_parallel_group
-    get_tensor_model_parallel_rank = get_tensor_parallel_rank
-    get_tensor_model_parallel_world_size = get_tensor_parallel_world_size
-    get_tensor_model_parallel_src_rank = get_tensor_parallel_src_rank
-    get_pipeline_model_parallel_group = get_pipeline_parallel_group
-    get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
-    get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
-    get_pipeline_model_parallel_first_rank = get_pipeline_parallel_first_rank
-    get_pipeline_model_parallel_last_rank = get_pipeline_parallel_last_rank
-    get_pipeline_model_parallel_next_rank = get_pipeline_parallel_next_rank
-    get_pipeline_model_parallel_prev_rank = get_pipeline_parallel_prev_rank
-    get_pipeline_model_parallel_global_ranks_per_group = get_pipeline_parallel_global_ranks_per_group
-    get_embedding_tied_group = get_embedding_group
-    get_pipe_parallel_group = get_pipeline_parallel_group
-    get_pipe_parallel_rank = get_pipeline_parallel_rank
-    get_pipe_parallel_world_size = get_pipeline_parallel_world_size
-    get_slice_parallel_group = get_tensor_parallel_group
-    get_slice_parallel_rank = get_tensor_parallel_rank
-    get_slice_parallel_world_size = get_tensor_parallel_world_size
+
+def _getter(axis: str, value: Callable[[Axis], Any], words: str) -> Callable[[Any], Any]:
+    def get(self: Any) -> Any:
+        return value(getattr(self, axis))
+
+    get.__doc__ = f"Return {words}."
+    return get
+
+
+for _name, (_axis, _ranks) in _AXES.items():
+    for _ending, (_value, _words) in _VALUES.items():
+        setattr(MeshAccessors, f"get_{_name}_{_ending}", _getter(_axis, _value, f"{_words} {_ranks}"))
