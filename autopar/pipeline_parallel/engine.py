@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +17,8 @@ from autopar.pipeline_parallel.batch_checks import check_microbatch, digest_of, 
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
-from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, run_stage
+from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, Streams, run_stage
 from autopar.pipeline_parallel.step_count import StepCount
-from autopar.pipeline_parallel.streams import Streams
 from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
@@ -165,12 +163,10 @@ class Engine:
         last = stage == plan.stages - 1
         inputs = dict(step.microbatches[microbatch])
         streams = Streams(seed, plan.stages, microbatch)
-        enter = functools.partial(streams.stage, stage)
-        bounds = plan.bounds[stage : stage + 2]
-        forward = StageForward(self.context, bounds, last, received, enter=enter, decode=streams.decoder)
+        forward = StageForward(self.context, plan.bounds[stage : stage + 2], last, received, streams, stage)
         loss_of = step.loss_of
         finish = None if loss_of is None else (lambda outputs: loss_of(outputs, inputs))
-        with torch.set_grad_enabled(step.backward), streams.front():
+        with torch.set_grad_enabled(step.backward):
             result = run_stage(forward, step.call or self.model, (), dict(inputs), finish)
         roots: list[torch.Tensor] = []
         if last:

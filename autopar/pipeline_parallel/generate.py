@@ -15,8 +15,7 @@ from autopar.pipeline_parallel.engine import Engine
 from autopar.pipeline_parallel.kv_cache import find_cache, record_lengths
 from autopar.pipeline_parallel.outputs import complete, incomplete, unavailable
 from autopar.pipeline_parallel.p2p import Message
-from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, run_stage
-from autopar.pipeline_parallel.streams import Streams
+from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, Streams, run_stage
 
 __all__ = ["call_through_stages"]
 
@@ -98,12 +97,9 @@ def _run_stages(
         if before is not None and plan.rank_of[before] != p2p.axis.rank:
             output, seed = p2p.receive(plan.rank_of[before], _output(before, stage))
         received = None if before is None else output
-        streams = Streams(seed, plan.stages)
-        enter = functools.partial(streams.stage, stage)
-        bounds = plan.bounds[stage : stage + 2]
-        forward = StageForward(engine.context, bounds, after is None, received, enter=enter, decode=streams.decoder)
-        with streams.front():
-            result = run_stage(forward, plain, args, dict(kwargs))
+        bounds, streams = plan.bounds[stage : stage + 2], Streams(seed, plan.stages)
+        forward = StageForward(engine.context, bounds, after is None, received, streams, stage)
+        result = run_stage(forward, plain, args, dict(kwargs))
         cache = cache or forward.cache
         if after is not None:
             output = result

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils.generic import ModelOutput
@@ -23,6 +23,9 @@ from autopar.pipeline_parallel.kv_cache import copy_caches
 from autopar.pipeline_parallel.outputs import incomplete
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, written_in_place
+
+if TYPE_CHECKING:
+    from autopar.pipeline_parallel.stage_forward import StageForward
 
 __all__ = ["Examined", "Provenance", "check_padding", "examine", "explain"]
 
@@ -104,25 +107,8 @@ class Examined:
     unavailable: tuple[str, ...] = ()
 
 
-class _Forward(Protocol):
-    """A stage's forward, as far as this has to know it (:mod:`~autopar.pipeline_parallel.stage_forward`)."""
-
-    context: Any
-    provenance: Provenance | None
-    loss: Any
-    start: int
-    stop: int
-    last: bool
-    before: list[int]
-
-    @property
-    def skipped_source(self) -> bool: ...
-    def restart(self, source: int) -> None: ...
-    def run(self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
-
-
 def examine(
-    forward: _Forward,
+    forward: StageForward,
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -160,7 +146,7 @@ def examine(
 
 
 def _followed(
-    forward: _Forward, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    forward: StageForward, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Provenance]:
     provenance = forward.provenance = Provenance()
     for name, tensor in forward.context.placeholders.items():
@@ -195,7 +181,7 @@ def check_padding(error: Exception) -> None:
         ) from error
 
 
-def explain(forward: _Forward, missing: frozenset[str]) -> str:
+def explain(forward: StageForward, missing: frozenset[str]) -> str:
     """Return the error of a stage that reads what it does not have."""
     names = sorted(missing)
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

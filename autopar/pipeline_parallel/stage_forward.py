@@ -5,17 +5,24 @@ a :class:`StageForward` runs, an element before the stage returns what the stage
 compute, and the last of them ends the forward by an exception that carries its output. Everything around the blocks
 (masks, positions, heads) is the model's own code. The first forward of each kind of call is examined: nothing that
 another stage holds may reach its results.
+
+[Note: random streams of stages] Every stage runs the code in front of its blocks. What that draws (the patches to mask,
+jittered coordinates) the blocks of several stages may read, or the code behind them, so it must be the same everywhere:
+it comes from a stream of the micro-batch. Blocks draw (dropout) from a stream of their stage. The code in front of a
+decoder has a third one, since the stage that runs the end of the encoder comes there from its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from autopar.distributed.rng import seeded, switch_stream
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import version_of
 from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length, tokens_of
@@ -25,7 +32,16 @@ from autopar.pipeline_parallel.provenance import Provenance, check_padding, exam
 from autopar.plan.stages import StagePlan
 from autopar.swap import swap, unswap
 
-__all__ = ["StageContext", "StageForward", "StageOutput", "mark_boundaries", "run_stage", "unmark_boundaries"]
+__all__ = [
+    "StageContext",
+    "StageForward",
+    "StageOutput",
+    "Streams",
+    "mark_boundaries",
+    "run_stage",
+    "switching",
+    "unmark_boundaries",
+]
 
 
 class StageOutput(NamedTuple):
@@ -71,13 +87,45 @@ class StageContext:
         return None if self.forward is None else not self.forward.reached
 
 
+class Streams:
+    """The random streams of one micro-batch.
+
+    Args:
+        seed: of the pass; None: there are none, all draws go on where the generators are.
+    """
+
+    def __init__(self, seed: int | None, stages: int, microbatch: int = 0) -> None:
+        self.stages = stages
+        self.first = None if seed is None else seed + (stages + 1) * microbatch
+
+    @contextmanager
+    def front(self) -> Iterator[None]:
+        """Draw from the stream of the code in front of the blocks; inside, other streams may be switched to."""
+        if self.first is None:
+            yield
+            return
+        with seeded(self.first):
+            yield
+
+    def stage(self, number: int) -> None:
+        """Switch to the stream of a stage's own blocks; the first stage goes on with that of the code in front."""
+        if self.first is not None and number > 0:
+            switch_stream(self.first + number)
+
+    def decoder(self) -> None:
+        """Switch to the stream of the code in front of a decoder."""
+        if self.first is not None:
+            switch_stream(self.first + self.stages)
+
+
 class StageForward:
     """One forward of a stage.
 
     Args:
         bounds: it runs the elements from the first up to, not including, the second.
         last: whether it returns what the model returns.
-        enter, decode: called where the stage's own blocks begin, and behind an encoder: random streams begin there.
+        streams: what is drawn from, by default the generators as they are.
+        stage: its number among the streams.
 
     Attributes:
         provenance: where a forward is examined: then only ``source``, the element in front of the stage, returns what
@@ -94,12 +142,11 @@ class StageForward:
         bounds: Sequence[int],
         last: bool,
         received: StageOutput | None,
-        *,
-        enter: Callable[[], None] | None = None,
-        decode: Callable[[], None] | None = None,
+        streams: Streams | None = None,
+        stage: int = 0,
     ) -> None:
         self.context, self.last, self.received = context, last, received
-        self._enter, self._decode = enter, decode
+        self.streams, self.stage = streams or Streams(None, 1), stage
         self.start, self.stop = bounds
         self.provenance: Provenance | None = None
         self.loss: Any = None
@@ -156,13 +203,7 @@ class StageForward:
         """Begin the stage's own blocks, at the block ``place`` or right behind it."""
         if place >= self.start - 1 and not self._entered:
             self._entered = True
-            if self._enter is not None:
-                self._enter()
-
-    def come_behind_encoder(self) -> None:
-        """Begin the code in front of a decoder."""
-        if self._decode is not None:
-            self._decode()
+            self.streams.stage(self.stage)
 
     def check_copies(self) -> None:
         """Raise UnsupportedModelError if the model wrote into what :meth:`output_before` returned."""
@@ -190,7 +231,7 @@ class StageBoundary:
             forward.cache = forward.cache or find_cache(args, kwargs)
         if place < forward.start:
             if is_encoder:
-                forward.come_behind_encoder()
+                forward.streams.decoder()
                 return forward.encoder
             forward.come_to(place)
             if forward.cache is not None:
@@ -205,7 +246,7 @@ class StageBoundary:
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if is_encoder:
             forward.encoder, forward.output = output, None
-            forward.come_behind_encoder()
+            forward.streams.decoder()
         else:
             forward.output = output
         if place == forward.stop - 1 and not forward.last:
@@ -227,6 +268,35 @@ def unmark_boundaries(model: nn.Module, plan: StagePlan, prefix: str = "") -> No
         unswap(modules[path.removeprefix(prefix)], StageBoundary, "stage_context", "stage_place")
 
 
+@contextmanager
+def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
+    """Let a whole model draw as its stages do: hooks switch the streams where a stage begins.
+
+    Args:
+        model: a plain one, with the plan's elements.
+        streams: returns those of the micro-batch that runs.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooks: list[Any] = []
+
+    def begin(number: int) -> Callable[..., None]:
+        return lambda *_: streams().stage(number)
+
+    if plan.encoder is not None:
+        hooks.append(modules[plan.elements[plan.encoder]].register_forward_hook(lambda *_: streams().decoder()))
+    for number, start in enumerate(plan.bounds[1:-1], 1):
+        before = start - 1
+        if before == plan.encoder:
+            hooks.append(modules[plan.elements[start]].register_forward_pre_hook(begin(number)))
+        else:
+            hooks.append(modules[plan.elements[before]].register_forward_hook(begin(number)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def run_stage(
     forward: StageForward,
     model: Callable[..., Any],
@@ -246,21 +316,22 @@ def run_stage(
     """
     kind = (forward.start, forward.last, torch.is_grad_enabled(), _kind_of(list(args)), _kind_of(kwargs))
     unavailable = forward.context.examined.get(kind)
-    if unavailable is None:
-        examined = examine(forward, model, args, kwargs, finish)
-        if examined.missing:
-            raise UnsupportedModelError(explain(forward, examined.missing))
-        forward.context.examined[kind] = examined.unavailable
-        return examined.result
-    try:
-        result = forward.run(model, args, kwargs)
-    except ValueError as error:
-        check_padding(error)
-        raise
-    if forward.last:
-        result = incomplete(result, unavailable) if unavailable else result
-        forward.loss = finish(result) if finish is not None else None
-    return result
+    with forward.streams.front():
+        if unavailable is None:
+            examined = examine(forward, model, args, kwargs, finish)
+            if examined.missing:
+                raise UnsupportedModelError(explain(forward, examined.missing))
+            forward.context.examined[kind] = examined.unavailable
+            return examined.result
+        try:
+            result = forward.run(model, args, kwargs)
+        except ValueError as error:
+            check_padding(error)
+            raise
+        if forward.last:
+            result = incomplete(result, unavailable) if unavailable else result
+            forward.loss = finish(result) if finish is not None else None
+        return result
 
 
 def _kind_of(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The weights of a rank's stages: those of other stages are released, and reloaded by ``deparallelize``.
 
 A parameter that another stage holds leaves the module. In its place stays a placeholder, a tensor without memory
-(:mod:`~autopar.pipeline_parallel.placeholders`), so that the model's own code in front of the blocks still runs and
+(:class:`Placeholder`), so that the model's own code in front of the blocks still runs and
 gives the right shapes; what it computes there is replaced by what the stage receives
 (:mod:`~autopar.pipeline_parallel.provenance` proves it). Its values are not a number.
 """
@@ -18,13 +18,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.mesh import MPU
+from autopar.errors import UnsupportedModelError
 from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.pipeline_parallel.placeholders import Placeholder, make_placeholder, scalar_placeholder
+from autopar.foreign.tensors import no_overrides
 from autopar.plan.stages import StagePlan
 from autopar.storage.parameter_storage import replace_storage
 from autopar.swap import swap, unswap
+from autopar.tensor_tracking import storage_key
 
-__all__ = ["ReleasedWeights", "release", "reload"]
+__all__ = ["Placeholder", "ReleasedWeights", "make_placeholder", "release", "reload"]
 
 
 class ReleasedWeights:
@@ -200,3 +202,90 @@ def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:
     staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
     dist.broadcast(staged.view(-1).view(torch.uint8), src=mpu.pp.ranks[source], group=mpu.pp.group)
     tensor.copy_(staged)
+
+
+# -- placeholders -----------------------------------------------------------------------------------------------------
+
+_NAMES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
+
+
+class Placeholder(torch.Tensor):
+    """A tensor of one number, expanded; views of it are placeholders, too, and what is computed from it is none.
+
+    Code in front of the blocks runs on all stages. What it writes in place into weights (rescales them for inference,
+    say) the stage that holds them writes as well, so a write into a placeholder is left out.
+
+    Attributes:
+        weight_name: its name.
+        in_front: whether the code that runs now is in front of the blocks; None outside of a stage's forward.
+    """
+
+    weight_name: str
+    in_front: Callable[[], bool | None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave out what would be written into a placeholder.
+
+        Raises:
+            UnsupportedModelError: the code behind a block writes, which the stage that holds the weight does not run.
+        """
+        first = args[0] if args else None
+        if isinstance(first, Placeholder) and _writes(func) and first._is_left_out():
+            return None if func is torch.Tensor.__setitem__ else first
+        with no_overrides():
+            result = func(*args, **(kwargs or {}))
+            if type(result) is torch.Tensor and isinstance(first, Placeholder):
+                key = storage_key(result)
+                if key is not None and key == storage_key(first):
+                    return _like(result, first)
+        return result
+
+    def _is_left_out(self) -> bool:
+        """Check whether a write into it is left out. Outside of a stage's forward it is not: torch raises."""
+        in_front = self.in_front()
+        if in_front is False:
+            raise UnsupportedModelError(
+                "this model cannot be split into pipeline stages here: its code behind the first block writes in place "
+                f"into {self.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
+            )
+        return bool(in_front)
+
+    def __deepcopy__(self, memo: Any) -> Placeholder:
+        """Copy it, without memory."""
+        return _like(copy.deepcopy(self.as_subclass(torch.Tensor), memo), self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as a plain tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def make_placeholder(parameter: torch.Tensor, name: str, device: torch.device) -> Placeholder:
+    """Return what stands for a weight: of its shape and dtype, not a number."""
+    placeholder = scalar_placeholder(parameter.dtype, device).expand(parameter.shape).as_subclass(Placeholder)
+    placeholder.weight_name, placeholder.in_front = name, _nowhere
+    return placeholder
+
+
+def scalar_placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return one element that is not a number; 0 as an integer."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def _nowhere() -> None:
+    return None
+
+
+def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
+    made = tensor.as_subclass(Placeholder)
+    made.weight_name, made.in_front = placeholder.weight_name, placeholder.in_front
+    return made
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return func is torch.Tensor.__setitem__ or name in _OPERATORS
+    return bool(name.endswith("_")) and name not in ("requires_grad_", "detach_", "rename_")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.pipeline_parallel.placeholders import Placeholder, make_placeholder
+from autopar.pipeline_parallel.stage_weights import Placeholder, make_placeholder
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2

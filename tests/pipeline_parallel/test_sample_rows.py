@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.pipeline_parallel.microbatch import split
+from autopar.pipeline_parallel.microbatch import sample_rows, split
 from autopar.pipeline_parallel.outputs import merge_outputs
-from autopar.pipeline_parallel.sample_rows import sample_rows
 from tests.parity import close
 from tests.pool import pooled
 from tests.random_models import Case, batches, build

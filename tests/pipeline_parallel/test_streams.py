@@ -11,7 +11,7 @@ import torch.distributed as dist
 import autopar
 from autopar.distributed.rng import base_seed
 from autopar.pipeline_parallel.megatron import get_forward_backward_func
-from autopar.pipeline_parallel.streams import Streams, switching
+from autopar.pipeline_parallel.stage_forward import Streams, switching
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2

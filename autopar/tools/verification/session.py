@@ -22,7 +22,7 @@ from autopar.errors import clip
 from autopar.pipeline_parallel.losses import loss_in
 from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable
-from autopar.pipeline_parallel.streams import Streams, switching
+from autopar.pipeline_parallel.stage_forward import Streams, switching
 from autopar.policy.given_policy import DERIVE
 from autopar.policy.load import read_user_policy
 from autopar.policy.schema import Policy
