@@ -13,7 +13,7 @@ from autopar.applied import steps
 from autopar.applied.call import Call, check_call, make_plans
 from autopar.applied.state import Parallelized
 from autopar.config import ParallelConfig
-from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.policy.schema import Policy

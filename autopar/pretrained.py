@@ -19,7 +19,7 @@ from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
-from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.foreign.transformers import from_config, has_own_adapters

@@ -18,7 +18,7 @@ from autopar.data_parallel.apply import check_offload
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
-from autopar.distributed.consensus import same_on_every_rank
+from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError, nearest

@@ -20,8 +20,8 @@ from autopar.applied.state import Parallelized
 from autopar.checks.optimizer_probe import warn_of_fp16
 from autopar.data_parallel.apply import DataParallel
 from autopar.deferred_init.materialize import Materializer
+from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
-from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators

@@ -25,7 +25,7 @@ from autopar.checkpoint.save import prepare_alike
 from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import State, listed, local_tensors, parameters_elsewhere, state_of
-from autopar.distributed.consensus import rank_zero
+from autopar.distributed.agree import rank_zero
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
+from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.collectives import all_gather
-from autopar.distributed.consensus import same_on_every_rank
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import TensorPlan

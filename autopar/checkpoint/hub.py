@@ -15,7 +15,7 @@ from transformers.utils.hub import PushToHubMixin
 from autopar.checkpoint.arguments import HUB_OPTIONS
 from autopar.checkpoint.save import save
 from autopar.checkpoint.state import state_of
-from autopar.distributed.consensus import all_ranks, rank_zero
+from autopar.distributed.agree import all_ranks, rank_zero
 from autopar.errors import CheckpointError
 
 __all__ = ["push_merged", "upload"]

@@ -21,8 +21,7 @@ from autopar.checkpoint.optimizer_weights import TrainingWeights, owns, paramete
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards, assign_verification
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
-from autopar.distributed.barrier import barrier
-from autopar.distributed.consensus import all_ranks
+from autopar.distributed.agree import all_ranks, barrier
 from autopar.errors import CheckpointError, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of

@@ -25,8 +25,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, listed, state_of
-from autopar.distributed.barrier import barrier
-from autopar.distributed.consensus import Ranks, all_ranks, rank_zero
+from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
 from autopar.errors import CheckpointError
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.fsdp_shards import check_fsdp_shard
-from autopar.distributed.consensus import Ranks
+from autopar.distributed.agree import Ranks
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan

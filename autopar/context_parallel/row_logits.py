@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from autopar.context_parallel.joined_rows import join
+from autopar.distributed.agree import meet
 from autopar.distributed.axis import Axis
-from autopar.distributed.barrier import meet
 from autopar.distributed.collectives import all_gather, reduce_scatter
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.whole_on_read import WholeOnRead

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autopar.distributed.barrier import meet
+from autopar.distributed.agree import meet
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.foreign.tensors import tree_map_only, wrapper_subclass

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed.consensus import differences
+from autopar.distributed.agree import differences
 from autopar.errors import ConsistencyError
 from tests.pool import pooled
 from tests.small import gpt2

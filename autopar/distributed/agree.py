@@ -1,0 +1,391 @@
+"""One verdict on every rank: all succeed alike, or all raise. Three ways, by what must not get stuck:
+
+:func:`same_on_every_rank` is for ``initialize``, before there is a mesh: over the default group, whatever its backend.
+
+:func:`all_ranks` and :func:`rank_zero` are for saving and loading, which take long and touch disks: verdicts go in a
+star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone),
+so the others learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
+``_DistWrapper`` (``torch/distributed/checkpoint/utils.py``) has the same idea without the deaths.
+
+:func:`barrier` and :func:`meet` are for calls that some ranks may never make: they go through the key-value store of
+the default process group, in which no rank can get stuck. A call on some of the ranks only raises within the time-out
+and leaves nothing behind, so a later call works again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopar.call_site import line_of_user, warn_user
+from autopar.distributed.axis import Axis
+from autopar.distributed.digest import extremes
+from autopar.distributed.mesh import MPU
+from autopar.distributed.start import start_process_group
+from autopar.distributed.uncaught import shorten_uncaught
+from autopar.errors import AutoparError, CheckpointError, ConsistencyError
+from autopar.foreign.groups import PrefixStore, default_group, default_store
+
+__all__ = ["Ranks", "all_ranks", "barrier", "differences", "meet", "rank_zero", "same_on_every_rank"]
+
+T = TypeVar("T")
+
+_SHOWN = 4  # differences that an error lists
+_LONGEST = 100  # characters of a value
+_PATIENCE = timedelta(hours=2)  # for a rank that is alive and writes a large file
+_TAG = 7001
+_PREFIX = "autopar/barrier"
+_WARN_AFTER = 5.0  # seconds in which nobody wonders
+
+
+def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
+    """Run ``step`` on every rank of the world; if it fails on one, or its facts differ between ranks, all raise.
+
+    Args:
+        facts: what must be the same on all ranks, as JSON; names in it are quoted where it differs.
+
+    Raises:
+        ConsistencyError, or CheckpointError after one: on the ranks where nothing failed, quoting the error of the one
+            that did; or naming what differs, with both values. A rank that fails raises its own error.
+    """
+    shorten_uncaught()
+    result: T | None = None
+    error: Exception | None = None
+    made: Any = None
+    kind = "fine"
+    try:
+        result = step()
+        made = facts(result)
+        text = json.dumps(made, default=str, sort_keys=True)  # some models register buffers in the order of a set
+        text = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    except Exception as caught:  # whatever it is, the peers must not wait for this rank
+        error, kind = caught, "checkpoint" if isinstance(caught, CheckpointError) else "error"
+        text = f"{type(caught).__name__}: {caught}"
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        start_process_group()
+        if not _all_fine(kind, text):
+            verdicts = [(kind, text)] * dist.get_world_size()
+            dist.all_gather_object(verdicts, (kind, text))
+            told = verdicts[0] == (kind, text) if error is not None else verdicts[0][0] == "fine"
+            error = error or _error_of_others(verdicts, made)
+            if isinstance(error, AutoparError):
+                error.told_by_rank_0 = told and dist.get_rank() > 0
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def _all_fine(kind: str, text: str) -> bool:
+    """Return whether no rank has failed and all have the same facts: three numbers, however many ranks there are."""
+    digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+    numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
+    largest, smallest = extremes(numbers, default_group())
+    return largest == smallest and not largest[0]
+
+
+def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparError:
+    """Return the error of the first rank that failed; else of the first whose facts are others than those of rank 0."""
+    for rank, (kind, text) in enumerate(verdicts):
+        if kind == "checkpoint":
+            return CheckpointError(f"rank {rank} cannot load the model, so no rank does:\n{text}")
+        if kind == "error":
+            return ConsistencyError(f"rank {rank} cannot initialize its model, so no rank does:\n{text}")
+    different = [rank for rank, verdict in enumerate(verdicts) if verdict != verdicts[0]]
+    mine = json.loads(json.dumps(facts, default=str))
+    everyone = [mine] * len(verdicts)
+    dist.all_gather_object(everyone, mine if dist.get_rank() in (0, different[0]) else None)
+    found = list(islice(differences(everyone[0], everyone[different[0]]), _SHOWN + 1))
+    lines = [f"  {name}: rank 0: {one}, rank {different[0]}: {other}" for name, one, other in found[:_SHOWN]]
+    return ConsistencyError(
+        f"ranks {different} call autopar.initialize differently than rank 0:\n"
+        + "\n".join(lines)
+        + ("\n  and more" if len(found) > _SHOWN else "")
+        + "\n  Every rank gives it the same model (names, shapes, dtypes, devices, requires_grad), config and policy."
+    )
+
+
+def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Find where two values of plain data differ: the name of the place, and both values as text."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys([*one, *other]):
+            place = f"{name}.{key}" if name else str(key)
+            if key not in one or key not in other:
+                yield place, _entry(one, key), _entry(other, key)
+            else:
+                yield from differences(one[key], other[key], place)
+    elif isinstance(one, list) and isinstance(other, list):
+        if len(one) == len(other):
+            for number, (left, right) in enumerate(zip(one, other, strict=True)):
+                yield from differences(left, right, f"{name}[{number}]")
+        else:
+            yield name, f"{len(one)} entries", f"{len(other)} entries"
+    elif one != other:
+        yield name, _show(one), _show(other)
+
+
+def _entry(values: Mapping[str, Any], key: str) -> str:
+    return _show(values[key]) if key in values else "missing"
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+# -- in a star, over gloo: deaths are noticed -------------------------------------------------------------------------
+
+
+class Ranks(Protocol):
+    """The ranks of the world and the groups over which verdicts travel: an MPU is one."""
+
+    rank: int
+    world_size: int
+    control: Any
+
+
+def all_ranks(
+    peers: Ranks,
+    work: Callable[[], Any],
+    note: Callable[[], str] = str,
+    check: Callable[[list[Any]], None] | None = None,
+) -> list[Any]:
+    """Every rank does ``work``, whose result must be JSON; then all go on or all raise the same error.
+
+    Args:
+        work: done on each rank.
+        note: added to the message if a rank has died.
+        check: on rank 0, raises CheckpointError if the results of the ranks do not fit together.
+
+    Returns:
+        The results of all ranks on rank 0, an empty list elsewhere.
+
+    Raises:
+        CheckpointError: with the message of the lowest rank that failed, or the ranks that died.
+    """
+    return _round(peers, work, note, check)[1]
+
+
+def rank_zero(peers: Ranks, work: Callable[[], T], note: Callable[[], str] = str) -> T:
+    """Rank 0 does ``work``; every rank returns its result, which must be JSON, or raises the same error."""
+    result: T = _round(peers, work if peers.rank == 0 else lambda: None, note, None, share=True)[0]
+    return result
+
+
+def _round(
+    peers: Ranks,
+    work: Callable[[], Any],
+    note: Callable[[], str],
+    check: Callable[[list[Any]], None] | None,
+    share: bool = False,
+) -> tuple[Any, list[Any]]:
+    value, cause = None, None
+    try:
+        value = work()
+    except BaseException as error:  # a keyboard interrupt on one rank must not leave the others waiting
+        cause = error
+    report = {"error": None if cause is None else _describe(cause), "value": None if cause else value}
+    values: list[Any] = []
+    if peers.rank == 0:
+        reports = [report, *(_receive(peers, rank) for rank in range(1, peers.world_size))]
+        values = [other and other["value"] for other in reports]
+        text = _verdict(reports, note, check)
+        answer = {"error": text, "value": value if share and text is None else None}
+        for rank in range(1, peers.world_size):
+            if reports[rank] is not None:
+                _send(peers, rank, answer)
+    else:
+        _send(peers, 0, report)
+        lost = {"error": _lost([0], peers.world_size, note), "value": None, "lost": True}
+        answer = _receive(peers, 0) or lost
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    if answer["error"] is not None:
+        failure = CheckpointError(answer["error"])
+        failure.told_by_rank_0 = peers.rank > 0 and "lost" not in answer
+        raise failure from cause
+    return answer["value"], values
+
+
+def _verdict(reports: list[Any], note: Callable[[], str], check: Callable[[list[Any]], None] | None) -> str | None:
+    """Return on rank 0 why all ranks fail; None if they do not. A rank that died has sent no report."""
+    lost = [rank for rank, report in enumerate(reports) if report is None]
+    failed = [rank for rank, report in enumerate(reports) if report and report["error"]]
+    if lost:
+        return _lost(lost, len(reports), note)
+    if failed:
+        many = f"\n  Reported by {_names(failed)} of {len(reports)}." if len(reports) > 1 else ""
+        return f"{reports[failed[0]]['error']}{many}"
+    try:
+        if check is not None:
+            check([report["value"] for report in reports])
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _send(peers: Ranks, rank: int, value: Any) -> None:
+    """Send a value, if the connection to the rank is not closed."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError):
+        for tensor in (torch.tensor([data.numel()], device="cpu"), data):
+            peers.control.send([tensor], rank, _TAG).wait(_PATIENCE)  # not dist.isend: see async_save.py
+
+
+def _receive(peers: Ranks, rank: int) -> Any:
+    """Return the value that a rank sends; None if the connection is closed."""
+    size = torch.zeros(1, dtype=torch.long, device="cpu")
+    try:
+        peers.control.recv([size], rank, _TAG).wait(_PATIENCE)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        peers.control.recv([data], rank, _TAG).wait(_PATIENCE)
+    except RuntimeError:
+        return None
+    return json.loads(data.numpy().tobytes())
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def _lost(ranks: list[int], world_size: int, note: Callable[[], str]) -> str:
+    more = note()
+    return f"{_names(ranks)} of {world_size} died (the connection is closed)" + (f"\n  {more}" if more else "")
+
+
+# -- through the store: calls that some ranks may never make -----------------------------------------------------------
+
+
+def barrier(mpu: MPU, caller: str, timeout: float) -> None:
+    """Wait until every rank of the world has called this.
+
+    Raises:
+        CheckpointError: after ``timeout`` seconds, the same on all ranks that did call; a later call works again.
+    """
+    if not dist.is_initialized():
+        raise CheckpointError(f"{caller} needs the process group, which has been destroyed")
+    try:
+        store = PrefixStore(_PREFIX, default_store())
+        arrived = _arrive(store, mpu.rank, mpu.world_size, timeout)
+    except RuntimeError as error:
+        raise CheckpointError(f"{caller} cannot reach the store of torch.distributed: {error}") from error
+    if arrived is not None:
+        missing = [rank for rank in range(mpu.world_size) if rank not in arrived]
+        raise CheckpointError(
+            f"{caller} was called on {_names(arrived)} but not on {_names(missing)} of {mpu.world_size} "
+            f"within {timeout:g} s\n"
+            "  Every rank must call it, also those of other data-parallel replicas; nothing was read or written.\n"
+            "  If ranks may arrive later than that, pass a larger timeout=."
+        )
+
+
+def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
+    """Wait until all ranks of an axis are about to read the same, before a collective that some might not come to.
+
+    A rank that waits longer than some seconds warns.
+
+    Args:
+        what: the same text on every rank, or they do not mean the same.
+        advice: what to do about ranks that do not come; lines of the message.
+
+    Raises:
+        ConsistencyError: on all ranks that came.
+    """
+    mine = axis.ranks[axis.rank]
+    store = PrefixStore(f"{_PREFIX}/{axis.name} {axis.ranks}", default_store())
+    said: dict[int, str] = {}
+
+    def alone(arrived: list[int], end: str) -> str:
+        missing = [rank for place, rank in enumerate(axis.ranks) if place not in arrived]
+        where = line_of_user()
+        return f"rank {mine} reads {what} in {where}, and {_names(missing)} did not within {end}.\n  {advice}"
+
+    def warn(arrived: list[int]) -> None:
+        warn_user(alone(arrived, f"{_WARN_AFTER:g} s: after {timeout:g} s it raises"))
+
+    arrived = _arrive(store, axis.rank, axis.size, timeout, what, said, warn)
+    if arrived is not None:
+        raise ConsistencyError(alone(arrived, f"{timeout:g} s"))
+    if len(set(said.values())) > 1:
+        each = "; ".join(f"rank {axis.ranks[place]} reads {text}" for place, text in sorted(said.items()))
+        raise ConsistencyError(f"the ranks do not read the same: {each}.\n  {advice}")
+
+
+def _arrive(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: float,
+    what: str = "here",
+    said: dict[int, str] | None = None,
+    warn: Callable[[list[int]], None] | None = None,
+) -> list[int] | None:
+    """None once everybody is here, else the ranks that were. ``said`` takes up what each brought.
+
+    Args:
+        warn: called once, with the ranks that are here, when that has taken long.
+
+    Meetings are numbered. Each ends with one atomic decision, ``go`` by the last rank to arrive or the list of those
+    present by the first one to lose patience; all follow it, so nobody leaves while somebody else goes ahead.
+    """
+    start = time.monotonic()
+    while True:
+        number = store.add("number", 0)
+        decision = f"{number}/decision"
+        store.set(f"{number}/{rank}", what)
+        if store.add(f"{number}/count", 1) == size:
+            store.compare_set(decision, "", "go")
+        pause = 0.001
+        while not store.check([decision]):
+            waited = time.monotonic() - start
+            if waited > timeout:
+                store.compare_set(decision, "", json.dumps(_present(store, number, size)))
+                break
+            if warn is not None and waited > _WARN_AFTER:
+                warn(_present(store, number, size))
+                warn = None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        verdict = store.get(decision).decode()
+        store.compare_set("number", str(number), str(number + 1))  # whoever sees the next number has left this one
+        if verdict == "go":
+            if said is not None:
+                said.update({other: store.get(f"{number}/{other}").decode() for other in range(size)})
+            if rank == 0:
+                _forget(store, number - 1, size)  # all came here from there: nobody reads it any more
+            return None
+        arrived: list[int] = json.loads(verdict)
+        if rank in arrived:
+            return arrived
+        # came after the others had given up: they may be calling again
+
+
+def _present(store: Any, number: int, size: int) -> list[int]:
+    return [other for other in range(size) if store.check([f"{number}/{other}"])]
+
+
+def _forget(store: Any, number: int, size: int) -> None:
+    for key in ("count", "decision", *map(str, range(size))):
+        try:
+            store.delete_key(f"{number}/{key}")
+        except (RuntimeError, NotImplementedError):
+            return
+
+
+def _names(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 2"; of very many the first sixteen."""
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
