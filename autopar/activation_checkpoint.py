@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from autopar.distributed.accelerator import accelerator
+from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.swap import swap, unswap

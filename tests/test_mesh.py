@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed.accelerator import Accelerator
 from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
+from autopar.distributed.process import Accelerator
 from autopar.errors import ConfigError
 from tests.pool import pooled
 
@@ -104,7 +104,7 @@ def test_a_world_that_does_not_divide_is_an_error_with_the_numbers():
 
 
 def test_more_processes_than_gpus_is_an_error_with_both_numbers(monkeypatch):
-    monkeypatch.setattr("autopar.distributed.start.accelerator", lambda: Accelerator("cuda", "nccl"))
+    monkeypatch.setattr("autopar.distributed.process.accelerator", lambda: Accelerator("cuda", "nccl"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

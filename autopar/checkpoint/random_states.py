@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.distributed.accelerator import accelerator
+from autopar.distributed.process import accelerator
 from autopar.distributed.rng import Generators, TorchGenerators
 from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError

@@ -31,7 +31,7 @@ from autopar.call_site import line_of_user, warn_user
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes
 from autopar.distributed.mesh import MPU
-from autopar.distributed.start import start_process_group
+from autopar.distributed.process import start_process_group
 from autopar.distributed.uncaught import shorten_uncaught
 from autopar.errors import AutoparError, CheckpointError, ConsistencyError
 from autopar.foreign.groups import PrefixStore, default_group, default_store

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.accelerator import accelerator
+from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 
 __all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divides", "device_of", "device_of_group"]

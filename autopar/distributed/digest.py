@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autopar.distributed.accelerator import device_of_numbers
 from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.process import device_of_numbers
 
 __all__ = ["checksum", "extremes", "hexdigest", "of_checksum", "of_tensor", "of_text", "of_values", "sum_of_bits"]
 

@@ -35,8 +35,8 @@ from autopar.distributed.axis import Axis, check_divides, device_of_group
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
+from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.distributed.rng_tracker import RandomStateTracker
-from autopar.distributed.start import TIMEOUT, start_process_group
 from autopar.errors import ConfigError, nearest
 
 __all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups"]

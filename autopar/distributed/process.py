@@ -1,14 +1,43 @@
-"""Identity of a process: on which machine it runs, and whether it is still alive."""
+"""This process: its identity, its accelerator, and how it joins the others from torchrun's environment.
+
+[Note: restarts and the store] With torch 2.13 the ranks of every attempt (``torchrun --max-restarts``, ``--nnodes
+1:2``) use one store, in which those of the last one have left their addresses. A rank that starts earlier than the
+others reads theirs and waits for processes that are gone. So the ranks of an attempt agree on a name for it, under
+which the process group keeps its keys. Nobody knows that name before, not even the number of the attempt, which differs
+between nodes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
+import time
+from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Process"]
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from autopar.errors import ConfigError
+from autopar.foreign.groups import HashStore, PrefixStore
+
+__all__ = [
+    "TIMEOUT",
+    "Accelerator",
+    "Process",
+    "accelerator",
+    "device_of_numbers",
+    "name_of_attempt",
+    "start_process_group",
+]
+
+TIMEOUT = timedelta(minutes=10)
+_PAUSE = 0.05  # seconds between two looks at the store
+_OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends whose tensors are the CPU's
 
 
 class Process(NamedTuple):
@@ -61,3 +90,118 @@ def _status(pid: int) -> tuple[str, str]:
     except OSError:
         return "?", ""
     return fields[0], fields[19]
+
+
+class Accelerator:
+    """A kind of device, by torch's names: what torch finds beside the CPU that has a collective backend of its own.
+
+    CUDA has nccl, XPU xccl; devices that torch learns of from elsewhere register theirs. MPS has gloo: it is none.
+
+    Attributes:
+        type: ``cuda``, ``xpu`` and the like.
+        backend: of its collectives: ``nccl``, ``xccl``.
+        module: ``torch.cuda`` or its like: devices, generators, streams.
+    """
+
+    def __init__(self, type: str, backend: str) -> None:
+        self.type, self.backend = type, backend
+        self.module: Any = torch.get_device_module(type)
+
+    @property
+    def device(self) -> torch.device:
+        """The current device of this process."""
+        return torch.device(self.type, self.module.current_device())
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this process has used it so far."""
+        return bool(self.module.is_initialized())
+
+    def backend_of(self, group: dist.ProcessGroup | None = None) -> str | None:
+        """Return what carries the accelerator's tensors in a group (by default the world); None if the host does."""
+        entries = (entry.partition(":") for entry in str(dist.get_backend_config(group)).split(","))
+        backend = {type: name for type, _, name in entries}.get(self.type)
+        return None if backend in _OF_THE_HOST else backend
+
+    def seeded(self, seed: int) -> torch.Tensor:
+        """Return the state of a generator right after seeding."""
+        return torch.Generator(self.type).manual_seed(seed).get_state()
+
+
+def accelerator() -> Accelerator | None:
+    """Return the accelerator, None on a machine that has none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return None
+    backend = dist.Backend.default_device_backend_map.get(found.type)
+    return None if backend is None or backend in _OF_THE_HOST else Accelerator(found.type, backend)
+
+
+def device_of_numbers(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where numbers of the host travel in a group: on the CPU if they can, so that nobody waits for a device."""
+    found = accelerator()
+    on_host = found is None or "cpu:" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if found is None or on_host else found.device
+
+
+def start_process_group() -> None:
+    """Start torch.distributed from torchrun's environment, or alone without it; nothing if it runs already.
+
+    gloo serves CPU tensors always, nccl CUDA tensors where there are GPUs, and another accelerator has its own backend.
+    The current device becomes ``LOCAL_RANK``. Raises ConfigError if there are more processes on this machine than GPUs.
+    """
+    if dist.is_initialized():
+        return
+    found = accelerator()
+    if found is not None:
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), found.module.device_count()
+        if here > gpus:
+            raise ConfigError(
+                f"{here} processes were started on a machine with {gpus} GPUs: {found.backend} needs one for "
+                f"each.\n  Start {gpus} (torchrun --nproc-per-node {gpus}), or hide the GPUs (CUDA_VISIBLE_DEVICES='') "
+                "to compute on the CPU with gloo."
+            )
+        found.module.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "gloo" if found is None else f"cpu:gloo,{found.type}:{found.backend}"
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, world = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+        attempt = PrefixStore(name_of_attempt(store, rank, world), store)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def name_of_attempt(store: Any, rank: int, world: int) -> str:
+    """Agree with the other ranks that are alive on a name that no earlier attempt has used. Every rank calls it.
+
+    Each rank leaves a word that nobody used before. Rank 0 answers to every word that it finds, the old ones included,
+    until all ranks have thanked for the answer to theirs.
+
+    Args:
+        store: of torch, with whatever earlier attempts have left in it.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank did not come within the store's timeout.
+    """
+    place = "autopar/attempt"
+    if rank > 0:
+        word = secrets.token_hex(8)
+        store.set(f"{place}/{world}/{rank}", word)
+        name: str = store.get(f"{place}/answer/{word}").decode()
+        store.add(f"{place}/thanks/{name}", 1)
+        return name
+    name = secrets.token_hex(8)
+    keys = [f"{place}/{world}/{other}" for other in range(1, world)]
+    answered: set[str] = set()
+    until = time.monotonic() + store.timeout.total_seconds()
+    while keys and store.add(f"{place}/thanks/{name}", 0) < len(keys):
+        words = {word.decode() for word in store.multi_get(keys)}
+        for word in words - answered:
+            store.set(f"{place}/answer/{word}", name)
+        answered |= words
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"{len(keys) + 1} ranks should start, and not all did within {store.timeout}")
+        time.sleep(_PAUSE if answered else 0)
+    return name

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.accelerator import accelerator, device_of_numbers
 from autopar.distributed.axis import Axis
+from autopar.distributed.process import accelerator, device_of_numbers
 
 __all__ = [
     "Generators",

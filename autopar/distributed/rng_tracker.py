@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypedDict, cast
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from autopar.distributed.accelerator import accelerator
 from autopar.distributed.axis import Axis, Group, axis_of
+from autopar.distributed.process import accelerator
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, nearest
 

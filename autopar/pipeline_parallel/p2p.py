@@ -23,10 +23,10 @@ import torch.distributed as dist
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from autopar.distributed.accelerator import accelerator
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU, new_pipeline_group
+from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
 
 __all__ = ["P2P", "Failure", "Message", "TensorMeta", "map_tensors"]

@@ -6,7 +6,7 @@ import torch
 
 import autopar
 from autopar import activation_checkpoint as activations
-from autopar.distributed.accelerator import Accelerator
+from autopar.distributed.process import Accelerator
 from tests.compare import same_gradients
 from tests.parity import language_batches
 from tests.pool import pooled

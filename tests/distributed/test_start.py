@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from autopar.distributed.start import name_of_attempt
+from autopar.distributed.process import name_of_attempt
 
 
 def agreed(store: HashStore, ranks: list[int], late: int | None = None) -> list[str]:

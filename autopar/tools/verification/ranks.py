@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.config import ParallelConfig
-from autopar.distributed.start import start_process_group
+from autopar.distributed.process import start_process_group
 from autopar.errors import AutoparError, ConfigError, clip, nearest
 from autopar.tools.verification.culprits import culprit_of_error
 from autopar.tools.verification.diagnosis import diagnose
