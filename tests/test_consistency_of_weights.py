@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.checks.weight_samples import WeightSamples
+from autopar.checks.samples import WeightSamples
 from autopar.errors import CheckpointError, ConsistencyError
 from tests.parity import language_batches
 from tests.pool import pooled

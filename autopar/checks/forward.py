@@ -26,8 +26,8 @@ from torch import nn
 
 from autopar.checks.messages import different, explanation, same_gradient, same_shard
 from autopar.checks.process_hooks import listen
+from autopar.checks.samples import WeightSamples, local
 from autopar.checks.step import StepCheck
-from autopar.checks.weight_samples import WeightSamples, local
 from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
@@ -73,8 +73,6 @@ class ForwardCheck:
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
         self._redrawn = 0  # forwards before which sharded weights were written into without a step
-        self._step, self._begun = 0, 0  # steps made before the last training forward, and the first forward after them
-        steps.shard_is_read = every == 1
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
@@ -112,8 +110,6 @@ class ForwardCheck:
         self._forwards[model.training] += 1
         whole = self._is_whole(model)
         full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
-        if model.training:
-            self._look_ahead(number)
         if not full and not self.every:
             return
         brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
@@ -133,7 +129,7 @@ class ForwardCheck:
         numbers = self._digests(model, arguments, whole=whole) if full else []
         verdict = self._compare([of_text(repr(seen)), *numbers])
         if self.steps.last_shard is not None and verdict.same_step:
-            raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard[0], group_call(self.mpu)))
+            raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
         if verdict.same_shard:
             raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
         if not verdict.alike:
@@ -198,18 +194,6 @@ class ForwardCheck:
         self._redrawn += redrawn
         return redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
 
-    def _look_ahead(self, number: int) -> None:
-        """Tell the steps whether contents are compared in a forward that comes between the next step and the one after.
-
-        As many forwards are expected there as there were after the last step.
-        """
-        if self.steps.made != self._step:
-            self._step, self._begun = self.steps.made, number
-        ahead = number + 1 - self._begun
-        every = self.steps.whole_every
-        whole = every > 0 and (self.steps.made + 1) // every > self._whole_after // every
-        self.steps.shard_is_read = whole or (self.every > 0 and -(number + 1) % self.every < ahead)
-
     def _digests(self, model: nn.Module, arguments: Mapping[str, Any], *, whole: bool = False) -> list[int]:
         states = self._states(model)
         sums = [sum_of_bits(part) for part in self._samples.replicated(model, whole=whole)]
@@ -217,14 +201,13 @@ class ForwardCheck:
         shard = self._samples.sharded(model)
         apart = -1 - self.mpu.tp_cp.rank
         redrawn = self._samples.redrawn(model)
-        gradient, state = (apart, apart) if self.steps.last_shard is None else self.steps.last_shard[1:]
+        last = self.steps.last_shard
         return [
             of_values(arguments),
             of_text(repr(states)),
             of_text(repr(weights)),
             apart if shard is None else of_tensor(shard),
-            gradient,
-            state,
+            *([apart, apart] if last is None else last.digests(apart)),
             int(redrawn),
         ]
 

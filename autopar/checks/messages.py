@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["different", "explanation", "same_gradient", "same_shard", "unlike_gradients", "unlike_weights"]
+__all__ = [
+    "different",
+    "explanation",
+    "router_loss",
+    "same_gradient",
+    "same_shard",
+    "unlike_gradients",
+    "unlike_weights",
+]
 
 _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 
@@ -139,6 +147,16 @@ def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str
         f"replicas would drift apart.\n{place}: {_listed(names)}.\n"
         f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
         f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{_TURN_OFF}"
+    )
+
+
+def router_loss(model: str, ranks: int) -> str:
+    """Describe that each replica, or each rank of rows, balances its own tokens."""
+    return (
+        f"{model} adds its routers' auxiliary loss (output_router_logits=True), which is no mean over "
+        f"samples: each of {ranks} ranks\n  balances the tokens of its own, so gradients of routers are others than on "
+        "one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism changes "
+        "nothing. output_router_logits=False leaves the loss out."
     )
 
 

@@ -28,12 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autopar.call_site import warn_user
-from autopar.checks.messages import unlike_gradients, unlike_weights
+from autopar.checks.messages import router_loss, unlike_gradients, unlike_weights
 from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state, warn_of_fp16
-from autopar.checks.own_updates import FreeWeights
 from autopar.checks.process_hooks import forget, listen
-from autopar.checks.router_loss import adds_router_loss, warn_of_router_loss
-from autopar.checks.step_digests import OVERFLOW, digest_shard, digest_step, plain_settings
+from autopar.checks.samples import OVERFLOW, FreeWeights, ShardSample, digest_step, plain_settings, sample_shard
 from autopar.checks.wrappers import group_call
 from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.digest import of_text, of_values
@@ -42,7 +40,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.foreign.groups import PrefixStore, default_store
 
-__all__ = ["StepCheck"]
+__all__ = ["StepCheck", "adds_router_loss"]
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +90,7 @@ class StepCheck:
     Attributes:
         made: optimizer steps so far with parameters of the model.
         settings: of the optimizer in the last step (learning rates and the like), as text.
-        last_shard: name of a sharded weight, and digests of part of its gradient and of its state in the last step;
-            of another one each time. None where no forward will read it.
-        shard_is_read: whether a forward after the next step will read ``last_shard``.
+        last_shard: part of the gradient and of the state of a sharded weight in the last step; another one each time.
     """
 
     def __init__(
@@ -110,8 +106,7 @@ class StepCheck:
     ) -> None:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
-        self.last_shard: tuple[str, int, int] | None = None
-        self.shard_is_read = False
+        self.last_shard: ShardSample | None = None
         self._input: int | None = None  # digest of what the last training forward was given, in the first steps
         self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
@@ -162,7 +157,7 @@ class StepCheck:
             self._input = of_values([args, kwargs])
             if not self._told_of_routers and adds_router_loss(module, kwargs):
                 self._told_of_routers = True
-                warn_of_router_loss(module, self.mpu.dp_cp.size)
+                warn_user(router_loss(type(module).__name__, self.mpu.dp_cp.size))
 
     # -- at a step -------------------------------------------------------------------------------------------------
 
@@ -201,9 +196,7 @@ class StepCheck:
         self.made += 1
         if self.mpu.tp_cp.size > 1:
             self.settings = repr([plain_settings(group) for group in optimizer.param_groups])
-            apart = -1 - self.mpu.tp_cp.rank
-            read = self.shard_is_read and not closure
-            self.last_shard = digest_shard(progress.sharded, self.made, optimizer, apart) if read else None
+            self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)
 
     def watch(self, apart: set[int]) -> None:
         """Digest gradients of these parameters (``id``) only: their shards differ."""
@@ -364,3 +357,16 @@ def _inside_another_step() -> bool:
         found += frame.f_code is _WRAPPER
         frame = frame.f_back  # type: ignore[assignment]
     return found > 1
+
+
+def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a forward with these arguments adds the routers' auxiliary loss to its own.
+
+    It is no mean over samples, so replicas make another one than one process.
+    """
+    config = getattr(model, "config", None)
+    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    asked = given.get("output_router_logits")
+    if asked is None:
+        asked = any(getattr(each, "output_router_logits", False) for each in configs)
+    return bool(asked)

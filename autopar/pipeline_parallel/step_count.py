@@ -26,7 +26,7 @@ from torch import nn
 
 from autopar.call_site import warn_user
 from autopar.checks.process_hooks import listen
-from autopar.checks.step_digests import plain_settings
+from autopar.checks.samples import plain_settings
 from autopar.errors import ConfigError, ConsistencyError
 
 __all__ = ["StepCount", "check_places", "check_steps", "cut_by_place"]

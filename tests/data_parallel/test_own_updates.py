@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.checks.own_updates import FreeWeights
+from autopar.checks.samples import FreeWeights
 from autopar.errors import ShardWarning
 from tests.parity import language_batches
 from tests.pool import pooled

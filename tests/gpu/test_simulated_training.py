@@ -39,11 +39,11 @@ WAITS = {
     "optimizer.py _agree": "fp16: whether a step is skipped is known to the host, as with torch's GradScaler",
     SUMS: "before and behind the first step: whether an optimizer changes weights past their fp32 weights",
     "forward.py _digests": "contents are compared in a forward of every ten",
-    "weight_samples.py <genexpr>": "the same: whether a sample of a weight tells ranks apart",
-    "weight_samples.py redrawn": "the same: whether sharded weights were drawn anew without a step",
+    "samples.py <genexpr>": "the same: whether a sample of a weight tells ranks apart",
+    "samples.py redrawn": "the same: whether sharded weights were drawn anew without a step",
     "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
-    "step_digests.py _digest_of": "the step before such a forward: a digest of a gradient and of the optimizer's state",
-    "step_digests.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
+    "samples.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
+    "samples.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
 }
 
 
@@ -137,31 +137,18 @@ def test_with_checks_only_every_tenth_forward_waits() -> None:
     model_parallelism = MESHES["tp"]
     *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=model_parallelism)
     ids = share(model)
-    inputs, digests = ["forward.py _digests", *["weight_samples.py <genexpr>"] * 2], ["digest.py of_tensor"] * 3
-    checked = {0: [*inputs, *digests], 9: ["step_digests.py _digest_of"] * 2}
-    checked[10] = [*inputs, "weight_samples.py redrawn", *digests]
+    inputs, digests = ["forward.py _digests", *["samples.py <genexpr>"] * 2], ["digest.py of_tensor"] * 3
+    last_step = ["samples.py _digest_of"] * 2
+    checked = {0: [*inputs, *digests], 10: [*inputs, "samples.py redrawn", *digests, *last_step]}
     for number in range(12):
         with waits() as found:
             step(model, optimizer, ids)
         expected = checked.get(number, [])
         waited = own(found)
         if number == 0:  # then the shards of all weights are compared, once
-            assert set(waited[len(expected) :]) == {"weight_samples.py <genexpr>", "digest.py of_tensor"}
+            assert set(waited[len(expected) :]) == {"samples.py <genexpr>", "digest.py of_tensor"}
             waited = waited[: len(expected)]
         assert waited == expected, f"step {number}: {[wait.place for wait in found]}"
-
-
-@on_device(world_size=2)
-def test_shards_are_digested_where_gradients_accumulate_over_forwards() -> None:
-    *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=MESHES["tp"])
-    ids, read = share(model), []
-    for number in range(8):
-        for _ in range(2):
-            model(ids, labels=ids).loss.backward()
-        with waits() as found:
-            optimizer.step()
-        read += [number] if own(found) else []
-    assert read == [4]  # forwards 10 and 11 come after it
 
 
 @on_device(world_size=2)
@@ -172,7 +159,7 @@ def test_replicas_compare_their_first_steps_and_a_sample_later() -> None:
     for _ in range(10):
         with waits() as found:
             step(model, optimizer, ids)
-        assert set(own(found)) <= {"digest.py of_tensor", "step_digests.py digest_step", "own_updates.py _sample"}
+        assert set(own(found)) <= {"digest.py of_tensor", "samples.py digest_step", "samples.py _sums_of_some"}
         waited.append(len(own(found)))
     assert waited[:3] == [4, 3, 3] and sum(waited[3:]) <= 2, waited  # before the first step all weights are looked at
 

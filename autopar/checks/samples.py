@@ -1,29 +1,54 @@
-"""Samples of a tensor-parallel model's weights: of replicated ones, and of sharded ones whose shards differ."""
+"""What of a model's weights, gradients and optimizer states is looked at, and compared between ranks: samples of them.
+
+:class:`WeightSamples` are for a forward of a tensor-parallel model: of replicated weights, and of sharded ones whose
+shards differ. :func:`digest_step` and :func:`sample_shard` are for an optimizer's step. :class:`FreeWeights` are those
+that no torch optimizer steps: a loop of the user's own (``p.data -= lr * p.grad``, an optimizer that is no torch one)
+calls no hook, so some elements of these weights are looked at when a training forward begins.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
-from autopar.distributed.digest import of_tensor
+from autopar.distributed.digest import of_tensor, sum_of_bits
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import writes_into
 
-__all__ = ["WeightSamples", "local"]
+__all__ = [
+    "OVERFLOW",
+    "Digests",
+    "FreeWeights",
+    "ShardSample",
+    "WeightSamples",
+    "digest_step",
+    "local",
+    "plain_settings",
+    "sample_shard",
+]
 
-_ELEMENTS = 16384  # of replicated weights in one sample
-_TENSORS = 8  # and of how many weights
+OVERFLOW = -1  # the digest of a gradient that is not finite
+_ELEMENTS = 16384  # of one sample
+_TENSORS = 8  # replicated weights in one sample, at most
 _FEW = 256  # elements of what is no ``weight``, from which on shards are compared
 _FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
+_OF_STEP = 4  # weights of one step that are looked at
+_OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
+_FREE = (4, 256)  # weights that no torch optimizer steps: how many are looked at, and elements of each
+_AGAIN = 64  # forwards until it is looked up again which weights these are: some may have been frozen
+
+Digests = dict[str, tuple[int, int]]
+"""Name -> digests of (part of) a gradient and a weight."""
 
 
 class WeightSamples:
@@ -166,11 +191,11 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def _rows(tensor: torch.Tensor, turn: int) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, turn: int, most: int = _ELEMENTS) -> torch.Tensor:
     """At most some rows of a tensor, others each turn."""
-    if tensor.numel() <= _ELEMENTS or tensor.ndim == 0:
+    if tensor.numel() <= most or tensor.ndim == 0:
         return tensor
-    rows = max(1, _ELEMENTS * len(tensor) // tensor.numel())
+    rows = max(1, most * len(tensor) // tensor.numel())
     return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
 
 
@@ -216,3 +241,133 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
             least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks
             if name == "weight" or (weight.ndim > 1 and least >= _FEW):
                 yield weight
+
+
+# -- at a step --------------------------------------------------------------------------------------------------------
+
+
+class ShardSample(NamedTuple):
+    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where they tell nothing."""
+
+    name: str
+    gradient: torch.Tensor | None
+    state: torch.Tensor | None
+
+    def digests(self, apart: int) -> list[int]:
+        """Digest both; ``apart`` stands for what tells nothing."""
+        return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
+
+
+@torch.no_grad()
+def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer) -> ShardSample | None:
+    """Copy some rows of the gradient and of the state of one weight, of another one each turn; None without any."""
+    if not sharded:
+        return None
+    name, parameter = sharded[turn % len(sharded)]
+    state = optimizer.state.get(parameter, {})
+    moments = next((x for x in state.values() if isinstance(x, torch.Tensor) and x.shape == parameter.shape), None)
+    return ShardSample(name, _some_rows(parameter.grad), _some_rows(moments))
+
+
+def _some_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
+        return None
+    return tensor[: max(1, _OF_SHARD * len(tensor) // tensor.numel())].detach().clone()
+
+
+def _digest_of(part: torch.Tensor | None, apart: int) -> int:
+    """Digest it; ``apart`` if it is all the same number, or no numbers."""
+    if part is None:
+        return apart
+    part = part.cpu()
+    known = (part != part.flatten()[0]).any() & torch.isfinite(part).all()
+    return of_tensor(part) if known else apart
+
+
+@torch.no_grad()
+def digest_step(held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool, scaled: bool) -> Digests:
+    """Digest all gradients and weights, or with ``turn`` a sample that moves on with it.
+
+    Args:
+        scaled: of a loss with a scale: gradients that are not finite make the step one to skip, and cannot be compared.
+    """
+    names, sums, left = [], list[torch.Tensor](), _ELEMENTS
+    chosen = range(min(_OF_STEP, len(held))) if turn is not None else ()
+    for name, parameter in held if turn is None else [held[(_OF_STEP * turn + n) % len(held)] for n in chosen]:
+        if left <= 0:
+            break
+        gradient, part = None if closure else parameter.grad, parameter.detach()
+        if turn is not None:
+            part = _rows(part, turn, left)
+            left -= part.numel()
+        if gradient is None or isinstance(gradient, DTensor):
+            found = torch.zeros((), dtype=torch.int64, device=part.device)
+        elif turn is None or gradient.is_sparse:
+            found = sum_of_bits(gradient)
+        else:
+            found = sum_of_bits(_rows(gradient, turn, left + part.numel()))
+        if scaled and gradient is not None:
+            found = torch.where(torch.isfinite(gradient).all(), found, OVERFLOW)
+        names.append(name)
+        sums += [found, sum_of_bits(part)]
+    numbers = torch.stack(sums).tolist() if sums else []
+    return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is plain data in a param group."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}
+
+
+# -- of updates that no torch optimizer makes -------------------------------------------------------------------------
+
+
+class FreeWeights:
+    """The trained weights of a model that no torch optimizer has stepped.
+
+    Attributes:
+        named: these weights by name; without those that FSDP shards, and those that have no memory.
+    """
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, nn.Parameter]] = []
+        self._known = -1  # stepped parameters when ``named`` was looked up
+        self._forwards = 0
+        self._seen: dict[int, int] = {}  # id of a weight -> sum of its elements when it was looked at last
+
+    def have_changed(self, model: nn.Module, stepped: Iterable[nn.Parameter]) -> bool:
+        """Return whether something has changed these weights since the last call.
+
+        Args:
+            stepped: the parameters that torch optimizers step.
+        """
+        held = {id(parameter) for parameter in stepped}
+        if len(held) != self._known or self._forwards % _AGAIN == 0:
+            named = [(name, p) for name, p in model.named_parameters() if id(p) not in held and _is_trained(p)]
+            free = {id(p) for _, p in named}
+            self.named, self._seen = named, {key: seen for key, seen in self._seen.items() if key in free}
+            self._known = len(held)
+        turn, self._forwards = self._forwards, self._forwards + 1
+        if not self.named:
+            return False
+        now = _sums_of_some(self.named, turn)
+        changed = any(self._seen.get(key, seen) != seen for key, seen in now.items())
+        self._seen |= now
+        return changed
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    here = not isinstance(parameter, DTensor) and not parameter.is_meta and parameter.numel() > 0
+    return here and parameter.requires_grad
+
+
+@torch.no_grad()
+def _sums_of_some(named: list[tuple[str, nn.Parameter]], turn: int) -> dict[int, int]:
+    """Sum the bits of some elements of the smallest weight, of some others, and of some that change with the turn."""
+    smallest = min(named, key=lambda entry: entry[1].numel())
+    stride = max(1, len(named) // (_FREE[0] - 1))
+    looked_at = [parameter for _, parameter in [smallest, *named[::stride], *named[turn % stride :: stride]]]
+    parts = [parameter.flatten() for parameter in looked_at]
+    sums = torch.stack([sum_of_bits(part[:: max(1, len(part) // _FREE[1])].contiguous()) for part in parts]).tolist()
+    return {id(parameter): found for parameter, found in zip(looked_at, sums, strict=True)}
