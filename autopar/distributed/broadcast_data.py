@@ -3,7 +3,8 @@
 After Megatron-LM ``megatron/core/tensor_parallel/data.py`` (same name, same purpose). Three things differ: the data of
 the first rank is checked *before* the first collective and the result is sent ahead of the tensors, so bad data is one
 error on all ranks where Megatron's peers wait for ever; tensors may have any number of dims; each key may have a dtype
-of its own. Two broadcasts carry everything: the result of the check, and the bytes of all tensors.
+of its own. The result of the check goes first, then the bytes of each tensor: gloo has no float8, and every dtype is
+bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,6 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
 
 def broadcast_data(
     keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes, group: Group
@@ -66,13 +63,9 @@ def broadcast_data(
     device = device_of(axis)
     specs: list[_Spec] = []
     problems: list[str] = []
-    payload = torch.empty(0, dtype=torch.uint8)
     if axis.rank == 0:
         try:
             specs, problems = _inspect(keys, data, dtype)
-            if not problems:
-                assert data is not None
-                payload = _pack(specs, data, device)
         except Exception as error:  # whatever it is, the others must not wait
             problems = [f"{type(error).__name__}: {error}"]
     if axis.size > 1:
@@ -82,12 +75,16 @@ def broadcast_data(
     if problems:
         origin = f"\n(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
         raise ConfigError("broadcast_data: " + "\n".join(problems) + origin, problems)
-    size = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    if axis.rank != 0:
-        payload = torch.empty(size, dtype=torch.uint8, device=device)
-    if size:
-        collectives.broadcast(payload, axis)
-    return _unpack(specs, payload)
+    received = {}
+    for spec in specs:
+        x = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        if axis.rank == 0:
+            assert data is not None
+            x.copy_(data[spec.key].detach())
+        if x.numel():
+            collectives.broadcast(x.view(-1).view(torch.uint8), axis)
+        received[spec.key] = x
+    return received
 
 
 def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
@@ -132,24 +129,6 @@ def _article(value: object) -> str:
 
 def _list(keys: Iterable[Hashable]) -> str:
     return ", ".join(map(repr, keys)) or "no key at all"
-
-
-def _pack(specs: list[_Spec], data: Mapping[Any, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Concatenate all tensors as bytes: gloo has no float8, and every dtype is bytes."""
-    parts = [
-        data[spec.key].detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for spec in specs
-    ]
-    return torch.cat([part.to(device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def _unpack(specs: list[_Spec], payload: torch.Tensor) -> dict[int | str, torch.Tensor]:
-    tensors: dict[int | str, torch.Tensor] = {}
-    start = 0
-    for spec in specs:
-        stop = start + spec.numel * spec.dtype.itemsize
-        tensors[spec.key] = payload[start:stop].clone().view(spec.dtype).view(spec.shape)  # a copy is aligned
-        start = stop
-    return tensors
 
 
 def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:

@@ -60,13 +60,8 @@ class ReleasedWeights:
 
         What the model's code makes of them (rotary tables, masks) has the dtype of the whole model then.
         """
-        for name, placeholder in self.placeholders.items():
-            if placeholder.is_floating_point():
-                now = torch.float32 if stays_fp32(name) else dtype
-                placeholder.data = scalar_placeholder(now, placeholder.device).expand(placeholder.shape)
-        for module in self.emptied:
-            like: Any = module._autopar_like
-            module._autopar_like = scalar_placeholder(dtype, like.device)
+        floating = [name for name, placeholder in self.placeholders.items() if placeholder.is_floating_point()]
+        self._retype({name: torch.float32 if stays_fp32(name) else dtype for name in floating}, dtype)
         self.dtype = None
 
     def follow(self, model: nn.Module) -> None:
@@ -75,12 +70,15 @@ class ReleasedWeights:
         if before is None or now is None or now == before:
             return
         self.dtype = now
-        for placeholder in self.placeholders.values():
-            if placeholder.dtype == before:
-                placeholder.data = scalar_placeholder(now, placeholder.device).expand(placeholder.shape)
+        self._retype({name: now for name, old in self.placeholders.items() if old.dtype == before}, now)
+
+    def _retype(self, dtypes: dict[str, torch.dtype], of_models: torch.dtype) -> None:
+        for name, dtype in dtypes.items():
+            placeholder = self.placeholders[name]
+            placeholder.data = scalar_placeholder(dtype, placeholder.device).expand(placeholder.shape)
         for module in self.emptied:
             like: Any = module._autopar_like
-            module._autopar_like = scalar_placeholder(now, like.device)
+            module._autopar_like = scalar_placeholder(of_models, like.device)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype | None:
