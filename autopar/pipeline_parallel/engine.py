@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from autopar.data_parallel.grad_sync import TiedWeights
 from autopar.distributed.profiling import record
 from autopar.distributed.rng import base_seed
 from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight
-from autopar.pipeline_parallel.batch_checks import check_microbatch, digest_of, end_pass
+from autopar.pipeline_parallel.batch_checks import Report, digest_of
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
@@ -23,7 +24,7 @@ from autopar.plan.stages import StagePlan
 
 __all__ = ["Engine", "Step"]
 
-_FIRST, _EVERY = 3, 10  # passes at whose end copies of weights are compared
+_FIRST, _EVERY = 3, 10  # passes before which copies of weights are compared
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "backward to its weights"}
 
 
@@ -38,7 +39,6 @@ class Step:
         scale: applied to what is differentiated (fp16 loss scaling).
         shares: how much the loss of each counts in that of the replica's batch.
         call: what is called with a micro-batch; None: the model.
-        read: what the stages must have read alike, per micro-batch; None: the micro-batches.
         losses, outputs: per micro-batch, filled on the last stage.
         unavailable: entries that the outputs lack there.
     """
@@ -51,7 +51,6 @@ class Step:
     backward: bool = True
     shares: list[float] = field(default_factory=list)
     call: Callable[..., Any] | None = None
-    read: list[Any] | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     unavailable: tuple[str, ...] = ()
@@ -74,8 +73,8 @@ class Engine:
         model: what is called with a micro-batch.
         context: of its stage boundaries.
         plan: its stages.
-        rank: this rank's place on the pipeline-parallel axis.
-        check: compare micro-batches with what the sender of an activation has.
+        tied: weights that several stages hold.
+        check: compare batches, optimizer steps and copies of weights over the stages.
         released: ``id`` of the weights of other stages.
     """
 
@@ -84,61 +83,65 @@ class Engine:
         model: nn.Module,
         context: StageContext,
         plan: StagePlan,
-        rank: int,
         p2p: P2P,
+        tied: TiedWeights,
         *,
         check: bool = True,
         released: Collection[int] = (),
     ) -> None:
-        self.model, self.context, self.plan, self.rank, self.p2p = model, context, plan, rank, p2p
-        self._check = check and plan.ranks > 1
-        self.steps = StepCount(model, released) if self._check else None
-        self.tied: TiedWeights | None = None
+        self.model, self.context, self.plan, self.p2p, self.tied = model, context, plan, p2p, tied
+        self.rank = p2p.axis.rank
+        self.steps = StepCount(model, released) if check and plan.ranks > 1 else None
         self._passes = 0
-        self._digests: list[dict[str, str]] = []
         self._seed: int | None = None  # of this pass
         self._recomputes = False  # activations, in this pass's backward
         self._open: dict[tuple[int, int], _OpenForward] = {}
         self._here: dict[tuple[str, int, int], Any] = {}  # from a stage of this rank to another one of it
         self._turn: dict[Action, int] = {}  # every rank's actions -> their number in its list
 
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Begin a pass, on every rank: the batch is read and compared inside, actions run, gradients are averaged."""
+        try:
+            with self.p2p.one_pass():
+                yield
+        finally:
+            if self.steps is not None:
+                self.steps.end_pass()
+            self._open, self._here = {}, {}
+
     def run(self, lists: Sequence[Sequence[Action]], step: Step) -> None:
-        """Do all actions of this rank in order; gradients are accumulated in the parameters.
+        """Do all actions of this rank in order, inside :meth:`one_pass`; gradients are accumulated in the parameters.
 
         Args:
             lists: every rank's actions.
 
         Raises:
             PipelineError: another stage did not deliver, or failed at any point of the pass.
-            ConsistencyError: another stage has another batch, or none.
         """
         do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         self._recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
-        draws = self.plan.stages > 1 and self.model.training
-        try:
-            with self.p2p.one_pass():
-                read = step.microbatches if step.read is None else step.read
-                steps = {} if self.steps is None else self.steps.begin_pass(len(read) * step.backward)
-                self._digests = [self._digest(batch, len(read)) | steps for batch in read]
-                with base_seed(draws) as self._seed:
-                    for action in lists[self.rank]:
-                        with self._blame(action), record(_described, action):
-                            do[action.kind](action.stage, action.microbatch, step)
-                    end_pass(self.p2p, self._tied_digests())
-        finally:
-            if self.steps is not None:
-                self.steps.end_pass()
-            self._open, self._here = {}, {}
+        with base_seed(self.plan.stages > 1 and self.model.training) as self._seed:
+            for action in lists[self.rank]:
+                with self._blame(action), record(_described, action):
+                    do[action.kind](action.stage, action.microbatch, step)
+            self.p2p.end_actions()
 
-    def _tied_digests(self) -> dict[str, str]:
-        """Digest the weights that other stages hold, too: in the first passes, and in some later ones."""
+    def report(self, batch: Any, microbatches: int, *, backward: bool, whole: bool) -> Report:
+        """Return what all stages compare before a pass.
+
+        Args:
+            whole: hash the batch whole.
+        """
+        if self.steps is None:
+            return Report({})
+        digests = digest_of(batch, whole=whole)
+        if digests:
+            digests["number of micro-batches"] = str(microbatches)
         number, self._passes = self._passes, self._passes + 1
-        due = self._check and (number < _FIRST or number % _EVERY == 0)
-        return self.tied.digests() if due and self.tied is not None else {}
-
-    def _digest(self, batch: Any, count: int) -> dict[str, str]:
-        return digest_of(batch, count) if self._check else {}
+        copies = self.tied.digests() if number < _FIRST or number % _EVERY == 0 else {}
+        return Report(digests, self.steps.begin_pass(microbatches * backward), copies)
 
     def _blame(self, action: Action) -> Any:
         kind, stage, microbatch = action
@@ -154,10 +157,7 @@ class Engine:
         received: StageOutput | None = None
         seed = self._seed  # the first stage's counts: all draw alike in front of the blocks
         if stage > 0:
-            received, digest, seed = self._receive("F", stage - 1, stage, microbatch)
-            ranks = self.p2p.axis.ranks
-            mine, sender = ranks[self.rank], ranks[plan.rank_of[stage - 1]]
-            check_microbatch({mine: self._digests[microbatch], sender: digest}, microbatch)
+            received, seed = self._receive("F", stage - 1, stage, microbatch)
             if step.backward:
                 received = map_tensors(received, lambda tensor: _entering(tensor, leaves))
         last = stage == plan.stages - 1
@@ -173,7 +173,7 @@ class Engine:
             roots = self._finish(result, forward.loss, microbatch, step)
         else:
             map_tensors(result, lambda tensor: roots.append(tensor) if tensor.requires_grad else None)
-            self._send("F", stage, stage + 1, microbatch, (result, self._digests[microbatch], seed))
+            self._send("F", stage, stage + 1, microbatch, (result, seed))
         if step.backward:
             self._open[stage, microbatch] = _OpenForward(leaves, roots)
 

@@ -107,18 +107,18 @@ def forward_backward(
         reported.append(report)
         return loss
 
-    with pipeline.p2p.reports_failure():
+    with pipeline.engine.one_pass():
         backward = not forward_only
         read = functools.partial(_take, iterators, num_microbatches)
         count = (lambda _: 1) if backward and pipeline.averages else None
-        batches = read_batch(read, pipeline.p2p, pipeline.mpu, pipeline.unchecked, backward, count)[0]
+        report = functools.partial(pipeline.report, microbatches=num_microbatches, backward=backward)
+        batches = read_batch(read, report, pipeline.p2p, pipeline.mpu, count)[0]
         step = Step(
             microbatches=[{"microbatch": number} for number in range(num_microbatches)],
             weights=[1 / num_microbatches] * num_microbatches,
             loss_of=loss_of,
             backward=backward,
             call=_StepFunction(forward_step_func, batches, chosen, chunks, bool(iterators)),
-            read=list(batches),
         )
         pipeline.run(chosen, step)
     return reported
@@ -194,7 +194,7 @@ def _take(iterators: list[Any], count: int) -> list[Any]:
 
 def _alike(batches: list[Any], microbatch: int) -> Any:
     """The micro-batch that every chunk's iterator gave; None if there is none."""
-    digests = [digest_of(batch, 1) for batch in batches] if len(batches) > 1 else []
+    digests = [digest_of(batch) for batch in batches] if len(batches) > 1 else []
     for chunk, digest in enumerate(digests):
         different = [name for name in {**digests[0], **digest} if digest.get(name) != digests[0].get(name)]
         if different:

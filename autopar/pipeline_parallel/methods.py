@@ -117,7 +117,8 @@ def execute_pipeline(
     Raises:
         StopIteration: the iterator has ended, on all ranks of this replica.
         ConsistencyError: the stages of one replica got different batches (whole on the first step of a mode, later a
-            sample of each tensor), or the iterator has ended on some of them, or on some replicas.
+            sample of each tensor) or stepped optimizers behind other calls, or the iterator has ended on some of them,
+            or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
             own loss is no mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights of
             blocks or returns no tensor, or ``count`` comes without one.
@@ -129,7 +130,7 @@ def execute_pipeline(
     """
     pipeline = pipeline_of(self)
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
-    with pipeline.p2p.reports_failure():
+    with pipeline.engine.one_pass():
         pipeline.check_adapters(self)
         pipeline.released.follow(self)
         step = pipeline.read_step(data, criterion, count, backward=backward, wants_loss=backward or return_loss)

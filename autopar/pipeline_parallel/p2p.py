@@ -29,7 +29,7 @@ from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
 
-__all__ = ["P2P", "Failure", "Message", "TensorMeta", "map_tensors"]
+__all__ = ["P2P", "Message", "TensorMeta", "map_tensors"]
 
 _LENGTH = 8  # bytes of a header's length
 _HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
@@ -56,6 +56,9 @@ class Failure(NamedTuple):
     """Comes instead of a value, from a rank that failed."""
 
     text: str
+
+
+_END = Message("its report on the end of the step", 1_000_000_001)
 
 
 class TensorMeta(NamedTuple):
@@ -143,7 +146,7 @@ class P2P:
         }
         self._sent: list[tuple[Any, torch.Tensor, str, Any]] = []
         self._early: dict[int, list[tuple[int, int, Any]]] = {}  # headers by sender: pass, tag, pickled value
-        self._pass = 0
+        self._pass, self._all_know = 0, False
         self._farewell: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> P2P:
@@ -151,53 +154,50 @@ class P2P:
 
     # -- passes and failures ---------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Begin a pass, on every rank: messages that a failed one left behind are dropped from now on."""
-        self._pass += 1
-        self.failures.clear()
-
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Begin a pass, and tell the other ranks of an error inside."""
-        self.begin_pass()
-        try:
-            yield
-        except Exception as error:
-            self.send_failure(error)
-            raise
+        """Begin a pass, on every rank, and tell the others of an error inside, whatever they wait for.
 
-    @contextlib.contextmanager
-    def reports_failure(self) -> Iterator[None]:
-        """Tell the other ranks of an error inside that comes before this rank's pass: they learn it in theirs.
-
-        Collectives inside wait no longer than ``pipeline.timeout``, and every error is published.
+        Messages that a failed pass left behind are dropped from now on. Collectives inside wait no longer than
+        ``pipeline.timeout``, and every error is published.
         """
-        before = self._pass
+        self._pass += 1
+        self._all_know = False
+        self.failures.clear()
         try:
             with self.failures.deadline():
                 yield
         except Exception as error:
-            if self._pass == before:
-                self.begin_pass()
-                self.send_failure(error)
+            if not self._all_know:
+                self._send_failure(error)
             raise
 
-    def send_failure(self, error: Exception, tag: int = _ANY) -> None:
-        """Let all others fail at once with this error instead of after the timeout; as far as they can be reached.
+    @contextlib.contextmanager
+    def raised_by_all(self) -> Iterator[None]:
+        """Let an error inside be one that all ranks raise: none is told."""
+        try:
+            yield
+        except Exception:
+            self._all_know = True
+            raise
 
-        Args:
-            tag: who waits for this tag gets a :class:`Failure` from :meth:`receive`; then there is no pause, in which
-                others may take the error before this process ends.
-        """
+    def end_actions(self) -> None:
+        """Wait until all ranks have done their actions: nobody is left in a collective of a failed stage."""
+        self.exchange(None, _END)
+        self.wait_sent()
+        self._all_know = True  # who fails later in this pass has nobody who waits for a message
+
+    def _send_failure(self, error: Exception) -> None:
+        """Let all others fail at once with this error instead of after the timeout; as far as they can be reached."""
         text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
         self.failures.publish(text)
         for place in self.others:
             with contextlib.suppress(RuntimeError):  # its connection may be closed
-                self._send_header(Failure(text), self.axis.ranks[place], Message("a failure", tag), None)
+                self._send_header(Failure(text), self.axis.ranks[place], Message("a failure", _ANY), None)
         # Buffers live as long as this process may still be asked: the receiver drops them in a later pass.
         self._farewell += self._sent
         self._sent = []
-        if tag == _ANY and self.others:
+        if self.others:  # before this process ends they may take the error
             time.sleep(min(self.timeout, GRACE) / 2)
 
     # -- sending ---------------------------------------------------------------------------------------------------
@@ -224,6 +224,13 @@ class P2P:
         """Send ``value`` to all others."""
         for place in self.others:
             self.send(value, place, message)
+
+    def exchange(self, value: Any, message: Message) -> dict[int, Any]:
+        """Send ``value`` to all others and receive theirs; returns all of them by rank, ascending."""
+        self.send_to_others(value, message)
+        ranks = self.axis.ranks
+        said = {ranks[place]: self.receive(place, message) for place in self.others}
+        return dict(sorted({ranks[self.axis.rank]: value, **said}.items()))
 
     def _send_header(self, packed: bytes | Failure, peer: int, message: Message, label: Any) -> None:
         header = torch.frombuffer(bytearray(pickle.dumps((self._pass, message.tag, packed))), dtype=torch.uint8)
@@ -281,8 +288,7 @@ class P2P:
 
         while True:
             sent_in, packed = self._next(peer, message)
-            failed = isinstance(packed, Failure)
-            value = packed if failed else _Unpickler(packed, tensor_of, cache).load()
+            value = _Unpickler(packed, tensor_of, cache).load()
             if sent_in >= self._pass:
                 return value
 
@@ -295,12 +301,13 @@ class P2P:
                 return sent_in, packed
         while True:
             sent_in, tag, packed = self._read_header(peer, message.name)
-            if tag == message.tag:
+            if isinstance(packed, Failure):
+                if sent_in >= self._pass:
+                    raise PipelineError(f"rank {peer} could not send {message.name}, it failed:\n{packed.text}")
+            elif tag == message.tag:
                 return sent_in, packed
-            if not isinstance(packed, Failure):
+            else:
                 early.append((sent_in, tag, packed))
-            elif sent_in >= self._pass:
-                raise PipelineError(f"rank {peer} could not send {message.name}, it failed:\n{packed.text}")
 
     def _read_header(self, peer: int, name: str) -> Any:
         header = torch.empty(_HEADER, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.batch_checks import read_batch
+from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.generate import call_through_stages
 from autopar.pipeline_parallel.losses import LossOf, OwnLoss
@@ -52,7 +52,7 @@ class Pipeline:
         inner: the Hugging Face model inside it, or a plain module.
         plan: its stages.
         loss: facts about the model's own loss.
-        check: compare the batch over the stages on the first step of each mode.
+        check: compare batches, optimizer steps and copies of weights over the stages.
     """
 
     def __init__(
@@ -78,12 +78,10 @@ class Pipeline:
         for placeholder in self.released.placeholders.values():
             placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
-        self.engine = Engine(
-            model, self.context, plan, mpu.pp.rank, self.p2p, check=check, released=self.released.parameters
-        )
-        self.engine.tied = self.tied
+        released = self.released.parameters
+        self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)
         self.loss, self.main_input = loss, getattr(inner, "main_input_name", "")
-        self.unchecked = {True, False} if check else set[bool]()
+        self._reported = set[bool]()  # modes (with backward or not) that had a pass
         self.averages = True  # gradients over dp, at the end of a training pass
         self.unaveraged = False  # whether the last pass left that to a later one
         self._told = False  # that replicas with other numbers of labels are averaged alike
@@ -154,17 +152,21 @@ class Pipeline:
                 "execute_pipeline: count= says what a criterion is a mean over, and there is no criterion="
             )
         by_labels = config.loss_reduction == "tokens" or count is not None
-        labels = functools.partial(label_count, main_input=self.main_input, shifted=self.loss.shifted)
-        whole = labels if count is None else lambda batch: float(count(batch))
-        batch, counts = read_batch(
-            lambda: map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device)),
-            *(self.p2p, mpu, self.unchecked, backward),
-            whole if backward and (by_labels or self.averages) else None,
+
+        def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            batch = map_tensors(next_batch(data), lambda tensor: tensor.to(mpu.device))
+            refuse_collected(self.inner, self.plan.stages, batch)
+            samples, of_model = batch_size(batch, self.main_input), getattr(self.inner, "config", None)
+            return batch, split(batch, samples, config.microbatch_size, config.num_microbatches, of_model)
+
+        def counted(found: tuple[dict[str, Any], Any]) -> float:
+            return float(count(found[0]) if count else label_count(found[0], self.main_input, self.loss.shifted))
+
+        (batch, microbatches), counts = read_batch(
+            read,
+            lambda found: self.report(found[0], len(found[1]), backward),
+            *(self.p2p, mpu, counted if backward and (by_labels or self.averages) else None),
         )
-        refuse_collected(self.inner, self.plan.stages, batch)
-        samples = batch_size(batch, self.main_input)
-        of_model = getattr(self.inner, "config", None)
-        microbatches = split(batch, samples, config.microbatch_size, config.num_microbatches, of_model)
         reduction = "tokens" if by_labels else config.loss_reduction
         if by_labels and criterion is None and wants_loss:
             reduction = self.loss.reduction(batch, len(microbatches))
@@ -178,6 +180,12 @@ class Pipeline:
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
         )
+
+    def report(self, batch: Any, microbatches: int, backward: bool) -> Report:
+        """Return what all stages compare before a pass; of the first one of each mode whole batches."""
+        whole = backward not in self._reported
+        self._reported.add(backward)
+        return self.engine.report(batch, microbatches, backward=backward, whole=whole)
 
     def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> LossOf:
         if criterion is None or not backward or not self.last or self.plan.stages == 1:
@@ -255,7 +263,6 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
             )
         refuse_collected(pipeline.inner, pipeline.plan.stages, kwargs)
         pipeline.released.follow(pipeline.engine.model)
-        with pipeline.failures.deadline():
-            return call_through_stages(self, span, pipeline.engine, args, kwargs)
+        return call_through_stages(self, span, pipeline.engine, args, kwargs)
 
     return forward

@@ -1,4 +1,4 @@
-"""The optimizer steps that stages of one replica have made, compared when a micro-batch passes between them.
+"""The optimizer steps that stages of one replica have made, compared when a pass begins.
 
 Which optimizers there are may differ by stage: one that holds weights of a single stage may exist on that stage only,
 one for each weight steps as often as there are weights, and each phase of a training may have a new one. So for each
@@ -15,12 +15,11 @@ first and the last layers, or of every other, do not.
 from __future__ import annotations
 
 import copy
-import json
 import re
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -29,21 +28,22 @@ from autopar.checks.process_hooks import listen
 from autopar.checks.samples import plain_settings
 from autopar.errors import ConfigError, ConsistencyError
 
-__all__ = ["StepCount", "check_places", "check_steps", "cut_by_place"]
+__all__ = ["StepCount", "StepReport", "check_places", "check_steps", "cut_by_place", "warn_of_idle"]
 
 
+_Places = tuple[list[str], str, str]  # settings of the groups in order, last weight of the first, first of the next
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a block, in the path of a weight
 
 
-def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) -> str:
-    """Describe the groups of an optimizer if they may have been cut by place on this stage; else return "".
+def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) -> _Places | None:
+    """Describe the groups of an optimizer if they may have been cut by place on this stage; else return None.
 
     Args:
         model: with the weights of this stage.
         released: ``id`` of those of other stages: an optimizer that holds some was made of the whole list.
     """
     if len(optimizer.param_groups) == 1:
-        return ""
+        return None
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     held = [(name, group_of[id(p)]) for name, p in model.named_parameters() if id(p) in group_of]
     order = [number for _, number in held]
@@ -52,17 +52,17 @@ def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) ->
         groups_of.setdefault(_NUMBER.sub("*", name), set()).add(number)
     parts_alike = any(len(groups) > 1 for groups in groups_of.values())
     if not parts_alike or order not in (sorted(order), sorted(order, reverse=True)) or group_of.keys() & set(released):
-        return ""
+        return None
     settings = [repr(sorted(plain_settings(group).items())) for group in optimizer.param_groups]
     if len(set(settings)) == 1:
-        return ""
+        return None
     place = next(place for place, number in enumerate(order) if number != order[0])
-    return json.dumps([[settings[n] for n in dict.fromkeys(order)], held[place - 1][0], held[place][0]])
+    return [settings[n] for n in dict.fromkeys(order)], held[place - 1][0], held[place][0]
 
 
-def check_places(said: Mapping[int, str]) -> None:
+def check_places(said: Mapping[int, _Places | None]) -> None:
     """Warn if groups of an optimizer seem to be cut by place on both of two stages; ``said``: by rank."""
-    found = {rank: json.loads(text) for rank, text in said.items() if text}
+    found = {rank: places for rank, places in said.items() if places}
     if len(found) == 2 and _is_by_place(*found.values()):
         where = ", ".join(f"on rank {rank} at {begins}" for rank, (_, _, begins) in sorted(found.items()))
         warn_user(
@@ -72,7 +72,7 @@ def check_places(said: Mapping[int, str]) -> None:
         )
 
 
-def _is_by_place(one: tuple[list[str], str, str], other: tuple[list[str], str, str]) -> bool:
+def _is_by_place(one: _Places, other: _Places) -> bool:
     """Check whether the second group begins on one stage before the first ends on the other, within a block."""
     (settings, _, begins), (same, ends, _) = sorted((one, other), key=lambda each: _numbers(each[1]))
     parted = any(_numbers(last) == _numbers(first) for _, last, first in (one, other))
@@ -83,11 +83,23 @@ def _numbers(name: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(name)]
 
 
-_STEPS = "passes that steps came after"
-_NOTHING = "weights that no optimizer steps"
-_IDLE = "passes since the last step"
-_PLACES = "groups by place"
 _PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on
+
+
+class StepReport(NamedTuple):
+    """What stages compare of the steps of their optimizers.
+
+    Attributes:
+        counts: of each optimizer the first pass, and the number of passes that a step came after.
+        idle: passes since the last step.
+        places: of the groups of a new optimizer that may have been cut by place.
+        trained: weights that have a gradient and that no optimizer steps, if it is time to tell.
+    """
+
+    counts: frozenset[tuple[int, int]]
+    idle: int
+    places: _Places | None
+    trained: str
 
 
 @dataclass
@@ -119,7 +131,7 @@ class StepCount:
         self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
         self._patience = _PATIENCE  # twice the longest interval between two steps, at least
-        self._places = ""  # of a new optimizer
+        self._places: _Places | None = None  # of a new optimizer
         self._trained = ""  # weights with a gradient after a pass that no step was to come after
         listen(self)
 
@@ -165,19 +177,18 @@ class StepCount:
             self._held = {id(p) for p in self._model.parameters()}
         return self._held
 
-    def begin_pass(self, microbatches: int) -> dict[str, str]:
-        """Return what another stage compares. ``microbatches``: that are differentiated."""
+    def begin_pass(self, microbatches: int) -> StepReport:
+        """Return what stages compare. ``microbatches``: that are differentiated."""
         self._held = None
         idle = self._passes - self._last
         if microbatches:
             self._passes, self._running = self._passes + 1, microbatches
-        counted = {(steps.first, steps.count) for steps in self._optimizers.values() if steps.count}
+        counts = {(steps.first, steps.count) for steps in self._optimizers.values() if steps.count}
         if self.expected and not self._stepped_once:
-            counted = {(0, 0)}
-        found = {_STEPS: json.dumps(sorted(counted)), _IDLE: str(idle), _PLACES: self._places}
-        self._places = ""
+            counts = {(0, 0)}
+        places, self._places = self._places, None
         told = idle == self._patience if self._stepped_once else not self.expected
-        return {**found, _NOTHING: self._trained} if told else found
+        return StepReport(frozenset(counts), idle, places, self._trained if told else "")
 
     def end_pass(self) -> None:
         """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
@@ -188,44 +199,37 @@ class StepCount:
             self._trained = f"{len(names)} weights, {names[0]} first" if names else ""
 
 
-def check_steps(said: Mapping[int, dict[str, str]]) -> None:
-    """Compare what :meth:`StepCount.begin_pass` returned on two stages, by rank; it leaves the rest of the digests.
+def warn_of_idle(said: Mapping[int, StepReport], own: int) -> None:
+    """Warn if rank ``own`` has never stepped, or not for some passes, and another one of its replica goes on."""
+    going_on = any(report.counts and report.idle < _PATIENCE for report in said.values())
+    if own in said and said[own].trained and going_on:
+        since = f" in the last {said[own].idle} passes" if said[own].counts else ""
+        warn_user(
+            f"rank {own} has stepped no optimizer{since}, and other stages of its replica have: {said[own].trained}, "
+            "have gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "
+            "so; else make the optimizer on every rank, and step it there."
+        )
 
-    A stage that has never stepped, or not for some passes, is told, if another one goes on and weights of it have
-    gradients.
+
+def check_steps(said: Mapping[int, StepReport], own: int) -> None:
+    """Compare what :meth:`StepCount.begin_pass` returned on two ranks; the second of them, if ``own``, warns.
 
     Raises:
         ConsistencyError: an optimizer has stepped behind other numbers of passes.
     """
-    counts = {rank: _by_first(digests.pop(_STEPS, "[]")) for rank, digests in said.items()}
-    idle = {rank: int(digests.pop(_IDLE, "0")) for rank, digests in said.items()}
-    check_places({rank: digests.pop(_PLACES, "") for rank, digests in said.items()})
-    nothing = {rank: digests.pop(_NOTHING) for rank, digests in said.items() if _NOTHING in digests}
-    if any(counts[rank] and idle[rank] < _PATIENCE for rank in said):
-        for rank, trained in nothing.items():
-            if trained:
-                warn_user(_idle(rank, trained, idle[rank] if counts[rank] else 0))
-    if len(counts) < 2:
-        return
+    if own == max(said):
+        check_places({rank: report.places for rank, report in said.items()})
+    counts = {rank: _by_first(report.counts) for rank, report in said.items()}
     one, other = counts.values()
     for first in one.keys() & other.keys():
         if one[first].isdisjoint(other[first]):
             raise ConsistencyError(_unlike({rank: max(found[first]) for rank, found in counts.items()}))
 
 
-def _idle(rank: int, trained: str, passes: int) -> str:
-    since = f" in the last {passes} passes" if passes else ""
-    return (
-        f"rank {rank} has stepped no optimizer{since}, and other stages of its replica have: {trained}, have "
-        "gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "
-        "so; else make the optimizer on every rank, and step it there."
-    )
-
-
-def _by_first(text: str) -> dict[int, set[int]]:
+def _by_first(counts: Collection[tuple[int, int]]) -> dict[int, set[int]]:
     """Return for each first pass how often the optimizers that began after it have stepped."""
     found: dict[int, set[int]] = {}
-    for first, count in json.loads(text):
+    for first, count in counts:
         found.setdefault(first, set()).add(count)
     return found
 

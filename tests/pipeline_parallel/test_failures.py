@@ -93,6 +93,7 @@ def test_an_error_on_one_stage_ends_all() -> None:
     kind = ConfigError if dist.get_rank() == 2 else PipelineError
     with _soon(kind, "hold no loss: put labels into the batch"):
         piped.execute_pipeline(batch)
+    _works_again(piped)
 
 
 @pytest.mark.parametrize("doomed", mainly(1, 0, 2, later="sweep"))
@@ -183,7 +184,7 @@ def test_data_that_ends_on_one_stage(doomed: int, later: bool, forward_only: boo
     data = iter(batches[: 1 + later - (dist.get_rank() == doomed)])
     if later:
         piped.execute_pipeline(data, forward_only=forward_only)
-    with _soon((ConsistencyError, PipelineError), f"data iterator has ended on rank {doomed}, and not on"):
+    with _soon(ConsistencyError, f"data iterator has ended on rank {doomed}, and not on"):
         piped.execute_pipeline(data, forward_only=forward_only)
     _works_again(piped)
 
@@ -220,7 +221,7 @@ def test_a_loader_that_fails_on_one_stage(later: bool) -> None:
     data = read()
     if later:
         piped.execute_pipeline(data)
-    kind = OSError if dist.get_rank() == 1 else (ConsistencyError, PipelineError)
+    kind = OSError if dist.get_rank() == 1 else PipelineError
     with _soon(kind, "the disk is gone"):
         piped.execute_pipeline(data)
     _works_again(piped)
@@ -239,11 +240,11 @@ def test_another_batch_on_one_stage_after_the_first_step(what: str) -> None:
             second = {name: tensor[:3] for name, tensor in second.items()}
         else:
             second = {**second, {"ids": "input_ids", "labels": "labels"}[what]: first["labels"].clamp(min=0)}
-    name = {"ids": "input_ids", "labels": "labels", "count": "number of micro-batches: rank 1: 3, rank 0: 4"}[what]
-    with _soon((ConsistencyError, PipelineError), "got different batches") as info:
+    counts = "number of micro-batches: rank 0: 4, rank 1: 3, rank 2: 4"
+    name = {"ids": "input_ids", "labels": "labels", "count": counts}[what]
+    with _soon(ConsistencyError, "got different batches") as info:
         piped.execute_pipeline(second)
     assert name in str(info.value)
-    assert isinstance(info.value, ConsistencyError) or dist.get_rank() != 1
     piped.zero_grad()
     _works_again(piped)
 
@@ -262,13 +263,13 @@ def test_data_of_the_megatron_loop_that_ends_on_one_stage() -> None:
     )
     for _ in range(2):  # with the first step's exchange, and then without
         started = time.monotonic()
-        with pytest.raises((ConsistencyError, PipelineError), match="data iterator has ended on rank 1, and not on"):
+        with pytest.raises(ConsistencyError, match="data iterator has ended on rank 1, and not on"):
             run(data_iterator=iter(batches[: 4 - dist.get_rank()]))
         with pytest.raises(StopIteration):
             run(data_iterator=iter(batches[:2]))
         assert time.monotonic() - started < SOON
         run(data_iterator=iter(batches))
-    with pytest.raises((ConsistencyError, PipelineError), match="got different batches"):
+    with pytest.raises(ConsistencyError, match="got different batches"):
         run(data_iterator=iter(batches if dist.get_rank() else batches[::-1]))
     piped.zero_grad()
     run(data_iterator=iter(batches))

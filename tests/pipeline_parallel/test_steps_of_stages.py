@@ -169,7 +169,7 @@ def test_a_step_that_is_forgotten_later_is_told_of_an_optimizer_made_afterwards(
         model.execute_pipeline(batch)
         if number != 4 or dist.get_rank() == 0:
             step(number)
-    with pytest.raises((ConsistencyError, PipelineError), match="optimizer steps so far: rank 1: 2, rank 0: 3"):
+    with pytest.raises(ConsistencyError, match="optimizer steps so far: rank 0: 3, rank 1: 2"):
         model.execute_pipeline(batch)
     dist.barrier()
     model.mpu.destroy()
@@ -196,9 +196,9 @@ def test_a_stage_that_an_optimizer_of_a_later_phase_leaves_out_is_told() -> None
         told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
         if frozen or dist.get_rank() == 0:
             assert not told
-        else:  # it receives; told once, for each micro-batch
+        else:  # told once
             count, (first, _) = len(list(model.parameters())), next(model.named_parameters())
-            assert len(told) == 2 and told[0] == (
+            assert len(told) == 1 and told[0] == (
                 "rank 1 has stepped no optimizer in the last 8 passes, and other stages of its replica have: "
                 f"{count} weights, {first} first, have gradients there and stay as they are. If they are not to be "
                 "trained, requires_grad_(False) says so; else make the optimizer on every rank, and step it there."
@@ -235,8 +235,8 @@ def test_a_stage_that_forgets_its_step() -> None:
     for rank in range(2):
         model = copy.deepcopy(plain)
         model, optimizer = autopar.initialize(model, stages(), optimizer=sgd(model.parameters()))
-        words = f"optimizer steps so far: rank 1: {int(rank == 1)}, rank 0: {int(rank == 0)}"
-        with pytest.raises((ConsistencyError, PipelineError), match=words):
+        words = f"optimizer steps so far: rank 0: {int(rank == 0)}, rank 1: {int(rank == 1)}"
+        with pytest.raises(ConsistencyError, match=words):
             list(losses(model, optimizer.step if dist.get_rank() == rank else optimizer.zero_grad))
         model.mpu.destroy()
         dist.barrier()
@@ -246,7 +246,7 @@ def test_a_stage_that_forgets_its_step() -> None:
         warnings.simplefilter("always")
         list(losses(model, optimizer.step if dist.get_rank() == 0 else optimizer.zero_grad))
     told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
-    if dist.get_rank() == 1:  # it receives
+    if dist.get_rank() == 1:
         count = len(list(model.parameters()))
         first = next(name for name, _ in model.named_parameters())
         assert told[0] == (
@@ -290,8 +290,8 @@ def test_groups_by_place_are_told_and_others_are_not() -> None:
             warnings.simplefilter("always")
             list(losses(model, made.step))
         told = [str(each.message) for each in found if "by place" in str(each.message)]
-        assert len(told) == (groups is by_place and not before and dist.get_rank() == 1) * 2, (groups, told)
-        if told:  # by the rank that receives, for each micro-batch
+        assert len(told) == (groups is by_place and not before and dist.get_rank() == 1), (groups, told)
+        if told:  # by the rank behind
             assert told[0] == (
                 "groups of the optimizer seem to be cut by place in model.parameters(): one ends on rank 0 at "
                 "model.layers.1.self_attn.q_proj.weight, on rank 1 at model.layers.3.self_attn.k_proj.weight. Each "

@@ -111,9 +111,10 @@ def _recorded_step(session: Session) -> tuple[Recording, Recording]:
     criterion = None if session.has_loss else session.criterion
     batch = copy.deepcopy(session.own_part(session.batches[0]))
     reseed(0)
-    step = pipeline.read_step(batch, criterion, backward=True, wants_loss=True)
-    with recorded(session.parallel) as mine:
-        pipeline.run(session.parallel, step)
+    with pipeline.engine.one_pass():
+        step = pipeline.read_step(batch, criterion, backward=True, wants_loss=True)
+        with recorded(session.parallel) as mine:
+            pipeline.run(session.parallel, step)
     with recorded(session.plain) as plain:
         for microbatch, weight in zip(step.microbatches, step.weights, strict=True):
             loss = session.loss_of(session.plain(**copy.deepcopy(microbatch)))
