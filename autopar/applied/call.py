@@ -26,8 +26,7 @@ from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
 from autopar.policy.described_model import model_inside
-from autopar.policy.given_policy import given_policy
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 
 __all__ = ["Call", "check_call", "make_plans"]

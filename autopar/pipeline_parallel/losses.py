@@ -21,7 +21,7 @@ from autopar.checks.step import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import next_sequence_number, sequence_number
 from autopar.foreign.transformers import set_loss_function
-from autopar.policy.losses import is_encoder_decoder, loss_kind
+from autopar.policy.match import is_encoder_decoder, loss_kind
 from autopar.policy.schema import Policy
 
 __all__ = ["LossOf", "OwnLoss", "loss_in"]

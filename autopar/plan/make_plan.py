@@ -14,11 +14,9 @@ from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.plan.adapters import adapter_rules
 from autopar.plan.attributes import scaled_attributes, sliced_inputs
-from autopar.plan.experts import shard_by_expert
-from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, join, matches_of
+from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, check_regions, join, matches_of
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
-from autopar.plan.regions import check_regions
-from autopar.plan.rules import TensorRule, tensor_rules_of
+from autopar.plan.rules import TensorRule, shard_by_expert, tensor_rules_of
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.described_model import model_inside, model_type_of
 from autopar.policy.schema import Policy

@@ -1,22 +1,32 @@
-"""Every entry of the state dict as a TensorPlan: which names are one tensor, and what ``save_pretrained`` calls it."""
+"""Every entry of the state dict as a TensorPlan: which names are one tensor, and the form in which it is saved.
+
+transformers renames some modules between memory and file, writes stacked experts one by one, and joins what the hub
+has fused. That conversion is run once on meta tensors in a mode that keeps views and notes what is joined; what comes
+out tells which elements of which stored tensors it is made of. Merging then needs neither transformers nor the model.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from autopar.adapters import plain_name
 from autopar.errors import UnsupportedModelError
+from autopar.foreign.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
+from autopar.foreign.transformers import unsaved_keys
 from autopar.layout import Layout
-from autopar.plan.plan import Piece, TensorPlan
-from autopar.plan.saved_form import saved_form
+from autopar.plan.plan import Joined, Piece, TensorPlan
 
-__all__ = ["plan_tensors"]
+__all__ = ["plan_tensors", "saved_form"]
 
 
 def plan_tensors(
@@ -94,3 +104,136 @@ def _canonical(listed: list[str], prefix: str, model: nn.Module) -> str:
         if len(left) > 1 and any(re.search(pattern, name) for pattern in tied):
             left.remove(name)
     return left[0]
+
+
+_ATEN = torch.ops.aten
+
+
+def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
+
+    A piece that is joined from several tensors is listed with the first of them.
+
+    Args:
+        names: in the plain model's state dict, one of each tied tensor -> in this one's, which may have adapters.
+    """
+    ignored = unsaved_keys(model)
+    held = model.state_dict()
+    state = {
+        name: torch.empty(held[stored].shape, dtype=held[stored].dtype, device="meta")
+        for name, stored in names.items()
+        if name not in ignored
+    }
+    views = _ViewTracking(state)
+    try:
+        with torch.no_grad(), views:
+            converted = dict(revert_weight_conversion(model, dict(state)))
+        renamed, pieces = _named(converted, views)
+        _check_complete(state, renamed, pieces)
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"how save_pretrained converts {type(model).__name__} cannot be followed ({error}): merged checkpoints get "
+            "the names in memory, which from_pretrained reads and other tools may not",
+            stacklevel=2,
+        )
+        return {name: name for name in state}, {}
+    return renamed, {name: tuple(parts) for name, parts in pieces.items()}
+
+
+def _named(converted: dict[str, torch.Tensor], views: _ViewTracking) -> tuple[dict[str, str], dict[str, list[Piece]]]:
+    renamed: dict[str, str] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for saved, tensor in converted.items():
+        source = views.piece(tensor, saved)
+        if source is None:
+            raise ValueError(f"{saved} is computed")
+        name, piece = source
+        if tensor is views.stored.get(name):
+            renamed[name] = saved
+        else:
+            pieces.setdefault(name, []).append(piece)
+    return renamed, pieces
+
+
+def _check_complete(state: dict[str, torch.Tensor], renamed: dict[str, str], pieces: dict[str, list[Piece]]) -> None:
+    """Raise ``ValueError`` unless each element of each tensor is saved once, as far as sizes tell."""
+    parts = [part for listed in pieces.values() for part in listed]
+    sources = set(pieces) | {name for part in parts for name in part.sources()}
+    absent = [name for name in state if (name in renamed) == (name in sources)]
+    if absent:
+        raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
+    before, after = sum(state[name].numel() for name in sources), sum(math.prod(part.shape) for part in parts)
+    if before != after:
+        raise ValueError(f"{before} elements become {after}")
+
+
+class _ViewTracking(TorchDispatchMode):
+    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. What has to be copied is noted.
+
+    Args:
+        stored: name -> meta tensor.
+    """
+
+    def __init__(self, stored: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.stored = stored
+        self._names = {id(tensor): name for name, tensor in stored.items()}
+        self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # the tensor is kept, so that its id stays its own
+
+    def piece(self, tensor: torch.Tensor, saved: str | None = None) -> tuple[str, Piece] | None:
+        """Return the first stored tensor that ``tensor`` has elements of, and what it is; None for something computed.
+
+        Args:
+            saved: its name in the file; None for a part of a joined tensor.
+        """
+        base = tensor if base_of(tensor) is None else base_of(tensor)
+        view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        name = self._names.get(id(base))
+        if name is not None:
+            return name, Piece(name if saved is None else saved, *view)
+        made = self._made.get(id(base))
+        if made is None:
+            return None
+        piece = Piece(saved or "", *view, made[1])
+        return next(piece.sources()), piece
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN.clone.default:
+            return args[0]
+        if func in (UNSAFE_VIEW, _ATEN.view.default):
+            try:
+                return func(*args)
+            except RuntimeError:  # it would have been the view of a copy
+                sizes = torch.empty(args[0].shape, device="meta").view(args[1]).shape
+                return self._note(args[0].new_empty(sizes), [args[0]], 0)
+        result = func(*args, **kwargs)
+        if func is _ATEN.cat.default:
+            self._note(result, *_arguments(*args, **kwargs))
+        elif func is _ATEN.stack.default:
+            parts, dim = _arguments(*args, **kwargs)
+            self._note(result, parts, dim % result.ndim, stacked=True)
+        return result
+
+    def _note(
+        self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int, stacked: bool = False
+    ) -> torch.Tensor:
+        """Remember what a new tensor is joined from."""
+        parts = []
+        for tensor in tensors:
+            found = self.piece(tensor)
+            if found is None:
+                return result
+            part = found[1]
+            if stacked:
+                shape, stride = ((*sizes[:dim], 1, *sizes[dim:]) for sizes in (part.shape, part.stride))
+                part = Piece(part.name, shape, stride, part.offset, part.joined)
+            parts.append(part)
+        joined = Joined(dim % max(1, len(parts[0].shape)), tuple(parts))
+        if math.prod(joined.shape()) == result.numel():
+            self._made[id(result)] = result, joined
+        return result
+
+
+def _arguments(tensors: Sequence[torch.Tensor], dim: int = 0) -> tuple[Sequence[torch.Tensor], int]:
+    return tensors, dim

@@ -1,22 +1,35 @@
-"""Find and read the files of policies: those that come with autopar, each once in a process, and the user's."""
+"""Find and read the files of policies, each that comes with autopar once in a process, and resolve ``extends``.
+
+``extends: [fragments/attention_qkvo, fragments/mlp_gated]`` lays the named files under this one. A key of this file
+replaces theirs, ``~`` deletes it. Two of the named files that say different things about the same key are an error
+unless this file decides: order never does. ``extends: {PATH: NAME}`` mounts a file under a path. A file with
+``variants`` holds a policy for each of them, over what stands beside.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
+from typing import NamedTuple
 
-from autopar.errors import PolicyError
-from autopar.policy.yaml_reader import Fail, Node, Where, read_text, yaml_tree
+from autopar.errors import PolicyError, nearest
+from autopar.policy.merge import merge, mounted_in_block, mounted_in_model, overlay
+from autopar.policy.yaml_reader import Fail, Node, Where, plain, read_text, yaml_tree
 
 __all__ = [
+    "PolicyName",
     "comes_with_autopar",
     "compose",
+    "extended",
     "fail_in",
     "policy_files",
     "policy_folder",
     "policy_text",
     "policy_tree",
     "reference",
+    "user_tree",
+    "variants_of",
 ]
 
 
@@ -82,3 +95,180 @@ def fail_in(file: str) -> Fail:
         return PolicyError(problem, Where(file, line)) if line else PolicyError(f"policy file '{file}' {problem}")
 
     return fail
+
+
+_LONGEST_CHAIN = 50
+_VARIANT = re.compile(r"[\w-]+")
+_VARIANTS_IN_TEXT = re.compile(r"^variants:\n(.*)", re.MULTILINE | re.DOTALL)  # the last section of a file
+_NAME_IN_TEXT = re.compile(r"^  ([\w-]+):", re.MULTILINE)
+
+
+class PolicyName(NamedTuple):
+    """A policy in a file: the file, and the name of its variant, if it has any."""
+
+    path: Path
+    variant: str = ""
+
+
+class _Place(NamedTuple):
+    """Where names are looked up.
+
+    Attributes:
+        folder: of the file, searched before that of autopar.
+        seen: the policies on the way here, each extended by the one before.
+        done: the user's policies that are made.
+    """
+
+    folder: Path
+    seen: tuple[PolicyName, ...]
+    done: dict[PolicyName, Node]
+
+
+_OWN_EXTENDED: dict[PolicyName, Node] = {}
+
+
+def extended(name: PolicyName, done: dict[PolicyName, Node], seen: tuple[PolicyName, ...] = ()) -> Node:
+    """Return the tree of a policy with all that it extends, made once however many files name it."""
+    known = _OWN_EXTENDED if comes_with_autopar(name.path) else done
+    if name not in known:
+        folder = name.path.parent
+        place = _Place(folder.parent if folder.name == "fragments" else folder, (*seen, name), done)
+        root = policy_tree(name.path)
+        variants = variants_of(root)
+        if variants:
+            common = Node({key: entry for key, entry in root.value.items() if key != "variants"}, root.where)
+            known[name] = _extend(variants[name.variant], place, _extend(common, place))
+        else:
+            known[name] = _extend(root, place)
+    return known[name]
+
+
+def user_tree(root: Node) -> Node:
+    """Return the tree of a policy that is in no file."""
+    if names := list(variants_of(root)):
+        raise PolicyError(
+            f"a policy that is given is one policy, and 'variants' holds {len(names)}: {', '.join(names)}", root.where
+        )
+    return _extend(root, _Place(policy_folder(), (), {}))
+
+
+def variants_of(root: Node) -> dict[str, Node]:
+    """Return the variants of a file by name; none if the file is one policy."""
+    if not isinstance(root.value, dict) or "variants" not in root.value:
+        return {}
+    variants = root.value["variants"]
+    if not isinstance(variants.value, dict) or not variants.value:
+        raise PolicyError(f"'variants' must hold policies by name, not {plain(variants)!r}", variants.where)
+    for name, own in variants.value.items():
+        if not _VARIANT.fullmatch(name):
+            raise PolicyError(f"'{name}' is no name of a variant: letters, digits, '-' and '_'", own.where)
+        if not isinstance(own.value, dict) or "match" not in own.value:
+            raise PolicyError(f"variant '{name}' has no 'match', which says for which models it holds", own.where)
+    return dict(variants.value)
+
+
+def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
+    """``node`` over what it extends, and over what is ``common`` to the variants of its file."""
+    if not isinstance(node.value, dict):
+        raise PolicyError("a policy must hold keys", node.where)
+    own = dict(node.value)
+    layers = [] if common is None else [common]
+    if "extends" in own:
+        layers += _layers(own.pop("extends"), place)
+    if _has_extends(own.get("blocks")):
+        inside = dict(own["blocks"].value)
+        layers += _layers(inside.pop("extends"), place, in_block=True)
+        own["blocks"] = Node(inside, own["blocks"].where)
+    towers = own.get("towers")
+    if towers is not None and isinstance(towers.value, dict):
+        inner = {
+            name: _extend(tower, place) if _has_extends(tower) or _has_extends(tower, "blocks") else tower
+            for name, tower in towers.value.items()
+        }
+        own["towers"] = Node(inner, towers.where)
+    top = Node(own, node.where)
+    if _has(own.get("match"), "model_type"):  # the range of what is extended is that of other model types
+        layers = [_without_range(layer) for layer in layers]
+    return overlay(merge(layers, top) if layers else Node({}, node.where), top)
+
+
+def _has(node: Node | None, *keys: str) -> bool:
+    """Return whether ``node`` holds keys inside each other."""
+    for key in keys:
+        if node is None or not isinstance(node.value, dict) or key not in node.value:
+            return False
+        node = node.value[key]
+    return True
+
+
+def _has_extends(node: Node | None, *inside: str) -> bool:
+    return _has(node, *inside, "extends")
+
+
+def _without_range(layer: Node) -> Node:
+    if not _has(layer, "match", "transformers"):
+        return layer
+    match = layer.value["match"]
+    kept = {key: entry for key, entry in match.value.items() if key != "transformers"}
+    return Node({**layer.value, "match": Node(kept, match.where)}, layer.where)
+
+
+def _layers(extends: Node, place: _Place, *, in_block: bool = False) -> list[Node]:
+    """Return the files that ``extends`` names; ``{PATH: file or files}`` mounts them under a path."""
+    if in_block and not isinstance(extends.value, dict):
+        raise PolicyError(
+            f"'extends' in 'blocks' takes {{PATH: NAME}}, where PATH is a module of each block, not {plain(extends)!r}",
+            extends.where,
+        )
+    found: list[Node] = []
+    for entry in extends.value if isinstance(extends.value, list) else [extends]:
+        if not isinstance(entry.value, dict):
+            found.append(_named(entry, place))
+            continue
+        mount = mounted_in_block if in_block else mounted_in_model
+        for path, names in entry.value.items():
+            for name in names.value if isinstance(names.value, list) else [names]:
+                found.append(mount(_named(name, place), path, name.value, name.where))
+    if not found:
+        raise PolicyError("'extends' names no file", extends.where)
+    return found
+
+
+def _named(name: Node, place: _Place) -> Node:
+    """The tree of the policy or fragment of that name."""
+    if not isinstance(name.value, str):
+        raise PolicyError(f"'extends' takes names of files, or {{PATH: NAME}}, not {plain(name)!r}", name.where)
+    found = _find(name.value, place.folder, name.where)
+    if found in place.seen:
+        raise PolicyError(f"'{name.value}' extends itself", name.where)
+    if len(place.seen) > _LONGEST_CHAIN:
+        raise PolicyError(f"'{name.value}' is extended through more than {_LONGEST_CHAIN} files", name.where)
+    return extended(found, place.done, place.seen)
+
+
+def _find(name: str, folder: Path, where: Where) -> PolicyName:
+    for root in (folder, policy_folder()):
+        path = (root / f"{name}.yaml").resolve()
+        if not (path.is_file() and path.is_relative_to(root.resolve())):
+            continue
+        variants = variants_of(policy_tree(path))
+        if not variants:
+            return PolicyName(path)
+        if path.stem in variants:
+            return PolicyName(path, path.stem)
+        raise PolicyError(f"'{name}' is a file of several policies; name one: {', '.join(variants)}", where)
+    known = _own_variants()
+    if name in known:
+        return PolicyName(known[name], name)
+    files = [str(path.relative_to(policy_folder()).with_suffix("")) for path in policy_folder().rglob("*.yaml")]
+    raise PolicyError(f"'extends' names '{name}', which does not exist.{nearest(name, [*files, *known])}", where)
+
+
+@functools.cache
+def _own_variants() -> dict[str, Path]:
+    """Name of a variant -> its file, of those that come with autopar, from their texts."""
+    found: dict[str, Path] = {}
+    for path in policy_files():
+        if section := _VARIANTS_IN_TEXT.search(policy_text(path)):
+            found |= dict.fromkeys(_NAME_IN_TEXT.findall(section[1]), path.resolve())
+    return found

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import PolicyError
-from autopar.policy.extends import PolicyName, extended, user_tree, variants_of
 from autopar.policy.files import (
+    PolicyName,
     comes_with_autopar,
     compose,
+    extended,
     fail_in,
     policy_files,
     policy_folder,
     policy_text,
     policy_tree,
+    user_tree,
+    variants_of,
 )
 from autopar.policy.parse import parse_policy
 from autopar.policy.schema import Policy

@@ -1,26 +1,43 @@
-"""Which policy describes a model. ``model_type`` is listed in the policies and never guessed."""
+"""Which policy describes a model: one that is given, one that lists its ``model_type``, or one that is derived.
+
+A ``model_type`` is listed in the policies and never guessed. Where no policy lists it, a ``tp_plan`` that transformers
+ships with the model says that somebody shards such models. It names modules and styles, and nothing of what features
+are made of. So the policy is derived from what ``forward`` computes, and not read off the plan.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from autopar.errors import PolicyError, UnsupportedModelError
+from autopar.errors import PolicyError, UnsupportedModelError, tell
+from autopar.foreign.transformers import tensor_plan
+from autopar.on_demand import tool
 from autopar.policy.advice import advice
-from autopar.policy.described_model import config_of, hugging_face_model
-from autopar.policy.given_policy import derived_policy, ships_plan
+from autopar.policy.described_model import base_of, config_of, hugging_face_model
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import Policy
 
-__all__ = ["DERIVED", "find_policy", "policies_of", "supported_model_types"]
+__all__ = [
+    "DERIVE",
+    "DERIVED",
+    "find_policy",
+    "given_policy",
+    "loss_kind",
+    "policies_of",
+    "supported_model_types",
+]
+
 
 DERIVED = "derived"
 """Name of a policy that was derived because none lists the model type."""
@@ -66,8 +83,8 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
         reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}"
         if not listed:
             try:
-                if ships_plan(model):
-                    return replace(derived_policy(model), name=DERIVED)
+                if _ships_plan(model):
+                    return replace(_derived_policy(model), name=DERIVED)
             except UnsupportedModelError as error:
                 reason = f"{reason}, and {error}"
             reason = f"{reason.rstrip('.')}."
@@ -119,3 +136,94 @@ def _check_version(policy: Policy, config: PretrainedConfig) -> None:
             f"the policy for model_type '{config.model_type}' holds for transformers {wanted}, "
             f"installed is {transformers_version} ({policy.where})."
         )
+
+
+DERIVE = "derive"
+
+_log = logging.getLogger(__name__)
+
+
+def given_policy(
+    model: nn.Module, policy: str | Path | Mapping[str, Any] | Policy | None, configured: str = ""
+) -> Policy | None:
+    """Return the policy that is given for a model; None if none is. Every rank gets the same.
+
+    Args:
+        policy: path, dict, YAML text or a ready one; ``"derive"`` derives one from the model's structure.
+        configured: the configuration's ``policy``, which holds where ``policy`` is None.
+
+    Raises:
+        PolicyError, UnsupportedModelError: it cannot be read, or derived.
+    """
+    if policy is None:
+        policy = configured or None
+    if policy is None:
+        return None
+    if isinstance(policy, str | Path) and str(policy) == DERIVE:
+        _, inner = hugging_face_model(model)
+        return _derived_policy(inner)
+    return read_user_policy(policy)
+
+
+def _derived_policy(model: PreTrainedModel) -> Policy:
+    """Derive the policy of a model from one forward without data.
+
+    Raises:
+        UnsupportedModelError: nothing of it can be sharded, or it does not run without data.
+    """
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        kind = type(model).__name__
+        tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
+    tree = tool("verification.policy_of_small").derived_tree(model)
+    return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
+
+
+def _ships_plan(model: PreTrainedModel) -> bool:
+    """Return whether transformers ships a ``tp_plan`` with the model: one for more than its head."""
+    name, base = base_of(model)
+    named = [str(pattern) for pattern in tensor_plan(model)]
+    of_base = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
+    return bool(of_base) or any(pattern.startswith(f"{name}." if name else "") for pattern in named)
+
+
+# The losses of transformers' classes by the end of their names. All others are means, if their policy names none.
+_USUAL = {
+    "ForCausalLM": "loss_function",
+    "ForConditionalGeneration": "loss_function",
+    "ForSequenceClassification": "mean",
+    "ForTokenClassification": "mean",
+    "ForCTC": "other",
+}
+
+
+def loss_kind(model: Any, given: Policy | None = None) -> str | None:
+    """Return the kind of a model's own loss, one of :data:`~autopar.policy.schema.LOSSES`; None if nothing says it.
+
+    The kind is a fact about the class that defines ``forward``: a class that inherits it has the same loss, and one
+    that has a ``forward`` of its own may have another.
+
+    Args:
+        given: the user's policy, which may name any class. The policies that autopar has for the model's type speak of
+            classes of transformers alone.
+    """
+    classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("autopar.")]
+    place = next(place for place, kind in enumerate(classes) if "forward" in vars(kind))
+    maker, names = classes[place], [kind.__name__ for kind in classes[: place + 1]]
+    said = next((given.loss[name] for name in names if name in given.loss), None) if given is not None else None
+    if said is not None or not isinstance(model, PreTrainedModel) or not maker.__module__.startswith("transformers."):
+        return said
+    policies = policies_of(model.config.model_type)
+    named = next((policy.loss[maker.__name__] for policy in policies if maker.__name__ in policy.loss), None)
+    return named or _usual(model, maker) or ("mean" if policies else None)
+
+
+def _usual(model: PreTrainedModel, maker: type) -> str | None:
+    if maker.__name__.endswith("ForConditionalGeneration") and is_encoder_decoder(model):
+        return None
+    return next((kind for end, kind in _USUAL.items() if maker.__name__.endswith(end)), None)
+
+
+def is_encoder_decoder(model: PreTrainedModel) -> bool:
+    """Return whether a model, or the one for text in it, is an encoder and a decoder."""
+    configs = (model.config, getattr(model.config, "text_config", None))
+    return any(getattr(each, "is_encoder_decoder", False) for each in configs)

@@ -186,7 +186,7 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
             hint = f" Write {{{node.value}: UNIT}}." if node.value in KINDS else nearest(node.value, KINDS)
             raise PolicyError(f"unknown rule '{node.value}' for {path}.{hint}", node.where)
         return Rule("replicated", node.where)
-    content = _mapping(_renamed(node), (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
+    content = _mapping(node, (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
     kinds = [kind for kind in KINDS if kind in content]
     if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
         kinds = ["row"]
@@ -220,13 +220,6 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
                 raise PolicyError(f"'{key}' belongs to '{owner}', not to '{kind}' ({path})", content[key].where)
             flags[key] = _parse_unit(content[key], key, units)
     return Rule(kind, node.where, parts, **flags)
-
-
-def _renamed(node: Node) -> Node:
-    """Read ``cut``, as policies of earlier versions say ``sharded``."""
-    if not isinstance(node.value, dict) or "cut" not in node.value or "sharded" in node.value:
-        return node
-    return Node({"sharded" if key == "cut" else key: entry for key, entry in node.value.items()}, node.where)
 
 
 def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
@@ -271,7 +264,7 @@ def _parse_attributes(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Ra
 def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]:
     inputs: dict[str, Input] = {}
     for path, entry in _mapping(node, None, "inputs").items():
-        content = _mapping(_renamed(entry), ("sharded", "dim"), f"the input {path}")
+        content = _mapping(entry, ("sharded", "dim"), f"the input {path}")
         if set(content) != {"sharded", "dim"}:
             raise PolicyError(f"the input {path} needs 'sharded' and 'dim'", entry.where)
         inputs[path] = Input(

@@ -26,8 +26,7 @@ from autopar.errors import AutoparError, CheckpointError, nearest
 from autopar.foreign.modules import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.policy.given_policy import given_policy
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.safetensors_io import dtype_of, nbytes

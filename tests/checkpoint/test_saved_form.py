@@ -23,7 +23,7 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.errors import CheckpointError
-from autopar.plan import saved_form
+from autopar.plan import tensors
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
 from autopar.storage.lazy_tensor import InMemory
@@ -144,7 +144,7 @@ def test_what_cannot_be_followed_keeps_its_names_with_a_warning(monkeypatch: pyt
     def halved(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {f"half.{name}": tensor / 2 for name, tensor in state.items()}
 
-    monkeypatch.setattr(saved_form, "revert_weight_conversion", halved)
+    monkeypatch.setattr(tensors, "revert_weight_conversion", halved)
     message = r"how save_pretrained converts GPT2LMHeadModel cannot be followed \(half\.\S+ is computed\): merged"
     with pytest.warns(UserWarning, match=message):
         plan = plan_tensors(model, "", model, {})

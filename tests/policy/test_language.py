@@ -41,12 +41,6 @@ def test_the_new_keys_are_read() -> None:
     assert list(tower.attributes) == ["width"] and list(policy.head_attributes) == ["classes?"]
 
 
-def test_the_earlier_word_for_sharded_is_read_too() -> None:
-    earlier = RIGHT["language"].replace("{sharded:", "{cut:")
-    assert earlier != RIGHT["language"]
-    assert read_user_policy(earlier) == read_user_policy(RIGHT["language"])
-
-
 def test_towers_have_units_of_their_own_over_those_of_the_policy() -> None:
     outer, encoder, decoder = read_user_policy(RIGHT["towers"]).towers
     assert [tower.name for tower in (outer, encoder, decoder)] == ["", "encoder", "decoder"]

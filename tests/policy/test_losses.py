@@ -13,7 +13,7 @@ from autopar.errors import ConfigError
 from autopar.pipeline_parallel.losses import OwnLoss, loss_in
 from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
 from autopar.policy.load import own_policies, read_user_policy
-from autopar.policy.losses import loss_kind
+from autopar.policy.match import loss_kind
 from autopar.tools.verification.measured_loss import losses_of, measured_kind
 from tests.random_models import Case, batches, build, cases, heads_of, kind
 from tests.representatives import REPRESENTATIVES, first_types

@@ -17,8 +17,7 @@ from autopar.plan.listing import derived_notice, rule_of
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.policy.described_model import model_inside
-from autopar.policy.given_policy import given_policy
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 
 __all__ = ["check_policy", "resolve_policy"]

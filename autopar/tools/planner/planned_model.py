@@ -21,8 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.described_model import model_inside
-from autopar.policy.given_policy import given_policy
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.tools.planner.activations import count_forward
 from autopar.tools.planner.candidate import Rows

@@ -12,7 +12,7 @@ from autopar.distributed.rng import kept
 from autopar.errors import AutoparError
 from autopar.pipeline_parallel.losses import OwnLoss, loss_in
 from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
-from autopar.policy.losses import loss_kind
+from autopar.policy.match import loss_kind
 from autopar.tools.verification.batches import make_batches
 from autopar.tools.verification.small_models import build_small
 

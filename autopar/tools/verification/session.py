@@ -23,8 +23,8 @@ from autopar.pipeline_parallel.losses import loss_in
 from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable
 from autopar.pipeline_parallel.stage_forward import Streams, switching
-from autopar.policy.given_policy import DERIVE
 from autopar.policy.load import read_user_policy
+from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel import layer_seeds
 from autopar.tensor_tracking import TensorTracking, tensors_in
