@@ -115,7 +115,7 @@ def release_other_stages(model: nn.Module, state: Parallelized, given: Given) ->
 def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Given) -> None:
     """After stages: the first and the last block of the rank cut and join rows."""
     if state.sequence is not None:
-        from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+        from autopar.tensor_parallel import sequence_parallel
 
         sequence_parallel.apply(model, state.sequence, state.region)
         state.undo.append(lambda model, own: sequence_parallel.undo(model, own.sequence))  # type: ignore[arg-type]

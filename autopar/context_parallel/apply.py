@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache
 
 from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, Recomputed, gather_all
-from autopar.context_parallel.joined_rows import entered
 from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.context_parallel.own_rows import OwnRows
 from autopar.context_parallel.row_logits import row_logits
+from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError

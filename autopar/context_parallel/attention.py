@@ -23,8 +23,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autopar.context_parallel.causal import causal_attention, masked_attention
-from autopar.context_parallel.exchange import exchange
-from autopar.context_parallel.rows import heads_layout, keys_layout
+from autopar.context_parallel.rows import exchange, heads_layout, keys_layout
 from autopar.context_parallel.state import RowState
 from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError

@@ -17,16 +17,16 @@ import torch
 from transformers.cache_utils import Cache
 
 from autopar.context_parallel.handed_states import own_arguments, with_states
-from autopar.context_parallel.joined_rows import join
 from autopar.context_parallel.lazy_rows import LazyRows, whole_tensors
 from autopar.context_parallel.rank_states import StatesOfRank
+from autopar.context_parallel.rows import join
 from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.foreign.transformers import recompute_function
 from autopar.layout import Layout
-from autopar.tensor_parallel.sequence_parallel.borders import argument_names
+from autopar.tensor_parallel.sequence_parallel import argument_names
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["BlockBoundary", "NeedsAllRows", "gather_all"]

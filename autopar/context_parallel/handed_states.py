@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from autopar.foreign.tensors import SequenceKey, keystr, tree_map_with_path
 from autopar.layout import Layout
-from autopar.tensor_parallel.sequence_parallel.borders import argument_names
+from autopar.tensor_parallel.sequence_parallel import argument_names
 
 __all__ = ["HandedStates", "Key", "States", "argument_of", "own_arguments", "place_of", "with_states"]
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autopar.context_parallel.joined_rows import join
+from autopar.context_parallel.rows import join
 from autopar.context_parallel.state import RowState
 from autopar.distributed.agree import meet
 from autopar.distributed.derivatives import check_no_tangent, keep_none, single_backward

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.context_parallel.joined_rows import join
+from autopar.context_parallel.rows import join
 from autopar.distributed.agree import meet
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, reduce_scatter

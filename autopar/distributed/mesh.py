@@ -241,7 +241,7 @@ class MPU(MeshAccessors):
             hint = "" if name.startswith("_") else nearest(name, known, cutoff=0.6)
             raise AttributeError(f"an MPU has no {name!r}.{hint}", name=name)
 
-    # -- the tensor-parallel axis, under OSLO's names; more is in autopar.tensor_parallel.megatron.mappings ------------
+    # -- the tensor-parallel axis, under OSLO's names; more is in autopar.tensor_parallel.megatron ------------
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Enter a sharded region (Megatron's f): identity forward, all-reduce backward. As in OSLO nothing is sent

@@ -21,7 +21,7 @@ from autopar.context_parallel.state import RowPlan, WholeModule
 from autopar.dry_run.rows_in_pieces import BATCH, ROWS, Call, goes_on
 from autopar.foreign.tensors import tree_flatten_with_path, tree_map_with_path
 from autopar.foreign.transformers import initialize_weights
-from autopar.tensor_parallel.sequence_parallel.borders import argument_names
+from autopar.tensor_parallel.sequence_parallel import argument_names
 
 __all__ = ["calls_of", "hand_on_states"]
 

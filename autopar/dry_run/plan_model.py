@@ -25,7 +25,7 @@ from autopar.policy.schema import Policy
 
 if TYPE_CHECKING:
     from autopar.context_parallel.state import RowPlan
-    from autopar.plan.sequence import SequencePlan
+    from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
 __all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "uncollected", "warn_no_dry_run"]
 

@@ -19,7 +19,7 @@ from autopar.context_parallel.handed_states import HandedStates, Key, States, ow
 from autopar.context_parallel.state import WholeModule
 from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_only
 from autopar.layout import Block, Layout
-from autopar.tensor_parallel.sequence_parallel.borders import argument_names
+from autopar.tensor_parallel.sequence_parallel import argument_names
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["BATCH", "ROWS", "Call", "goes_on"]

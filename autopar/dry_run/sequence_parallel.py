@@ -9,7 +9,7 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,13 +25,12 @@ from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
 from autopar.plan.blocks import dropped_blocks, lies_in
-from autopar.plan.plan import Plan
-from autopar.plan.sequence import SequencePlan, entries_of, lists_of_blocks, outermost
+from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
-from autopar.tensor_parallel import parallelize
+from autopar.tensor_parallel import parallelize, sequence_parallel
 from autopar.tensor_parallel.attentions import gather_hidden_states
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
 __all__ = ["plan_sequence"]
 
@@ -46,7 +45,7 @@ def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) 
     Raises:
         ConfigError: sequence parallelism does not fit the model; says where, and why.
     """
-    lists = lists_of_blocks(stages)
+    lists = _lists_of_blocks(stages)
     if not lists:
         raise _refused(model, f"the policy {plan.policy} names no blocks, at whose boundary sequences are sharded")
     if not isinstance(model, PreTrainedModel):
@@ -97,9 +96,9 @@ class _Rehearsal:
 
     def _plan(self) -> SequencePlan:
         expected = self._expected()
-        entries, wholes = entries_of(self.plan_inside, self.blocks)
+        entries, wholes = _entries_of(self.plan_inside, self.blocks)
         wholes |= self._drawn_for_samples()
-        entries = outermost(entries, wholes)
+        entries = _outermost(entries, wholes)
         inputs: tuple[str, ...] = ()
         while True:
             chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
@@ -115,14 +114,14 @@ class _Rehearsal:
                 block = self._block_of(place)
                 own = place.removeprefix(f"{block}.")
                 alike = {f"{b}.{own}" for b in self.blocks if self.kinds.get(f"{b}.{own}") is self.kinds[place]}
-                wholes = outermost(wholes | alike)
-                entries = outermost(entries, wholes)
+                wholes = _outermost(wholes | alike)
+                entries = _outermost(entries, wholes)
                 continue
             idle = self._idle(found[0], entries | wholes)
             if not idle:
                 break
-            wholes = outermost(wholes | idle)
-            entries = outermost(entries, wholes)
+            wholes = _outermost(wholes | idle)
+            entries = _outermost(entries, wholes)
         if wholes.issuperset(self.blocks):
             raise _refused(self.model, "none of its blocks ran with rows of a sequence")
         chosen = replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given)
@@ -134,7 +133,7 @@ class _Rehearsal:
             (path, self.model.get_submodule(path)) for path in self.kinds if path and self._block_of(path) != path
         )
         named = {path for path, module in inside if self._block_of(path) and vars(module).get("drop_prob")}
-        return outermost(named)
+        return _outermost(named)
 
     def _routers_are_whole(self, chosen: SequencePlan) -> bool:
         """Check whether the model can return its routers' logits; ConfigError if it does and routers work on rows."""
@@ -170,7 +169,7 @@ class _Rehearsal:
             above = {name[:end] for name in ran for end, letter in enumerate(name) if letter == "."}
             start = f"{block}."
             idle |= {path for path in self.kinds if path.startswith(start) and path not in ran and path not in above}
-        return {path for path in outermost(idle) if not any(lies_in(path, k) for k in known)}
+        return {path for path in _outermost(idle) if not any(lies_in(path, k) for k in known)}
 
     def _block_of(self, path: str) -> str:
         return next((block for block in self.blocks if lies_in(path, block)), "")
@@ -275,6 +274,40 @@ class _Rehearsal:
             found.routers_whole,
             {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
+
+
+def _lists_of_blocks(stages: StagePlan) -> tuple[tuple[str, ...], ...]:
+    """Return the blocks of a model by lists: of an encoder-decoder model the encoder's and the decoder's."""
+    at = stages.encoder
+    found = (stages.elements,) if at is None else (stages.elements[:at], stages.elements[at + 1 :])
+    return tuple(blocks for blocks in found if blocks)
+
+
+def _entries_of(plan: Plan, blocks: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return the modules at which rows must become whole: those that a region begins in, and those that mix rows.
+
+    A column-parallel layer begins a region in the module that holds it, whose code reads the length of the sequence;
+    where that is the block itself, in the layer.
+    """
+    entries, wholes = set[str](), set[str]()
+    for block in blocks:
+        for path, rule in _inside(plan, block):
+            parent = path.rpartition(".")[0]
+            place = path if parent == block or path == block else parent
+            if rule.rule in ("region", "experts", "embedding", "gathered") or rule.gather_output:
+                wholes.add(place)
+            elif (rule.rule == "column" and not rule.inside) or (rule.rule == "row" and rule.split_input):
+                entries.add(place)
+    return _outermost(entries, wholes), _outermost(wholes)
+
+
+def _outermost(paths: set[str], others: set[str] = frozenset()) -> set[str]:  # type: ignore[assignment]
+    """Return the paths that do not lie below another one of them, nor below or among the others."""
+    return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
+
+
+def _inside(plan: Plan, block: str) -> Iterator[tuple[str, ModulePlan]]:
+    return ((path, rule) for path, rule in plan.modules.items() if path == block or path.startswith(f"{block}."))
 
 
 def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | None:

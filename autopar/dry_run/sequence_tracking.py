@@ -17,11 +17,9 @@ from autopar.dry_run.activation_tracking import ActivationTracking, Kind
 from autopar.dry_run.row_tracking import MixedRows, RowTracking
 from autopar.foreign.tensors import tree_leaves
 from autopar.layout import Layout
-from autopar.plan.sequence import SequencePlan
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel.blocks import RowsOfList
-from autopar.tensor_parallel.sequence_parallel.borders import argument_names
-from autopar.tensor_parallel.sequence_parallel.rows import rows_of
+from autopar.tensor_parallel.sequence_parallel import RowsOfList, SequencePlan, argument_names
+from autopar.tensor_parallel.sequence_rows import rows_of
 from autopar.tensor_tracking import tensors_in
 
 __all__ = ["SampleRows", "SequenceTracking", "note_given", "note_inputs", "note_modules"]

@@ -14,8 +14,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.tensor_parallel import hooks, layer_seeds
-from autopar.tensor_parallel.megatron import parameter_marks
+from autopar.tensor_parallel import hooks, parameter_marks
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "attach", "keep_logits_sharded", "mark_parameters", "undo"]
@@ -60,7 +59,7 @@ def attach(
         check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
     if mpu.tp_cp.size > 1:
-        layer_seeds.attach(inner)
+        hooks.draw_seeds_alike(inner)
     if plan.tp > 1 and config.loss_gather_logits == "on_read":
         keep_logits_sharded(inner, config.loss_chunk)
 
@@ -96,5 +95,4 @@ def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
         parallelize.undo(model, plan, mpu.tp)
         adapters.detach(model)
     hooks.detach(inner)
-    layer_seeds.detach(inner)
     parameter_marks.unmark(model)

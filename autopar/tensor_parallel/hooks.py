@@ -6,19 +6,31 @@ Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model 
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import TextStreamer
 
 from autopar import activation_checkpoint
 from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
 from autopar.checks.module_tree import ModuleTree
 from autopar.checks.users_hooks import UsersHooks
+from autopar.distributed import gloo_collectives
+from autopar.distributed.collectives import run
 from autopar.distributed.derivatives import check_no_transform
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -32,9 +44,52 @@ from autopar.tensor_parallel.attentions import gather_attentions, gather_hidden_
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.stopping_criteria import agreed, refuse_continuous_batching
 
-__all__ = ["Hook", "attach", "detach"]
+__all__ = ["AgreedCriteria", "Hook", "agreed", "attach", "detach", "refuse_continuous_batching"]
+
+
+_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria)
+
+
+class AgreedCriteria(StoppingCriteria):
+    """Stop a sequence on all ranks of a model replica as soon as one of the criteria says so on one of them."""
+
+    def __init__(self, criteria: Sequence[Any], failures: FailureLog) -> None:
+        self.criteria, self.failures = StoppingCriteriaList(criteria), failures
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return which sequences are done, ``[batch]``. A collective of the replica."""
+        axis = self.failures.mpu.model
+        done = self.criteria(input_ids, scores, **kwargs).to(torch.int32)
+        with self.failures.blame("agreeing whether generate has come to its end", axis.ranks):
+            run(gloo_collectives.all_reduce, axis, done)
+        return done > 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what one of the criteria has: generate looks for ``eos_token_id``."""
+        for one in vars(self).get("criteria", ()):
+            if hasattr(one, name):
+                return getattr(one, name)
+        raise AttributeError(name)
+
+
+def agreed(criteria: Sequence[Any], failures: FailureLog) -> StoppingCriteriaList:
+    """Return the criteria, with those on which ranks may differ as one on which they agree, the last one."""
+    apart = [one for one in criteria if type(one) not in _OF_TOKENS]
+    alike = [one for one in criteria if type(one) in _OF_TOKENS]
+    return StoppingCriteriaList([*alike, AgreedCriteria(apart, failures)] if apart else alike)
+
+
+def refuse_continuous_batching(self: Any, *_: Any, **__: Any) -> NoReturn:
+    """Refuse what transformers' ``generate_batch`` and its managers begin with."""
+    size = self._autopar_failures.mpu.model.size
+    raise ConfigError(
+        f"continuous batching (generate_batch, paged attention) of {type(self).__name__}: each of the {size} ranks of "
+        "a model replica would\n  choose by itself which requests run next, and they compute one model together.\n"
+        "  Use model.generate(**tokenizer(prompts, padding=True, padding_side='left', return_tensors='pt')) on all of "
+        "them; of TRL\n  leave use_transformers_paged (use_transformers_continuous_batching) out. Replicas without "
+        "tensor, context and\n  pipeline parallelism have it."
+    )
 
 
 class Hook:
@@ -218,3 +273,36 @@ def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
         f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
         "Resize before autopar.initialize, or after autopar.deparallelize(model)."
     )
+
+
+_SEED = re.compile(r"_init_(\w*seed)")
+
+
+def draw_seeds_alike(model: nn.Module) -> None:
+    """Let layers draw the seed that they take for each forward from torch's CPU generator; :func:`detach` undoes it.
+
+    Reversible layers compute their activations twice, and seed the generators before. A seed that each process takes
+    from its operating system would let the ranks of a tensor-parallel group drop other elements of the same activation,
+    and hash it into other buckets. The default generator is the same on all of them.
+    """
+    for module in model.modules():
+        kind: Any = type(module)
+        for name, attribute in _renewals(kind):
+            if attribute in vars(module):
+                bind(module, _OWNER, **{name: _drawn(attribute)})
+
+
+@functools.cache
+def _renewals(kind: Any) -> tuple[tuple[str, str], ...]:
+    """Methods ``_init_..._seed`` that renew the attribute ``..._seed`` of a module."""
+    found = [(name, match) for name in dir(kind) if (match := _SEED.fullmatch(name)) is not None]
+    return tuple((name, str(match[1])) for name, match in found if callable(getattr(kind, name)))
+
+
+def _drawn(attribute: str) -> Callable[[Any], None]:
+    def renew(self: Any) -> None:
+        seed = int(torch.randint(2**62, (), device="cpu").item())
+        setattr(self, attribute, seed)
+        torch.manual_seed(seed)
+
+    return renew

@@ -38,7 +38,7 @@ from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
 from autopar.tensor_parallel.region_modules import RegionModule, region_class
-from autopar.tensor_parallel.sequence_parallel.rows import sum_to_rows
+from autopar.tensor_parallel.sequence_rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits
 
 __all__ = [

@@ -27,7 +27,7 @@ from autopar.distributed.derivatives import is_watched, keep_none, single_backwa
 from autopar.distributed.profiling import named_collective, record
 from autopar.foreign.autograd import is_forward_mode
 
-__all__ = ["CONV1D", "LINEAR", "WeightGradient", "attach", "can_overlap", "enter"]
+__all__ = ["CONV1D", "LINEAR", "LateWeight", "WeightGradient", "attach", "can_overlap", "enter"]
 
 
 _LEAST = 1 << 16
@@ -83,7 +83,8 @@ def enter(
     """
     pending = _Pending()
     waiting = _Wait.apply(x, axis, pending)
-    late = _LateWeight.apply(weight, x.detach().flatten(0, -2), gradient)
+    tokens = x.detach().flatten(0, -2)
+    late = LateWeight.apply(weight, tokens, len(tokens), gradient, _as_it_is)
     return _Launch.apply(waiting, axis, pending), late
 
 
@@ -131,19 +132,35 @@ class _Launch(torch.autograd.Function):
         return grad, None, None
 
 
-class _LateWeight(torch.autograd.Function):
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class LateWeight(torch.autograd.Function):
+    """A weight's gradient, computed when that of what a layer made comes: ``[tokens, out/tp]``, without memory.
+
+    Kept is ``x``, of which ``whole`` makes the layer's input ``[tokens, in]``.
+    """
+
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        tokens: int,
+        gradient: WeightGradient,
+        whole: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
         keep_none(ctx)
-        ctx.gradient = gradient
+        ctx.gradient, ctx.whole = gradient, whole
         ctx.save_for_backward(x)
-        return weight.new_empty(()).expand(len(x), weight.shape[gradient.out_dim])
+        return weight.new_empty(()).expand(tokens, weight.shape[gradient.out_dim])
 
     @staticmethod
     @single_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (x,) = ctx.saved_tensors
-        return ctx.gradient.of(x, grad), None, None
+        return ctx.gradient.of(ctx.whole(x), grad), None, None, None, None
 
 
 class _Attach(torch.autograd.Function):

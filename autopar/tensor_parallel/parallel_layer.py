@@ -23,7 +23,7 @@ from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import ModulePlan
-from autopar.tensor_parallel.megatron.parameter_marks import mark_shard
+from autopar.tensor_parallel.parameter_marks import mark_shard
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["FullWeight", "InitMethod", "ParallelLayer", "layout_of", "make_layer", "make_linear", "seeded_axis"]

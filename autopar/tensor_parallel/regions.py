@@ -15,7 +15,8 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
 from autopar.foreign.tensors import version_of
+from autopar.layout import Layout
 from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
-from autopar.tensor_parallel.sequence_parallel.region_rows import RowsOfRegion, can_save_rows
+from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
 
 __all__ = ["Region"]
 
@@ -44,16 +46,26 @@ _AT_ONCE = 1 << 26  # bytes of logits that are gathered in a forward which does 
 _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
 
 
-class Region(RowsOfRegion):
+class Region:
     """State of the parallel layers of one model while its forward runs. One per model.
 
     Args:
         axis: the tp axis.
+
+    Attributes:
+        rows: which rows of the sequence each rank has between regions, in sequence parallelism; None: whole sequences
+            are computed with.
+        rows_of_parameters: id of a parameter -> what rows are computed with instead.
+        rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
+        row_tensors: id -> hidden states that are rows, and what makes them whole.
     """
 
     def __init__(self, axis: Axis) -> None:
-        super().__init__()
         self.axis = axis
+        self._entered: Entered | None = None
+        self._training = False
+        self.row_tensors: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self.forget_rows()
         self.may_draw = False
         self._in_evaluation = False
         self._source: torch.Tensor | None = None
@@ -166,7 +178,7 @@ class Region(RowsOfRegion):
         if not shared:
             return copy(x, self.axis)
         if self._entered is not None and self.rows is not None and self._entered.is_whole(x):
-            return self._enter_rows(self._entered, self.rows)
+            return self._entered.enter()
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else version_of(x)
         if self._source is not x or self._version != version or self._copied is None:
@@ -201,6 +213,56 @@ class Region(RowsOfRegion):
             self.draw_per_rank(self._training)
         if torch.compiler.is_compiling():
             self.release()
+
+    def forget_rows(self) -> None:
+        """Compute with whole sequences again, whatever an interrupted forward left behind."""
+        self.rows: Layout | None = None
+        self.rows_are_out = False
+        self.rows_of_parameters: Mapping[int, torch.Tensor] = {}
+        self.row_tensors.clear()
+
+    @contextlib.contextmanager
+    def on_rows(self, rows: Layout, parameters: Mapping[int, torch.Tensor], training: bool) -> Iterator[None]:
+        """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
+
+        Args:
+            parameters: id -> what stands for a parameter that works on rows.
+        """
+        self.rows, self.rows_of_parameters, self._training = rows, parameters, training
+        self.draw_per_rank(training)
+        try:
+            yield
+        finally:
+            self.rows, self.rows_of_parameters = None, {}
+            self.draw_alike()
+            self.release()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute with whole sequences inside :meth:`on_rows`, as without it."""
+        rows, parameters = self.rows, self.rows_of_parameters
+        self.rows, self.rows_of_parameters = None, {}
+        try:
+            with self.outside():
+                yield
+        finally:
+            self.rows, self.rows_of_parameters = rows, parameters
+            self.release()
+
+    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and what precedes it.
+
+        The gradient of what :meth:`enter` makes of it is reduce-scattered; of any other, which is whole, the own rows
+        are kept.
+        """
+        assert self.rows is not None
+        x = gather_rows(rows, self.axis, self.rows)
+        if self.tracking is not None:
+            return self.mark_replicated(x)
+        self.draw_alike()
+        if x.requires_grad and torch.is_grad_enabled():
+            self._entered = Entered(x, rows, self.axis, self.rows)
+        return x
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` for use inside the region; in a dry run another tensor, to tell the two apart."""

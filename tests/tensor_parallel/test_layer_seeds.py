@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.tensor_parallel.layer_seeds import attach, detach
+from autopar.tensor_parallel.hooks import detach, draw_seeds_alike
 from tests.exchange import everyones
 from tests.parity import close
 from tests.pool import pooled
@@ -51,7 +51,7 @@ def test_hashes_and_gradients_are_the_plain_models_for_the_same_seed() -> None:
     plain = _hashing(build(CASE, 4, 2))
     batch = batches(CASE, plain.config, 1)[0]
     model = autopar.initialize(_hashing(build(CASE, 4, 2)), {"model_parallelism": {"tensor_parallel_size": 2}})
-    attach(plain)
+    draw_seeds_alike(plain)
     losses = []
     for each in (plain, model):
         torch.manual_seed(3)

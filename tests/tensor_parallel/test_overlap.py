@@ -26,7 +26,7 @@ IDS = torch.arange(16).view(2, 8)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens in a backward pass: ``launch``, ``weight``, ``wait``."""
     seen: list[str] = []
-    start, weight = overlap.start_all_reduce, overlap._LateWeight.backward
+    start, weight = overlap.start_all_reduce, overlap.LateWeight.backward
 
     def started(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
         seen.append("launch")
@@ -43,7 +43,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return weight(*args)
 
     monkeypatch.setattr(overlap, "start_all_reduce", started)
-    monkeypatch.setattr(overlap._LateWeight, "backward", staticmethod(computed))
+    monkeypatch.setattr(overlap.LateWeight, "backward", staticmethod(computed))
     return seen
 
 

@@ -14,7 +14,7 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
 from autopar.distributed.collectives import even_layout
-from autopar.tensor_parallel.sequence_parallel import blocks, parameters
+from autopar.tensor_parallel import sequence_parallel, sequence_rows
 from tests.adapters.adapted import same_training, with_lora
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.parity import check, close, language_batches, randomise, whole
@@ -227,13 +227,13 @@ def _without(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, value: Cal
 @pooled(world_size=2)
 def test_a_gradient_that_is_not_summed_and_rows_in_another_order_are_seen() -> None:
     monkeypatch = pytest.MonkeyPatch()
-    _without(monkeypatch, parameters, "sum_flat", lambda gradients, axis: list(gradients))
-    right = blocks.own_rows
+    _without(monkeypatch, sequence_rows, "sum_flat", lambda gradients, axis: list(gradients))
+    right = sequence_parallel.own_rows
 
     def other_order(x: torch.Tensor, axis: Any, rows: Any) -> torch.Tensor:
         return right(x.roll(1, 1), axis, rows)
 
-    _without(monkeypatch, blocks, "own_rows", other_order)
+    _without(monkeypatch, sequence_parallel, "own_rows", other_order)
     check(gpt2, language_batches(131), 2, config=sizes(2)).mpu.destroy()
 
 

@@ -10,7 +10,7 @@ from autopar.distributed.broadcast_data import broadcast_data
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.layout import even_shards
-from autopar.tensor_parallel.megatron.tensor_split import (
+from autopar.tensor_parallel.megatron import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,

@@ -324,7 +324,7 @@ FAULTS = [
     Fault(
         "gradients of norms over rows not summed",
         (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{H1}.attn.c_proj", f"{H1}.mlp.c_proj"),
-        before=patched("autopar.tensor_parallel.sequence_parallel.parameters.sum_flat", no_sum_over_rows),
+        before=patched("autopar.tensor_parallel.sequence_rows.sum_flat", no_sum_over_rows),
         mesh=SP,
         checks=("backward",),
     ),

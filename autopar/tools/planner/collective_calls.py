@@ -63,18 +63,19 @@ def collectives_of(
         if node in seen:
             continue
         seen.add(node)
-        if node.name() == "_WeightOfRowsBackward" and id(node.again) not in again:
-            again.add(id(node.again))
-            found.append(_gathered_again(node))
+        rows = getattr(node.whole, "__self__", None) if node.name() == "LateWeightBackward" else None
+        if rows is not None and id(rows) not in again:
+            again.add(id(rows))
+            found.append(_gathered_again(node, rows))
         found += _calls(node)
         waiting += [following for following, _ in node.next_functions if following is not None]
     return found
 
 
-def _gathered_again(node: Any) -> Collective:
+def _gathered_again(node: Any, again: Any) -> Collective:
     """The rows that a weight's gradient reads, whole."""
     [rows] = node.saved_tensors
-    layout, axis = node.again.layout, node.again.axis
+    layout, axis = again.layout, again.axis
     size = rows.numel() // layout.local_size(axis.rank) * layout.size * rows.dtype.itemsize
     return Collective("all_gather", size, backward=True, axis=axis.name)
 

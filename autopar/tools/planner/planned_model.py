@@ -18,11 +18,11 @@ from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.plan import Plan
-from autopar.plan.sequence import SequencePlan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
+from autopar.tensor_parallel.sequence_parallel import SequencePlan
 from autopar.tools.planner.activations import count_forward
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.model_states import ModelStates

@@ -16,11 +16,11 @@ from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy
 from autopar.foreign.transformers import ATTENTION, EXPERTS
 from autopar.plan.plan import Plan
-from autopar.plan.sequence import SequencePlan
+from autopar.tensor_parallel import sequence_parallel
 from autopar.tensor_parallel.apply import keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel import apply as sequence_parallel
+from autopar.tensor_parallel.sequence_parallel import SequencePlan
 from autopar.tools.planner.candidate import Rows
 
 __all__ = ["Shard", "make_shard"]

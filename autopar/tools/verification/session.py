@@ -26,7 +26,7 @@ from autopar.pipeline_parallel.stage_forward import Streams, switching
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel import layer_seeds
+from autopar.tensor_parallel.hooks import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, part_of
 from autopar.tools.verification.closeness import tolerance_of
@@ -85,7 +85,7 @@ class Session:
             self.parallel, self.config, policy=policy, optimizer=self.optimizers[1]
         )
         self.state, self.mpu = self.parallel._autopar, self.parallel.mpu
-        layer_seeds.attach(self.plain)  # which each process would take for itself
+        draw_seeds_alike(self.plain)  # which each process would take for itself
         self.plain.to(self.mpu.device)
         sync_parameters(self.plain, self.mpu)  # rank 0's, as the parallel one has them
         self.plan, self.stages = self.state.plan, self.state.stages

@@ -1,4 +1,4 @@
-"""Megatron-LM's mappings between replicated, sharded and partial activations, under Megatron's names.
+"""Megatron-LM's mappings between replicated, sharded and partial activations, and its splits, under Megatron's names.
 
 | function                                        | forward               | backward                          |
 |-------------------------------------------------|-----------------------|-----------------------------------|
@@ -11,9 +11,9 @@
 | ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
 | ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
 
-After ``megatron/core/tensor_parallel/mappings.py``; the work is done in :mod:`autopar.distributed.collectives`.
-``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron; models that put the batch first pass
-``dim=1``.
+After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is done in
+:mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
+models that put the batch first pass ``dim=1``. What splits tensors and vocabularies has no autograd across ranks.
 
 No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything is sent,
 on every rank (Megatron truncates silently).
@@ -27,18 +27,25 @@ from autopar.distributed import collectives
 from autopar.distributed.axis import Group, axis_of, check_divides
 from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
+from autopar.layout import Range, even_shards
 
 __all__ = [
     "Group",
+    "VocabUtility",
     "all_to_all",
     "axis_of",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "gather_split_1d_tensor",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks",
+    "vocab_range_from_global_vocab_size",
+    "vocab_range_from_per_partition_vocab_size",
 ]
 
 
@@ -153,3 +160,58 @@ def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) ->
             f"its shard of {size} has {layout.local_size(axis.rank)}"
         )
     return collectives.gather(x, axis, layout, dim)
+
+
+def split_tensor_along_last_dim(
+    tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for.
+
+    Raises:
+        ConfigError: if ``n`` does not divide.
+    """
+    if num_partitions < 1 or tensor.shape[-1] % num_partitions:
+        raise ConfigError(f"last dim of size {tensor.shape[-1]} does not divide into {num_partitions} partitions")
+    chunks = tensor.split(tensor.shape[-1] // num_partitions or 1, dim=-1)
+    if tensor.shape[-1] == 0:
+        chunks = (tensor,) * num_partitions
+    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else tuple(chunks)
+
+
+def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Keep this rank's elements, ``[...]`` Replicate -> ``[numel/tp]`` Shard(0): a view where that is possible.
+
+    Raises:
+        ConfigError: if the number of elements does not divide.
+    """
+    axis = axis_of(group)
+    each = check_divides(tensor.numel(), axis, "flat tensor")
+    return tensor.reshape(-1).narrow(0, axis.rank * each, each)
+
+
+def gather_split_1d_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-gather :func:`split_tensor_into_1d_equal_chunks`: flat elements in rank order, ``[numel * tp]``.
+
+    Every rank brings the same number of elements.
+    """
+    axis = axis_of(group)
+    with torch.no_grad():
+        flat = tensor.reshape(-1)
+        return collectives.gather(flat, axis, even_layout(flat.numel() * axis.size, axis.size), 0)
+
+
+def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> Range:
+    """Return the ``[first, last)`` vocabulary rows of ``rank``. Uneven if need be: 50257 over 2: 25129, 25128."""
+    return even_shards(global_vocab_size, world_size)[rank]
+
+
+def vocab_range_from_per_partition_vocab_size(per_partition_vocab_size: int, rank: int, world_size: int) -> Range:
+    """Return the ``[first, last)`` vocabulary rows of ``rank`` if all ``world_size`` ranks hold equally many."""
+    return vocab_range_from_global_vocab_size(per_partition_vocab_size * world_size, rank, world_size)
+
+
+class VocabUtility:
+    """The two functions above under the name of Megatron's class."""
+
+    vocab_range_from_global_vocab_size = staticmethod(vocab_range_from_global_vocab_size)
+    vocab_range_from_per_partition_vocab_size = staticmethod(vocab_range_from_per_partition_vocab_size)
