@@ -15,7 +15,7 @@ from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, Recomputed, gather_all
 from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.context_parallel.own_rows import OwnRows
-from autopar.context_parallel.row_logits import row_logits
+from autopar.context_parallel.row_logits import RowsOfLogits
 from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
@@ -25,6 +25,7 @@ from autopar.foreign.transformers import ATTENTION, attention_of, recompute_func
 from autopar.plan.blocks import lies_in
 from autopar.swap import swap, unswap
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
+from autopar.tensor_parallel.sharded_logits import sharded_logits
 
 __all__ = ["apply", "undo"]
 
@@ -224,9 +225,10 @@ class AfterHead:
         state.region.draw_alike()
         if state.tracking is not None:
             return logits.new_empty(logits.shape[0], layout.size, logits.shape[-1])
-        made = row_logits(logits, state.axis, layout, f"forward {state.forwards} of model {state.region.model}")
+        name = f"forward {state.forwards} of model {state.region.model}"
+        made = sharded_logits(RowsOfLogits(logits, state.axis, layout, name))
         at_once = state.gathers_logits or state.region.is_evaluated(head.training, made.nbytes)
-        return made.gathered_at_once() if at_once else made
+        return made.gathered() if at_once else made
 
 
 _HOOKS = (BeforeRows, AfterRows, BeforeHead, AfterHead)

@@ -2,29 +2,30 @@
 
 A loss does little to logits before the cross entropy: it takes some tokens, flattens them, casts, scales, caps, adds a
 bias. Each of that can be done to ``[..., vocab/tp]``, and what works on tokens even to ``[..., hidden]``, before the
-head's product. The functions here are pure and know no process group but the axis of an operand's gradient.
+head's product.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import copy, scatter
+from autopar.distributed.collectives import all_gather, copy, scatter
 from autopar.errors import ConsistencyError
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
+from autopar.tensor_parallel.loss import sharded_cross_entropy
+from autopar.tensor_parallel.sharded_logits import Change, Gradients, LogitsPart
 
-__all__ = ["Change", "Head", "HeadState", "Shards", "after"]
-
-Change = Callable[[torch.Tensor], torch.Tensor]
+__all__ = ["BY_ELEMENT", "Head", "HeadState", "Shards", "asked_shape"]
 
 
 class Head(NamedTuple):
@@ -60,8 +61,8 @@ class HeadState:
 
 
 @dataclass(frozen=True)
-class Shards:
-    """This rank's part of the logits, or what it is made of.
+class Shards(LogitsPart):
+    """This rank's columns of the logits, or what they are made of.
 
     Attributes:
         rows: ``[..., vocab/tp]``, or ``[..., hidden]`` with a ``head``.
@@ -81,6 +82,14 @@ class Shards:
     chunk: int = 0
     head: Head | None = None
     changes: tuple[Change, ...] = ()
+
+    kind = "columns"
+    advice = (
+        "Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on all of\n"
+        "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu(), whatever "
+        "needs\n  the vocabulary; logits + 0 does not), or have them gathered in the forward: under\n"
+        "  torch.no_grad(), or always by loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,23 +137,80 @@ class Shards:
             return replace(self, rows=function(self.rows.to(dtype)))
         return replace(self, changes=(*self.changes, lambda x: function(x.to(dtype))))
 
+    @property
+    def saved(self) -> Sequence[torch.Tensor]:
+        """What the product is made of: it is computed again."""
+        return () if self.head is None else self.inputs
 
-def after(name: str, shards: Shards, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards | None:
-    """Return the shards after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
-    operation = _OPERATIONS.get(name)
-    return None if operation is None else operation(shards, *args, **kwargs)
+    def gradients(self) -> Gradients:
+        """Return what cuts the whole gradient, and goes back through the head's product if that is not made yet."""
+        if self.head is None:
+            return partial(_gradient_of_columns, self.layout, self.axis.rank, self.rows.dtype)
+        return self._gradients_of_inputs
+
+    def _gradients_of_inputs(self, grad: torch.Tensor, *inputs: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        held = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad():
+            local = self.of_inputs(held).local()
+        wanted = [x for x in held if x.requires_grad]
+        (part,) = _gradient_of_columns(self.layout, self.axis.rank, local.dtype, grad)
+        found = iter(torch.autograd.grad(local, wanted, part))
+        return [next(found) if x.requires_grad else None for x in held]
+
+    def gathered(self) -> torch.Tensor:
+        """Return the whole logits. A collective of the axis."""
+        if self.head is not None:
+            self.head.check()
+        return all_gather(self.local(), self.axis, self.layout, -1).to(self.dtype)
+
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards | None:
+        """Return the columns after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
+        operation = _OPERATIONS.get(name)
+        return None if operation is None else operation(self, *args, **kwargs)
+
+    def cross_entropy(
+        self, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    ) -> torch.Tensor:
+        """Return ``F.cross_entropy`` of ``[tokens, vocab]`` or ``[vocab]``.
+
+        With a pending head the logits of ``chunk`` tokens are the most that exist, forward and backward.
+        """
+        loss = sharded_cross_entropy(self, target, ignore_index, label_smoothing, reduction)
+        device = self.rows.device.type
+        return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(self.dtype)  # as torch's
+
+    def joined(self, parts: Sequence[LogitsPart], dim: int) -> Shards | None:
+        """Return the columns of what ``torch.cat`` makes of some tokens each, or None."""
+        made = [part.settled() for part in parts if isinstance(part, Shards)]
+        first, dims = made[0], len(self.shape)
+        same = all(x.axis is first.axis and x.layout == first.layout and len(x.shape) == dims for x in made)
+        if not same or dim % dims == dims - 1 or len({(x.dtype, x.rows.dtype) for x in made}) > 1:
+            return None
+        return replace(first, rows=torch.cat([x.rows for x in made], dim))
 
 
-def _reshape(shards: Shards, *shape: Any, **kwargs: Any) -> Shards | None:
+def _gradient_of_columns(
+    layout: Layout, rank: int, dtype: torch.dtype, grad: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    part = layout.shard(grad, rank, -1)  # [..., vocab/tp]
+    return [part.to(dtype)]
+
+
+def asked_shape(whole: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape that ``view(*shape, **kwargs)`` gives a tensor of shape ``whole``; None if that is not known."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if kwargs or not sizes or not all(type(size) is int for size in sizes):
         return None
-    known = math.prod(size for size in sizes if size != -1)
-    total = math.prod(shards.shape)
+    known, total = math.prod(size for size in sizes if size != -1), math.prod(whole)
     if not known or not total:
         return None
-    full = [size if size != -1 else total // known for size in sizes]
-    if full[-1] != shards.layout.size or math.prod(full) != total:
+    full = tuple(size if size != -1 else total // known for size in sizes)
+    return full if math.prod(full) == total else None
+
+
+def _reshape(shards: Shards, *shape: Any, **kwargs: Any) -> Shards | None:
+    full = asked_shape(shards.shape, shape, kwargs)
+    if full is None or full[-1] != shards.layout.size:
         return None
     return replace(shards, rows=shards.rows.reshape(*full[:-1], shards.rows.shape[-1]))
 
@@ -250,6 +316,8 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "to": _to,
     "float": lambda shards: _cast(shards, torch.float32),
     "double": lambda shards: _cast(shards, torch.float64),
+    "half": lambda shards: _cast(shards, torch.float16),
+    "bfloat16": lambda shards: _cast(shards, torch.bfloat16),
     "detach": Shards.detached,
     "contiguous": _same,
     "clone": _same,
@@ -268,3 +336,5 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "sub": _binary(operator.sub),
     "__sub__": _binary(operator.sub),
 }
+BY_ELEMENT = frozenset(_OPERATIONS) - {"view", "reshape", "__getitem__"}
+"""Operations that work on each element by itself."""

@@ -7,12 +7,16 @@ Shoeybi et al., "Megatron-LM" (2019), section 3, has the idea; upstream is
 
 Each term is a sum (or a max) over ranks, so ranks exchange three numbers a token, four with label smoothing, in **one**
 all-gather (Megatron: three all-reduces); no rank has the full logits. Every rank gets bitwise the same loss.
+
+With ``loss: {chunk: N}`` the head's product and the loss run over N tokens at a time, forward and again backward (Cut
+Cross-Entropy, Wijmans et al. 2024, and Liger Kernel, Hsu et al. 2024, do so on one GPU; here each rank has its shard of
+the vocabulary). What is kept for the backward pass is ``[tokens, hidden]``, not ``[tokens, vocab/tp]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -24,17 +28,10 @@ from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
 from autopar.layout import even_shards
 
-__all__ = [
-    "Targets",
-    "VocabParallelCrossEntropy",
-    "check_options",
-    "gradient",
-    "losses_of",
-    "reduced",
-    "stats_of",
-    "vocab_parallel_cross_entropy",
-    "wide",
-]
+if TYPE_CHECKING:
+    from autopar.tensor_parallel.logits_shards import Shards
+
+__all__ = ["check_targets", "sharded_cross_entropy", "vocab_parallel_cross_entropy"]
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -85,10 +82,10 @@ def vocab_parallel_cross_entropy(
         made: torch.Tensor = VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
         return made
 
-    return reduced(losses, target, ignore_index, reduction, widths, logits.shape[-1], axis)
+    return _reduced(losses, target, ignore_index, reduction, widths, logits.shape[-1], axis)
 
 
-def reduced(
+def _reduced(
     losses: Callable[[Targets], torch.Tensor],
     target: torch.Tensor,
     ignore_index: int,
@@ -116,10 +113,10 @@ def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing
         raise ConfigError(f"target of shape {list(target.shape)} does not fit logits of shape {list(logits.shape)}")
     if target.dtype not in (torch.int64, torch.int32):
         raise ConfigError(f"target must hold class indices (int64 or int32), not {target.dtype}")
-    check_options(label_smoothing, reduction)
+    _check_options(label_smoothing, reduction)
 
 
-def check_options(label_smoothing: float, reduction: str) -> None:
+def _check_options(label_smoothing: float, reduction: str) -> None:
     """Raise ConfigError for what torch's cross entropy does not take either."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
@@ -175,7 +172,7 @@ def _find(target: torch.Tensor, ignored: torch.Tensor, start: int, width: int) -
     return Targets(column.masked_fill(~mine, 0), mine, ignored)
 
 
-def stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch.Tensor:
+def _stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch.Tensor:
     """Return this rank's part, ``[3 or 4, tokens]``: maximum, sum of exponentials, logit of the target, sum."""
     tokens, width = x.shape  # [tokens, vocab/tp]
     if width:
@@ -190,7 +187,7 @@ def stats_of(x: torch.Tensor, targets: Targets, label_smoothing: float) -> torch
     return torch.stack([*stats, x.sum(1)] if label_smoothing else stats)
 
 
-def losses_of(
+def _losses_of(
     stats: torch.Tensor, width: int, label_smoothing: float, widths: list[int], axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each token's loss, and the logarithm of its sum of exponentials; ``[tokens]``, the same on all ranks."""
@@ -210,7 +207,7 @@ def losses_of(
     return loss, top + log_sum
 
 
-def gradient(
+def _gradient(
     logits: torch.Tensor,
     log_total: torch.Tensor,
     targets: Targets,
@@ -219,7 +216,7 @@ def gradient(
     vocab_size: int,
 ) -> torch.Tensor:
     """Return the gradient ``[tokens, vocab/tp]`` of the logits from that of the losses, ``[tokens]``."""
-    out = (wide(logits) - log_total.unsqueeze(1)).exp_()  # softmax
+    out = (_wide(logits) - log_total.unsqueeze(1)).exp_()  # softmax
     if logits.shape[1]:
         at_target = targets.mine.to(out.dtype).unsqueeze(1) * (label_smoothing - 1.0)
         out.scatter_add_(1, targets.column.unsqueeze(1), at_target)
@@ -239,8 +236,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: Targets, label_smoothing: float, widths: list[int], axis: Axis
     ) -> torch.Tensor:
         keep_none(ctx)
-        stats = stats_of(wide(logits), targets, label_smoothing)
-        loss, log_total = losses_of(stats, logits.shape[1], label_smoothing, widths, axis)
+        stats = _stats_of(_wide(logits), targets, label_smoothing)
+        loss, log_total = _losses_of(stats, logits.shape[1], label_smoothing, widths, axis)
         ctx.save_for_backward(logits, log_total, targets.column, targets.mine, targets.ignored)
         ctx.label_smoothing, ctx.vocab_size = label_smoothing, sum(widths)
         return loss.masked_fill(targets.ignored, 0.0)
@@ -249,10 +246,90 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_total, *targets = ctx.saved_tensors
-        found = gradient(logits, log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size)
+        found = _gradient(logits, log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size)
         return found, None, None, None, None
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: torch.Tensor) -> torch.Tensor:
     """Return at least float32; the tensor itself if it is that already."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def sharded_cross_entropy(
+    shards: Shards, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> torch.Tensor:
+    """Compute ``F.cross_entropy`` from this rank's part of logits ``[tokens, vocab]`` or ``[vocab]``.
+
+    With a pending head the logits of ``shards.chunk`` tokens are the most that exist, forward and backward.
+
+    Args:
+        target: ``[tokens]`` Replicate, or a scalar.
+
+    Returns:
+        Replicate, as :func:`vocab_parallel_cross_entropy`.
+    """
+    axis, layout = shards.axis, shards.layout
+    _check_options(label_smoothing, reduction)
+    widths = [layout.local_size(rank) for rank in range(axis.size)]
+    rows = shards.rows.reshape(target.numel(), shards.rows.shape[-1])  # [tokens, hidden or vocab/tp]
+
+    def losses(targets: Targets) -> torch.Tensor:
+        made: torch.Tensor
+        if shards.head is None:
+            deep = rows.double() if shards.dtype == torch.float64 else rows
+            made = VocabParallelCrossEntropy.apply(deep, targets, label_smoothing, widths, axis)
+        else:
+            inputs = [rows, *shards.inputs[1:]]
+            made = ChunkedCrossEntropy.apply(shards, targets, label_smoothing, widths, *inputs)
+        return made
+
+    return _reduced(losses, target, ignore_index, reduction, widths, widths[axis.rank], axis)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Losses ``[tokens]``, Replicate, of what logits are made of: a chunk of them at a time, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shards: Shards, targets: Targets, smoothing: float, widths: list[int], *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        keep_none(ctx)
+        assert shards.head is not None
+        shards.head.check()
+        rows = inputs[0]  # [tokens, hidden]
+        found = []
+        for start in range(0, max(len(rows), 1), shards.chunk):
+            some = slice(start, start + shards.chunk)
+            local = shards.of_inputs([rows[some], *inputs[1:]]).local()  # [chunk, vocab/tp]
+            found.append(_stats_of(_wide(local), targets.of(some), smoothing))
+        loss, log_total = _losses_of(torch.cat(found, 1), widths[shards.axis.rank], smoothing, widths, shards.axis)
+        ctx.save_for_backward(log_total, targets.column, targets.mine, targets.ignored, *inputs)
+        ctx.shards, ctx.smoothing, ctx.vocab_size = shards, smoothing, sum(widths)
+        return loss.masked_fill(targets.ignored, 0.0)
+
+    @staticmethod
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        log_total, column, mine, ignored, *inputs = ctx.saved_tensors
+        shards, targets = ctx.shards, Targets(column, mine, ignored)
+        shards.head.seen.went_back = True
+        # Sums over chunks are kept in fp32, as one product over all tokens would.
+        sums = [torch.zeros_like(x, dtype=_wide(x[:0]).dtype) if x.requires_grad else None for x in inputs[1:]]
+        rows = torch.empty_like(inputs[0]) if ctx.needs_input_grad[4] else None
+        for start in range(0, len(inputs[0]), shards.chunk):
+            some = slice(start, start + shards.chunk)
+            held = [inputs[0][some].detach(), *(x.detach() for x in inputs[1:])]
+            for x, needed in zip(held, ctx.needs_input_grad[4:], strict=True):
+                x.requires_grad_(needed)
+            with torch.enable_grad():
+                local = shards.of_inputs(held).local()  # [chunk, vocab/tp]
+            found = _gradient(
+                local.detach(), log_total[some], targets.of(some), grad[some], ctx.smoothing, ctx.vocab_size
+            )
+            grads = iter(torch.autograd.grad(local, [x for x in held if x.requires_grad], found))
+            if rows is not None:
+                rows[some] = next(grads)
+            for total in [total for total in sums if total is not None]:
+                total.add_(next(grads))
+        weights = [None if total is None else total.to(x.dtype) for total, x in zip(sums, inputs[1:], strict=True)]
+        return None, None, None, None, rows, *weights

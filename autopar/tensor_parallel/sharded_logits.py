@@ -1,111 +1,271 @@
-"""Logits whose vocabulary is sharded, and which are whole for whoever reads them: gathered then, and only then.
+"""Logits of which a rank has a part, and which are whole for whoever reads them: gathered then, and only then.
 
-A language model's head makes ``[..., vocab/tp]`` on each rank. Most training steps take a cross entropy of it, which
-:mod:`~autopar.tensor_parallel.loss` computes from the shards, and read nothing else; gathering ``[..., vocab]`` would
-move more bytes than all blocks together. :class:`ShardedLogits` is the tensor ``[..., vocab]`` that the model's own
-code passes on. What a loss does to logits on the way (:func:`~autopar.tensor_parallel.logits_shards.after`) and
-``F.cross_entropy`` itself are done to the shards; any other operation gathers them and goes on with a plain tensor, in
-the same autograd graph, as do all views of them. So ``outputs.logits`` is what users know.
+A language model's head makes ``[..., vocab/tp]`` on each rank, with context parallelism ``[batch, rows/cp, vocab]``.
+Most training steps take a cross entropy of it, which is computed from the parts, and read nothing else; gathering
+``[..., vocab]`` would move more bytes than all blocks together. :class:`ShardedLogits` is the whole tensor that the
+model's own code passes on. What a loss does to logits on the way, and ``F.cross_entropy`` itself, are done to the parts
+(:mod:`~autopar.tensor_parallel.logits_shards`, :mod:`~autopar.context_parallel.row_logits`). Any other operation
+gathers them and goes on with a plain tensor, in the same autograd graph. So ``outputs.logits`` is what users know.
 
-Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone gets an error, not a hang.
+A view shares memory with what it was taken from, so as soon as one of a family is read, all are whole, and a change in
+place of one is seen by all. Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone
+gets an error, not a hang.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
+from autopar.call_site import is_of_library
 from autopar.distributed.agree import meet
-from autopar.distributed.collectives import all_gather
+from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import keep_none, single_backward
-from autopar.foreign.tensors import tree_map_only, wrapper_subclass
-from autopar.tensor_parallel.chunked_loss import sharded_cross_entropy
-from autopar.tensor_parallel.logits_shards import Change, Shards, after
-from autopar.tensor_parallel.whole_logits import REPEATED, WholeLogits, placed
+from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
+from autopar.foreign.tensors import tree_leaves, tree_map_only, wrapper_subclass
+from autopar.layout import Layout
 
-__all__ = ["ShardedLogits", "sharded_logits"]
+__all__ = ["Change", "Gradients", "LogitsPart", "ShardedLogits", "sharded_logits"]
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+Gradients = Callable[..., Sequence[torch.Tensor | None]]
 
 
-class ShardedLogits(WholeLogits):
-    """The whole logits ``[..., vocab]``, of which this rank has a shard; made by :func:`sharded_logits`.
+class LogitsPart(ABC):
+    """This rank's part of whole logits. Immutable.
+
+    Attributes:
+        layout: of the dim that is sharded over ``axis``.
+        name: which logits they are, in words that are the same on all ranks.
+        kind, advice: what the layout counts, and what to do instead of reading on one rank, for messages.
+        gets_every_gradient: whether every gradient of the logits comes by its first input.
+    """
+
+    axis: Axis
+    layout: Layout
+    dtype: torch.dtype
+    name: str
+    kind: ClassVar[str]
+    advice: ClassVar[str]
+    gets_every_gradient: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole logits."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that receive gradients."""
+
+    @property
+    def saved(self) -> Sequence[torch.Tensor]:
+        """What :meth:`gradients` is to be given."""
+        return ()
+
+    @abstractmethod
+    def detached(self) -> LogitsPart:
+        """Return the same part without gradients."""
+
+    @abstractmethod
+    def gradients(self) -> Gradients:
+        """Return a function of the whole logits' gradient, and of ``saved``: the gradients of ``inputs``."""
+
+    @abstractmethod
+    def gathered(self) -> torch.Tensor:
+        """Return the whole logits. A collective of the axis."""
+
+    @abstractmethod
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsPart | None:
+        """Return the part after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
+
+    @abstractmethod
+    def cross_entropy(
+        self, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    ) -> torch.Tensor | None:
+        """Return ``F.cross_entropy`` of the whole logits, or None if that needs them."""
+
+    def joined(self, parts: Sequence[LogitsPart], dim: int) -> LogitsPart | None:
+        """Return the part of what ``torch.cat`` makes of the logits, or None."""
+        return None
+
+
+# What may share its memory with what it is made of: done again to the whole logits, if those are ever read.
+_REPEATED = frozenset(("view", "reshape", "contiguous", "__getitem__", "detach"))
+_COMMUTE = frozenset(("mul", "__mul__", "add", "__add__"))
+_OF_GRADIENTS = ("retain_grad", "register_hook", "grad")
+
+
+class _Origin:
+    """The head's output, and everything made of it."""
+
+    lost = False  # a loss was taken from the parts: no gradient of whole logits will exist
+
+
+class _Family:
+    """Logits and what may share memory with them: as soon as one is read, all are whole."""
+
+    def __init__(self) -> None:
+        self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
+        self.is_whole = False
+
+    def read(self) -> None:
+        """Make plain tensors of all of them. A collective of the axis."""
+        living = [member for ref in self.members if (member := ref()) is not None]
+        with torch.inference_mode(False):
+            for member in living:
+                member.materialize()
+        self.is_whole = True
+
+
+class ShardedLogits(WholeOnRead):
+    """The whole logits, of which this rank has a part; made by :func:`sharded_logits`.
 
     Raises:
         ConsistencyError: on reading, if other ranks of the axis do not read the same within its ``read_timeout``.
     """
 
-    shards: Shards
+    part: LogitsPart
+    _origin: _Origin
+    _family: _Family
+    _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
+    _step: Change | None
+    _node: Any  # its place in the graph, as it was made
+    _whole: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, shards: Shards) -> ShardedLogits:
+    def __new__(cls, part: LogitsPart) -> ShardedLogits:
         """Make a tensor that has the shape of the whole logits and no memory; no graph, no family yet."""
-        made: ShardedLogits = wrapper_subclass(cls, shards.shape, dtype=shards.dtype, device=shards.rows.device)
-        made.shards, made._whole = shards, None
+        made: ShardedLogits = wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.inputs[0].device)
+        made.part, made._whole = part, None
         return made
 
     def held(self) -> str:
-        """Return which columns this rank has."""
-        axis, layout = self.shards.axis, self.shards.layout
-        held = ", ".join(f"{start} to {stop - 1}" for start, stop in layout.ranges(axis.rank)) or "none"
-        return f"{axis.name} rank {axis.rank} of {axis.size} has columns {held}"
+        """Return which columns or rows this rank has."""
+        part, axis = self.part, self.part.axis
+        held = ", ".join(f"{start} to {stop - 1}" for start, stop in part.layout.ranges(axis.rank)) or "none"
+        return f"{axis.name} rank {axis.rank} of {axis.size} has {part.kind} {held}"
 
     def parts(self) -> list[torch.Tensor]:
-        """Return the shard, or what it is made of."""
-        return self.shards.inputs
+        """Return the part, or what it is made of."""
+        return self.part.inputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody has read it."""
+        return self._family.is_whole
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def whole(self) -> torch.Tensor:
+        """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
+        if self._whole is None:
+            self._family.read()
+        assert self._whole is not None
+        return self._whole
 
     def gathered(self) -> torch.Tensor:
-        """Return a plain tensor of the same values. A collective of the axis."""
-        _meet(self.shards)
+        """Return a plain tensor with the same place in the graph, where all ranks are known to do so. A collective."""
         gathered: torch.Tensor = _Gather.apply(self)
         return gathered
 
-    @classmethod
-    def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do to the shards what can be done to them."""
-        result = _cat(*args, **kwargs) if name == "cat" else None
-        return super().from_parts(func, name, args, kwargs) if result is None else result
+    def materialize(self) -> None:
+        """Make the plain tensor of these logits, from that of their source or by gathering."""
+        source = self._source()
+        if self._whole is not None:
+            return
+        if source is not None:
+            source.materialize()
+        with torch.set_grad_enabled(self.requires_grad):
+            if source is None:
+                _meet(self.part)
+                self._whole = self.gathered()
+            else:
+                assert source._whole is not None and self._step is not None
+                self._whole = self._step(source._whole)
+
+    def has_parts(self) -> bool:
+        """Return whether the part still says what the logits are; not of what a function of C++ returned."""
+        return not self._family.is_whole and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation makes of the shards, or None."""
+        """Return what an operation makes of this rank's part, ``args`` being those after the logits; else None."""
         if name == "cross_entropy":
             return _cross_entropy(self, *args, **kwargs)
-        shards = after(name, self.shards, args, kwargs)
-        if shards is None:
+        part = self.part.after(name, args, kwargs)
+        if part is None:
             return None
-        if name in REPEATED:
+        if name in _REPEATED:
             copied = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-            return sharded_logits(shards, self, lambda whole: func(whole, *copied[0], **copied[1]))
-        return self if shards is self.shards and name != "clone" else sharded_logits(shards, self)
+            return sharded_logits(part, self, lambda whole: func(whole, *copied[0], **copied[1]))
+        return self if part is self.part and name != "clone" else sharded_logits(part, self)
+
+    @classmethod
+    def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do to the part what can be done to it; raise if gradients are asked for that will not exist."""
+        if name == "cat":
+            return _cat(*args, **kwargs)
+        logits = args[0] if args else kwargs.get("input") if name == "cross_entropy" else None
+        if name in _COMMUTE and len(args) == 2 and not isinstance(logits, cls):
+            logits, args = args[1], (args[1], args[0])
+        listed = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedLogits)]
+        if isinstance(logits, cls) and len(listed) == 1 and logits.has_parts():
+            rest, named = (args[1:], kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != "input"})
+            if name == "register_hook" and is_of_library(rest[0] if rest else named.get("hook")):
+                hooked = logits.hook_for_a_library(func, *rest)
+                if hooked is not None:
+                    return hooked
+            result = logits.after(func, name, rest, named)
+            if result is not None:
+                return result
+        if name in _OF_GRADIENTS and any(x._origin.lost for x in listed):
+            raise RuntimeError(
+                f"{name} of logits: the loss was taken from a part of them on each rank, so the whole ones get no "
+                "gradient.\n  Gather them in every forward: loss: {gather_logits: always}"
+            )
+        return None
+
+    def hook_for_a_library(self, func: Any, hook: Any) -> Any:
+        """Register a hook for torch's own wrappers (FSDP), which ask every output when a gradient comes; or None."""
+        if self.part.gets_every_gradient:
+            return self.part.inputs[0].register_hook(hook)
+        return without_overrides(func, (self, hook), {}) if self._origin.lost else None
 
 
-def sharded_logits(shards: Shards, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
-    """Return the whole logits of which ``shards`` are this rank's, with gradients to what those are made of.
+def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: Change | None = None) -> ShardedLogits:
+    """Return the whole logits of which ``part`` is this rank's, with gradients to what that is made of.
 
     Args:
         source: logits that they were made of, if not by the head.
         step: what made them, if they may share memory with ``source``.
     """
     if not torch.is_grad_enabled():
-        shards = shards.detached()
-    made: ShardedLogits = _Wrap.apply(shards, *shards.inputs)
-    return placed(made, source, step)
+        part = part.detached()
+    made: ShardedLogits = _Wrap.apply(part, *part.inputs)
+    made._origin = _Origin() if source is None else source._origin
+    made._family, made._source, made._step, made._whole = _Family(), lambda: None, step, None
+    made._node = without_overrides(lambda: made.grad_fn, (), {})
+    if source is not None and step is not None:
+        keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep that of another
+        made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
+    made._family.members.append(weakref.ref(made))
+    return made
 
 
 def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> ShardedLogits | None:
     listed = list(tensors)
     if kwargs or not all(isinstance(x, ShardedLogits) and x.has_parts() for x in listed):
         return None
-    parts = [x.shards.settled() for x in listed]
-    first, dims = parts[0], len(parts[0].shape)
-    same = all(x.axis is first.axis and x.layout == first.layout and len(x.shape) == dims for x in parts)
-    if not same or dim % dims == dims - 1 or len({(x.dtype, x.rows.dtype) for x in parts}) > 1:
-        return None
-    return sharded_logits(replace(first, rows=torch.cat([x.rows for x in parts], dim)), listed[0])
+    part = listed[0].part.joined([x.part for x in listed], dim)
+    return None if part is None else sharded_logits(part, listed[0])
 
 
 def _cross_entropy(
-    input: ShardedLogits,
+    logits: ShardedLogits,
     target: torch.Tensor,
     weight: Any = None,
     size_average: Any = None,
@@ -115,56 +275,33 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
     """``F.cross_entropy`` with the classes in the last dim, ``[vocab]`` or ``[tokens, vocab]``."""
-    shards = input.shards
-    by_index = not target.is_floating_point() and target.shape == shards.shape[:-1]
-    if len(shards.shape) > 2 or not by_index or any(x is not None for x in (weight, size_average, reduce)):
+    by_index = not target.is_floating_point() and target.shape == logits.part.shape[:-1] and target.ndim < 2
+    if not by_index or any(x is not None for x in (weight, size_average, reduce)):
         return None
-    loss = sharded_cross_entropy(shards, target, ignore_index, label_smoothing, reduction)
-    input.lose()
-    wide = not shards.rows.is_meta and torch.is_autocast_enabled(
-        shards.rows.device.type
-    )  # where torch computes losses in fp32
-    return loss if wide else loss.to(shards.dtype)
+    loss = logits.part.cross_entropy(target, ignore_index, label_smoothing, reduction)
+    logits._origin.lost |= loss is not None
+    return loss
 
 
-def _meet(shards: Shards) -> None:
+def _meet(part: LogitsPart) -> None:
     """Raise unless all ranks of the axis are about to read the same."""
-    what = f"logits {list(shards.shape)} of {shards.name}"
-    meet(shards.axis, what, shards.axis.read_timeout, _ADVICE)
-
-
-_ADVICE = (
-    "Whole logits are gathered when they are read, which takes every tensor-parallel rank: read them on all of\n"
-    "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu(), whatever needs\n"
-    "  the vocabulary; logits + 0 does not), or have them gathered in the forward: under\n"
-    "  torch.no_grad(), or always by loss: {gather_logits: always}. loss: {read_timeout: ...} waits longer."
-)
+    meet(part.axis, f"logits {list(part.shape)} of {part.name}", part.axis.read_timeout, part.advice)
 
 
 class _Wrap(torch.autograd.Function):
-    """From what the shards are made of to the whole logits: their place in the graph."""
+    """From what the part is made of to the whole logits: their place in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, shards: Shards, *inputs: torch.Tensor) -> ShardedLogits:
+    def forward(ctx: Any, part: LogitsPart, *inputs: torch.Tensor) -> ShardedLogits:
         keep_none(ctx)
-        ctx.shards = shards
-        ctx.save_for_backward(*inputs)
-        return ShardedLogits(shards)
+        ctx.gradients = part.gradients()
+        ctx.save_for_backward(*part.saved)
+        return ShardedLogits(part)
 
     @staticmethod
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        shards: Shards = ctx.shards
-        inputs = ctx.saved_tensors
-        part = shards.layout.shard(grad, shards.axis.rank, -1)  # [..., vocab/tp]
-        if shards.head is None:
-            return None, part.to(inputs[0].dtype)
-        held = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        with torch.enable_grad():
-            local = shards.of_inputs(held).local()
-        wanted = [x for x in held if x.requires_grad]
-        found = iter(torch.autograd.grad(local, wanted, part.to(local.dtype)))
-        return None, *(next(found) if x.requires_grad else None for x in held)
+        return None, *ctx.gradients(grad, *ctx.saved_tensors)
 
 
 class _Gather(torch.autograd.Function):
@@ -173,10 +310,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: ShardedLogits) -> torch.Tensor:
         keep_none(ctx)
-        shards = logits.shards
-        if shards.head is not None:
-            shards.head.check()
-        return all_gather(shards.local(), shards.axis, shards.layout, -1).to(shards.dtype)
+        return logits.part.gathered()
 
     @staticmethod
     @single_backward

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.context_parallel import row_logits
-from autopar.context_parallel.row_logits import RowLogits
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.tensor_parallel import sharded_logits
+from autopar.tensor_parallel.sharded_logits import ShardedLogits
 from tests.compare import same_gradients
 from tests.parity import close, language_batches
 from tests.pool import pooled
@@ -51,11 +51,11 @@ def test_whatever_is_computed_of_them() -> None:
     ids = labels = batch["input_ids"]
     meetings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        meet = row_logits.meet
-        patch.setattr(row_logits, "meet", lambda *args: meetings.append(args[1]) or meet(*args))
+        meet = sharded_logits.meet
+        patch.setattr(sharded_logits, "meet", lambda *args: meetings.append(args[1]) or meet(*args))
         plain, model = made()
         for name, function in {**FROM_SHARDS, **GATHERED, **HABITS}.items():
-            assert isinstance(model(ids).logits, RowLogits)
+            assert isinstance(model(ids).logits, ShardedLogits)
             meetings.clear()
             same(plain, model, lambda each, function=function: function(each(ids).logits, labels), name)
             assert bool(meetings) == (name not in FROM_ROWS), name

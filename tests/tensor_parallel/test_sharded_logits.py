@@ -254,7 +254,7 @@ def test_nothing_is_kept_alive() -> None:
     try:
         for read in (lambda x: x, lambda x: x[:, :-1], lambda x: x.square(), lambda x: x[0].mul_(2)):
             output = model(ids, labels=ids)
-            held = [weakref.ref(output.logits), weakref.ref(output.logits.shards.rows)]
+            held = [weakref.ref(output.logits), weakref.ref(output.logits.part.rows)]
             result = read(output.logits)
             del output, result
             assert [ref() for ref in held] == [None, None]

@@ -164,7 +164,7 @@ FAULTS = [
     Fault(
         "padding counted in the loss",
         ("",),
-        before=patched("autopar.tensor_parallel.sharded_logits.sharded_cross_entropy", counted_padding),
+        before=patched("autopar.tensor_parallel.logits_shards.sharded_cross_entropy", counted_padding),
     ),
     # -- gradients ----------------------------------------------------------------------------------------------------
     Fault(
