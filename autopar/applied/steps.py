@@ -34,7 +34,7 @@ from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.shape_errors import shards_named
 
 if TYPE_CHECKING:
-    from autopar.dry_run.first_forward import FirstForward
+    from autopar.dry_run.tensor_parallel import FirstForward
 
 __all__ = ["STEPS", "Given", "apply", "undo"]
 
@@ -75,7 +75,7 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before stages: swap layers and shard parameters while every rank has all of them, so that they do it alike."""
     inner = state.inner_of(model)
     if state.plan.tp > 1 and not isinstance(inner, PreTrainedModel):
-        from autopar.dry_run.first_forward import FirstForward
+        from autopar.dry_run.tensor_parallel import FirstForward
 
         given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
     state.region = tensor_parallel.apply(model, state.plan, state.mpu)

@@ -23,8 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
-from autopar.dry_run.meta_results import ValuelessTracking
-from autopar.dry_run.operators import CONSTANT, name_of
+from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
 from autopar.errors import PolicyError
 from autopar.foreign.tensors import base_of
 from autopar.plan.plan import ModulePlan, Plan

@@ -66,7 +66,7 @@ def trace_reads(
     start = f"{prefix}." if prefix else ""
     around = {".".join(path.split(".")[:end]) for path in elements for end in range(1, path.count(".") + 1)}
     equal = [group for group in equal_blocks(model) if around.isdisjoint(start + path for path in group.paths)]
-    for copied, blocks in ((meta_copy(model, gradients=True, equal=equal), equal), (model, [])):
+    for copied, blocks in ((meta_copy(model, gradients=True), equal), (model, [])):
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None

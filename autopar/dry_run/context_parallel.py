@@ -19,19 +19,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
+from autopar.context_parallel.heads import Heads, heads_of
 from autopar.context_parallel.own_rows import may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.handed_states import calls_of, hand_on_states
-from autopar.dry_run.head_shards import modules_by_heads
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
-from autopar.errors import ConfigError, first_line
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
+from autopar.plan.make_plan import make_plan
 from autopar.policy.schema import Policy
 
-__all__ = ["check_beside_sequence", "plan_rows"]
+__all__ = ["check_beside_sequence", "modules_by_heads", "plan_rows"]
+
 
 _TRIES = 60
 
@@ -340,3 +343,19 @@ class _Experts:
         with self.tracking.paused():
             made = torch.empty_like(hidden_states)
         return self.tracking.mark_rows(made) if held else made
+
+
+def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:
+    """Return how modules that need all rows are sharded by heads, as tensor-parallel ranks would; none if not."""
+    if not plan.whole:
+        return {}
+    try:
+        sharded = make_plan(model, policy, ranks)
+        if not check_plan(model, "", sharded):
+            return {}
+    except AutoparError:  # fewer heads than ranks
+        return {}
+    made = {path: heads_of(path, model.get_submodule(path), sharded) for path in plan.whole}
+    shared = {path: heads for path, heads in made.items() if heads is not None}
+    tables = any(where.table for where in plan.whole.values())
+    return {} if tables and len(shared) < len(made) else shared  # who reads a table has the heads of who made it

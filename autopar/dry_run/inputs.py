@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.dry_run.equal_blocks import EqualBlocks
-from autopar.foreign.modules import HELD, own_buffers, own_modules, own_parameters, remove_forward_hooks
+from autopar.foreign.modules import remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, EXPERTS
 
 __all__ = ["meta_copy", "pixel_shape", "sample_inputs"]
@@ -20,7 +18,6 @@ __all__ = ["meta_copy", "pixel_shape", "sample_inputs"]
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 
 _OWN = frozenset(vars(nn.Module()))
-_HOOKS = _OWN - HELD
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -114,12 +111,11 @@ def _empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape, device="meta")
 
 
-def meta_copy(model: Model, *, gradients: bool = False, equal: Sequence[EqualBlocks] = ()) -> Model:
+def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     """Copy a model to the meta device, in evaluation mode, without memory for its weights.
 
     Args:
         gradients: whether its floating parameters require them.
-        equal: blocks of the model that are: the copies of all but one are made from the first, which takes less time.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -128,12 +124,6 @@ def meta_copy(model: Model, *, gradients: bool = False, equal: Sequence[EqualBlo
     attributes = [value for module in model.modules() for name, value in vars(module).items() if name not in _OWN]
     for tensor in (*model.buffers(), *(value for value in attributes if isinstance(value, torch.Tensor))):
         memo[id(tensor)] = _like(tensor)
-    for group in equal:
-        first, *others = (model.get_submodule(path) for path in group.paths)
-        if all(map(_copied_by_attributes, first.modules())):
-            like = copy.deepcopy(first, memo)
-            for other in others:
-                _copy_like(other, like, memo)
     copied = copy.deepcopy(model, memo).eval()
     for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
         if hasattr(config, ATTENTION):
@@ -149,28 +139,3 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # takes a tenth of the time
     return torch.empty_like(tensor, device="meta")
-
-
-def _copied_by_attributes(module: nn.Module) -> bool:
-    """Return whether a copy of a module is an object of its class with copies of its attributes, and nothing more."""
-    kind = type(module)
-    names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
-    return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in names)
-
-
-def _copy_like(module: nn.Module, like: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module as ``copy.deepcopy`` does, given the copy of an equal one: hooks and such are not looked at."""
-    made: nn.Module = object.__new__(type(like))
-    memo[id(module)] = made
-    state = vars(made)
-    for name, value in vars(module).items():
-        if value is own_parameters(module) or value is own_buffers(module):
-            state[name] = {key: tensor if tensor is None else memo[id(tensor)] for key, tensor in value.items()}
-        elif value is own_modules(module):
-            pairs = zip(value.items(), vars(like)[name].values(), strict=True)
-            state[name] = {key: below if below is None else _copy_like(below, of, memo) for (key, below), of in pairs}
-        elif name in _HOOKS:
-            state[name] = type(value)() if isinstance(value, dict) else value
-        else:
-            state[name] = value if type(value) in (bool, int, float, str) else copy.deepcopy(value, memo)
-    return made

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.dry_run.meta_results import ValuelessTracking
-from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, name_of
+from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTracking, name_of
 from autopar.foreign.tensors import base_of, schema_of, tree_map
 from autopar.tensor_tracking import tensors_in
 

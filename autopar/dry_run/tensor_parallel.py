@@ -10,7 +10,7 @@ blocks one is computed (:mod:`autopar.dry_run.block_replay`); what looks wrong t
 
 A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
 has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward
-(:class:`autopar.dry_run.first_forward.FirstForward`), since its arguments are not known before.
+(:class:`FirstForward`), since its arguments are not known before.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, tracking_hooks
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.errors import PolicyError, first_line
-from autopar.foreign.tensors import tree_leaves
+from autopar.foreign.tensors import tree_leaves, tree_map_only
 from autopar.plan.plan import Plan
+from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["below", "check_plan", "check_plan_with", "different_ranks", "run", "shapes_of"]
+__all__ = ["FirstForward", "below", "check_plan", "check_plan_with", "different_ranks", "run", "shapes_of"]
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
@@ -132,14 +134,14 @@ class _Call(NamedTuple):
 
     def expected(self, equal: Sequence[EqualBlocks]) -> list[tuple[int, ...]]:
         """Run the plain model: return the shapes of its outputs."""
-        plain, tracking = meta_copy(self.model, equal=equal), ActivationTracking()
+        plain, tracking = meta_copy(self.model), ActivationTracking()
         TrackedReplay(plain, equal, tracking)
         with tracking:
             return shapes_of(run(plain, self.args, self.kwargs))
 
     def check(self, rank: int, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]) -> None:
         """Run the shard of a rank. Raises PolicyError if it fails or is wrong."""
-        shard = meta_copy(self.model, equal=equal)
+        shard = meta_copy(self.model)
         axis = Axis("tp", None, range(self.plan.tp), rank)
         region = Region(axis)
         apply(shard, self.plan, axis, region)
@@ -275,3 +277,39 @@ def below(plan: Plan, prefix: str) -> Plan:
     }
     attributes = tuple(replace(a, path=relative(a.path)) for a in plan.attributes if inside(a.path))
     return replace(plan, tensors=tensors, modules=modules, attributes=attributes)
+
+
+class FirstForward(Hook):
+    """Forward pre-hook of a plain module: the dry run of its first forward, before anything is computed.
+
+    Args:
+        model: the plain module, not yet sharded; only read.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self.plain: nn.Module | None = None
+        if plan.tp > 1:
+            try:
+                self.plain = meta_copy(model)
+            except Exception:  # it holds something that cannot be copied
+                warn_no_dry_run(model)
+        self._handle: Any = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hook on ``model``, which the plan has been applied to."""
+        if self.plain is not None:
+            self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        plain = self.plain
+        if plain is None:
+            return
+        with kept():
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
+            done = check_plan_with(plain, self.plan, args, kwargs)
+        if not done:
+            warn_no_dry_run(model)
+        self.plain = None
+        if self._handle is not None:
+            self._handle.remove()

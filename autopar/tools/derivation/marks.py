@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar.dry_run.meta_results import ValuelessTracking
+from autopar.dry_run.operators import ValuelessTracking
 from autopar.tools.derivation.components import Components, unique_pairs
 
 __all__ = [

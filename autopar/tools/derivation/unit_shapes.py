@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.distributed.axis import Axis
-from autopar.dry_run.meta_results import ValuelessTracking
-from autopar.dry_run.operators import SHAPE_ONLY, name_of
+from autopar.dry_run.operators import SHAPE_ONLY, ValuelessTracking, name_of
 from autopar.dry_run.tensor_parallel import different_ranks, run
 from autopar.errors import PolicyError, first_line
 from autopar.foreign.tensors import tree_leaves

@@ -62,7 +62,7 @@ def make_shard(
         sequence: with sequence parallelism; ``context``: with context parallelism.
     """
     equal = equal_blocks(model, plan)
-    shard: Any = meta_copy(model, gradients=True, equal=equal)
+    shard: Any = meta_copy(model, gradients=True)
     for parameter, original in zip(shard.parameters(), model.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad and original.is_floating_point())
     for copied, module in zip(shard.modules(), model.modules(), strict=True):

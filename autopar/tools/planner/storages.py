@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autopar.dry_run.meta_results import on_meta
+from autopar.dry_run.operators import on_meta
 from autopar.foreign.autograd import next_sequence_number
 from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
