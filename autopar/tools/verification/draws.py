@@ -7,11 +7,11 @@ draw from streams that the plain model can be given: then it drops the same elem
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -19,19 +19,81 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.distributed.digest import of_tensor
+from autopar.foreign.autograd import in_backward
+from autopar.foreign.tensors import schema_of
+from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.closeness import measure
-from autopar.tools.verification.dropout import Draw, DrawNotes, DrawnStates, generator_state, switched_on
+from autopar.tools.verification.dropout import switched_on
 from autopar.tools.verification.outputs import floats_of, named, reseed, same_floats
 from autopar.tools.verification.recording import running
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import Named, worst_row
 
-__all__ = ["Place", "deviations", "dropout", "wrong_draws"]
+__all__ = ["Draw", "Place", "dropout", "wrong_draws"]
 
 _OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
-_MOST_DEVIATIONS = 6.0  # of a number of elements that is drawn: once in 500 million runs
+
+
+class Draw(NamedTuple):
+    """One draw of random numbers.
+
+    Attributes:
+        module: path of the module that drew; ``shape``: of what it drew for.
+        state: of the generator before.
+        rate: probability of a zero; 0: no dropout draws.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    state: str
+    rate: float
+
+
+class _Draws(TensorTracking):
+    """Notes random draws by their operators, also those of fused attention.
+
+    Args:
+        stack: paths of the modules that run, of :func:`~autopar.tools.verification.recording.running`.
+
+    Attributes:
+        forward, backward: in their order; the backward draws where blocks are recomputed.
+    """
+
+    def __init__(self, stack: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.stack, self.forward, self.backward = stack, list[Draw](), list[Draw]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | kwargs
+            tensors = list(tensors_in(list(named.values())))
+            if (rate := _rate(func.__name__, named)) is not None and tensors:
+                x, fused = tensors[0], "dropout_p" in named
+                shape = (*x.shape[:-1], tensors[1].shape[-2]) if fused else tuple(x.shape)  # of the scores
+                module = self.stack[-1] if self.stack else ""
+                draw = Draw(module, shape, generator_state(x.device), rate)
+                (self.backward if in_backward() else self.forward).append(draw)
+        return func(*args, **kwargs)
+
+
+def _rate(operator: str, named: Mapping[str, Any]) -> float | None:
+    """Return the probability of a zero that an operator draws with, 0 if it is no dropout; None: it draws nothing."""
+    if "dropout_p" in named:
+        return named["dropout_p"] or None
+    given = named.get("p")
+    if type(given) is not float:
+        return 0.0
+    return 1 - given if operator.startswith("bernoulli") else given
+
+
+def generator_state(device: torch.device) -> str:
+    """Return a digest of the state of the default generator of a device."""
+    on_host = device.type in ("cpu", "meta")
+    state = torch.get_rng_state() if on_host else torch.get_device_module(device).get_rng_state(device)
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class Place(NamedTuple):
@@ -80,8 +142,7 @@ def _joined(draws: Sequence[Draw], number: int, count: int) -> Draw:
     if runs == 1:
         return parts[0]
     rate = parts[0].rate if len({part.rate for part in parts}) == 1 else -1.0
-    scaled = all(part.scaled for part in parts)
-    return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate, scaled=scaled)  # states part at the first one
+    return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate)  # states part at the first one
 
 
 def _problem(whole: Draw, holders: Mapping[Place, Draw]) -> str:
@@ -89,8 +150,6 @@ def _problem(whole: Draw, holders: Mapping[Place, Draw]) -> str:
     draws = list(holders.values())
     if any(draw.rate != whole.rate for draw in draws):
         return f"drops {draws[0].rate:g} of its elements, and the plain model's {whole.rate:g}"
-    if not all(draw.scaled for draw in draws):
-        return "does not multiply what is kept by 1 / (1 - rate)"
     if all(draw.shape == whole.shape for draw in draws):
         alike = len({draw.state for draw in draws}) == 1
         return "" if alike else "draws differently on ranks that hold the same activation"
@@ -110,17 +169,6 @@ def _are_apart(holders: Mapping[Place, Draw]) -> bool:
         if len(groups) > 1 and set(sizes) == {1} and len(set.union(*groups.values())) == len(groups):
             return True
     return False
-
-
-def deviations(everyone: Mapping[Place, Sequence[Draw]]) -> float:
-    """Return how many standard deviations the number of kept elements is away from what the rates say. Pure.
-
-    Draws from one state are the same numbers, and count once.
-    """
-    known = {(draw.state, draw.shape, draw.rate): draw for draws in everyone.values() for draw in draws if draw.rate}
-    expected = sum(draw.size * (1 - draw.rate) for draw in known.values())
-    variance = sum(draw.size * draw.rate * (1 - draw.rate) for draw in known.values())
-    return abs(sum(draw.kept for draw in known.values()) - expected) / sqrt(variance) if variance else 0.0
 
 
 def dropout(session: Session) -> list[Row]:
@@ -164,7 +212,6 @@ def _of_ranks(session: Session) -> list[Row]:
     draws = {at: found for at, found, _, _ in everyone}
     return [
         _row_of_draws(plain, draws),
-        _row_of_rates(draws),
         _row_alike("generators behind the forward", {at: state for at, _, state, _ in everyone}),
         _row_alike("outputs of all ranks", {at: text for at, _, _, text in everyone}),
     ]
@@ -175,12 +222,6 @@ def _row_of_draws(plain: Sequence[Draw], draws: Mapping[Place, Sequence[Draw]]) 
     if wrong is None:
         return Row("dropout", "random draws", True, note=f"{len(plain)} draws")
     return Row("dropout", "random draws", False, name=wrong[0], note=f"{wrong[0] or 'the model'} {wrong[1]}")
-
-
-def _row_of_rates(draws: Mapping[Place, Sequence[Draw]]) -> Row:
-    away = deviations(draws)
-    note = "" if away <= _MOST_DEVIATIONS else f"{away:.0f} standard deviations away from what the rates say"
-    return Row("dropout", "number of kept elements", not note, note=note)
 
 
 def _row_alike(what: str, found: Mapping[Place, str]) -> Row:
@@ -194,13 +235,13 @@ def _row_alike(what: str, found: Mapping[Place, str]) -> Row:
 
 def _recomputed(session: Session) -> list[Row]:
     """Check that what activation checkpointing computes again draws the masks of the forward."""
-    with DrawnStates() as notes:
+    with _Draws() as draws:
         session.train_parallel(0)
     session.zero_gradients()
-    others = [draw for draw in notes.again if draw not in notes.first]
-    if not notes.again:
+    others = set(draws.backward) - set(draws.forward)
+    if not draws.backward:
         return [Row("dropout", "recomputed draws", None, note="nothing was drawn again")]
-    note = f"{len(others)} of {len(notes.again)} are others than in the forward" if others else ""
+    note = f"{len(others)} of {len(draws.backward)} are others than in the forward" if others else ""
     return [Row("dropout", "recomputed draws", not others, note=note)]
 
 
@@ -210,5 +251,6 @@ def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:
     reseed(7)
     batch = copy.deepcopy(session.own_part(session.batches[0]))
     streams = session.drawing_as_stages() if model is session.plain else nullcontext()
-    with session.own_failure(model), streams, running(model) as stack, DrawNotes(stack) as draws, torch.no_grad():
-        return draws.found, named(model(**batch))
+    with session.own_failure(model), streams, running(model) as stack, _Draws(stack) as draws, torch.no_grad():
+        outputs = named(model(**batch))
+    return [draw for draw in draws.forward if draw.rate], outputs
