@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
@@ -23,9 +24,18 @@ _BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
 _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
 
 
-def _kind(candidate: Candidate) -> tuple[Rows, int, str, int, bool]:
-    """Return the settings that a stage's costs depend on."""
-    return candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing
+class _Kind(NamedTuple):
+    """The settings that a stage's costs depend on."""
+
+    rows: Rows
+    pp: int
+    schedule: str
+    batch: int
+    checkpointing: bool
+
+
+def _kind(candidate: Candidate) -> _Kind:
+    return _Kind(candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
 
 
 def _enough(candidate: Candidate) -> int:
@@ -66,7 +76,7 @@ class Estimator:
             AutoparError: the sizes do not fit the model, or it does not run on the meta device.
         """
         states = self._states_of(candidate)
-        peaks = self._peaks(*_kind(candidate), _enough(candidate))
+        peaks = self._peaks(_kind(candidate), _enough(candidate))
         return tuple(
             self._memory(candidate, rank, held, peak)
             for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
@@ -81,15 +91,15 @@ class Estimator:
         Raises:
             AutoparError: as :meth:`memory`.
         """
-        c = candidate
-        costs = self._costs(c.rows._replace(tp_rank=tp, cp_rank=cp), c.pp, c.schedule, c.microbatch, c.checkpointing)
-        moments = self._moments(c.pp, c.schedule, _enough(c), c.checkpointing)
+        kind = _kind(candidate)
+        costs = self._costs(kind._replace(rows=candidate.rows._replace(tp_rank=tp, cp_rank=cp)))
+        moments = self._moments(kind.pp, kind.schedule, _enough(candidate), kind.checkpointing)
         return [most_kept(states, costs) for states in moments]
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
         buffers = held.buffers
         if candidate.pp > 1:
-            costs = self._costs(*_kind(candidate))
+            costs = self._costs(_kind(candidate))
             buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
         if candidate.zero == 3 and candidate.replicas > 1:
             buffers += self._gathered(candidate)
@@ -128,28 +138,26 @@ class Estimator:
     ) -> list[RankBytes]:
         states, stages = self.model.states(tp, by_expert), self._stages(pp, schedule)
         config = self._config(pp, schedule, zero)
-        return [states.most(stages, config, rank, dp) for rank in range(pp)]
+        return [states.of_rank(stages, config, 0, rank, None, dp) for rank in range(pp)]
 
     def _states_of(self, candidate: Candidate) -> list[RankBytes]:
         c = candidate
         return self._bytes(c.tp, c.pp, c.replicas, c.schedule, c.zero, c.by_expert)
 
-    def _stage_costs(self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool) -> list[StageCost]:
+    def _stage_costs(self, kind: _Kind) -> list[StageCost]:
         return stage_costs(
-            self.model.count(rows, batch),
-            self._stages(pp, schedule),
+            self.model.count(kind.rows, kind.batch),
+            self._stages(kind.pp, kind.schedule),
             self.gpu,
             precision=self.model.precision,
-            rows=rows,
+            rows=kind.rows,
             gpus_per_node=self.gpus_per_node,
-            checkpointing=checkpointing,
+            checkpointing=kind.checkpointing,
         )
 
-    def _activation_peaks(
-        self, rows: Rows, pp: int, schedule: str, batch: int, checkpointing: bool, microbatches: int
-    ) -> list[ActivationBytes]:
-        costs = self._costs(rows, pp, schedule, batch, checkpointing)
-        return [peak_of(states, costs) for states in self._moments(pp, schedule, microbatches, checkpointing)]
+    def _activation_peaks(self, kind: _Kind, microbatches: int) -> list[ActivationBytes]:
+        moments = self._moments(kind.pp, kind.schedule, microbatches, kind.checkpointing)
+        return [peak_of(states, self._costs(kind)) for states in moments]
 
     def _rank_states(self, pp: int, schedule: str, microbatches: int, checkpointing: bool) -> list[list[State]]:
         return [states_of(row, recomputed=checkpointing) for row in self._lists(pp, schedule, microbatches)]
@@ -166,7 +174,7 @@ class Estimator:
 
     def _busy(self, candidate: Candidate) -> list[float]:
         """Seconds that each rank works on a micro-batch."""
-        costs = self._costs(*_kind(candidate))
+        costs = self._costs(_kind(candidate))
         busy = [0.0] * candidate.pp
         for cost, rank in zip(costs, self._stages(candidate.pp, candidate.schedule).rank_of, strict=True):
             busy[rank] += sum(cost.time_of(Action(k, 0, 0), recomputed=candidate.checkpointing) for k in "FB")
@@ -177,7 +185,7 @@ class Estimator:
         return self._played(replace(candidate, microbatches=microbatches, zero=0))
 
     def _play(self, candidate: Candidate) -> Played:
-        costs = self._costs(*_kind(candidate))
+        costs = self._costs(_kind(candidate))
         output = max((cost.output for cost in costs), default=0)
         message = output / (self._between_stages(candidate) * self.gpu.network) + self.gpu.latency if output else 0.0
         return play(
@@ -193,15 +201,17 @@ class Estimator:
         run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
         behind = self._behind(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
-        costs = self._costs(*_kind(candidate))
+        costs = self._costs(_kind(candidate))
         times = candidate.microbatches * (len(costs) // candidate.pp)
-        tp_time = max(cost.forward_tp + cost.backward_tp for cost in costs) * times
-        cp_time = max(cost.forward_cp + cost.backward_cp for cost in costs) * times
+        travel = {
+            axis: max(cost.travel[axis].forward + cost.travel[axis].backward for cost in costs) * times
+            for axis in ("tp", "cp")
+        }
         time = run + sum(behind.values())
         ranks = candidate.tp * candidate.cp * candidate.dp
         flops = sum(cost.flops for cost in costs) * ranks * candidate.microbatches
         samples = candidate.microbatch * candidate.microbatches * candidate.dp
-        parts = {"compute": busy - tp_time - cp_time, "tp": tp_time, "cp": cp_time, "bubble": run - busy, **behind}
+        parts = {"compute": busy - sum(travel.values()), **travel, "bubble": run - busy, **behind}
         return Estimate(
             candidate,
             memory,
@@ -219,44 +229,39 @@ class Estimator:
         states = self._states_of(candidate)
         speed = self._between_replicas(candidate) * self.gpu.network
         optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * self.gpu.stream)
-        found = {"dp": 0.0, "optimizer": optimizer}
-        if candidate.replicas == 1:
-            return found
-        if candidate.zero == 3:
+        travel = self._replica_bytes(candidate) / speed
+        if candidate.zero == 3 and candidate.replicas > 1:
             calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
-            travel = self._fsdp_bytes(candidate) / speed + calls * (candidate.replicas - 1) * self.gpu.hop
-            found["dp"] = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
-            return found
-        found["dp"] = max(self._replica_bytes(s, candidate) for s in states) / speed
-        return found
+            travel += calls * (candidate.replicas - 1) * self.gpu.hop
+            travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
+        return {"dp": travel, "optimizer": optimizer}
 
-    def _replica_bytes(self, held: RankBytes, candidate: Candidate) -> int:
-        sent = volume("all_reduce", held.gradients, candidate.replicas)
-        return sent + (volume("all_gather", held.weights, candidate.replicas) if candidate.zero == 1 else 0)
+    def _replica_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes that a rank sends to other replicas in a step, the most of any rank.
 
-    def _fsdp_bytes(self, candidate: Candidate) -> int:
-        """Return the bytes that a rank sends for FSDP2 in a step: weights twice, gradients once, per micro-batch."""
-        [held] = self._bytes(candidate.tp, 1, candidate.replicas, "1f1b", 3, candidate.by_expert)
-        whole = held.parameters * candidate.replicas
-        width = 4 if self.model.precision == "fp32" else 2
-        return candidate.microbatches * volume("all_gather", whole * (2 * width + 4), candidate.replicas)
+        FSDP2 sends weights twice and gradients once, for each micro-batch.
+        """
+        states, replicas = self._states_of(candidate), candidate.replicas
+        if candidate.zero == 3:
+            width = 4 if self.model.precision == "fp32" else 2
+            whole = states[0].parameters * replicas * (2 * width + 4)
+            return candidate.microbatches * volume("all_gather", whole, replicas)
+        weights = [held.weights if candidate.zero == 1 else 0 for held in states]
+        return max(
+            volume("all_reduce", held.gradients, replicas) + volume("all_gather", gathered, replicas)
+            for held, gathered in zip(states, weights, strict=True)
+        )
 
     def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
-        states = self._states_of(candidate)
         rank_of = self._stages(candidate.pp, candidate.schedule).rank_of
         tp, cp, pp = ([0] * candidate.pp for _ in range(3))
         for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
-            tp[rank] += cost.tp_bytes * candidate.microbatches
-            cp[rank] += cost.cp_bytes * candidate.microbatches
+            tp[rank] += cost.travel["tp"].bytes * candidate.microbatches
+            cp[rank] += cost.travel["cp"].bytes * candidate.microbatches
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
                 pp[rank] += cost.output * candidate.microbatches
                 pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
-        dp = (
-            self._fsdp_bytes(candidate)
-            if candidate.zero == 3
-            else max(self._replica_bytes(s, candidate) for s in states)
-        )
-        return (("tp", max(tp)), ("cp", max(cp)), ("pp", max(pp)), ("dp", dp if candidate.replicas > 1 else 0))
+        return (("tp", max(tp)), ("cp", max(cp)), ("pp", max(pp)), ("dp", self._replica_bytes(candidate)))
 
     def _between_replicas(self, candidate: Candidate) -> float:
         """Bytes a second of a rank to those that hold the same shard: ranks count tp first, then dp."""

@@ -6,6 +6,7 @@ dtypes, what ZeRO shards and who owns what is asked of the code that does it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
@@ -91,24 +92,26 @@ class ModelStates:
     def _buffers(self) -> list[tuple[str, tuple[int, ...], int]]:
         return [(name, tuple(b.shape), b.element_size()) for name, b in self._model.named_buffers() if b is not None]
 
-    def of_rank(self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int, replicas: int) -> RankBytes:
+    def of_rank(
+        self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int | None, replicas: int
+    ) -> RankBytes:
         """Count the bytes of one rank.
 
         Args:
-            tp, pp, dp: its place on each axis.
+            tp, pp, dp: its place on each axis; no replica: the one that owns most. No tp rank has more than the first.
             replicas: data-parallel size.
         """
         held = self._held(stages, config, pp)
         shapes = [self._shape(parameter.name, parameter.shape, tp) for parameter in held]
-        dtype = DTYPES.get(config.precision)
-        if config.zero_stage == 3:
-            return self._fully_sharded(held, shapes, dtype, dp, replicas)._replace(
-                buffers=self._bytes_of_buffers(stages, tp, pp)
-            )
         sizes = [prod(shape) for shape in shapes]
         owned = [True] * len(held)
-        if config.zero_stage == 1 and replicas > 1:
-            owned = [owner == dp for owner in assign(sizes, replicas)]
+        if config.zero_stage == 3:
+            sizes = [_rows(*pair, dp or 0, replicas) for pair in zip(held, shapes, strict=True)]
+        elif config.zero_stage == 1 and replicas > 1:
+            owners = assign(sizes, replicas)
+            dp = _heaviest(sizes, owners) if dp is None else dp
+            owned = [owner == dp for owner in owners]
+        dtype = DTYPES.get(config.precision)
         weights = gradients = optimizer = stepped = largest = 0
         for parameter, size, own in zip(held, sizes, owned, strict=True):
             width = dtype.itemsize if parameter.half and dtype is not None else parameter.dtype.itemsize
@@ -124,47 +127,6 @@ class ModelStates:
                 optimizer += self._state(size, 4 if parameter.half else width) + (4 * size if parameter.half else 0)
         buffers = self._bytes_of_buffers(stages, tp, pp)
         return RankBytes(weights, gradients, optimizer, buffers, sum(sizes), stepped, largest)
-
-    def most(self, stages: StagePlan, config: ParallelConfig, pp: int, replicas: int) -> RankBytes:
-        """Count the bytes of the first tp rank, which no other has more units than, and of the replica that owns most.
-
-        Args:
-            pp: its place on the pipeline axis.
-        """
-        heaviest = 0
-        if config.zero_stage == 1 and replicas > 1:
-            sizes = [prod(self._shape(each.name, each.shape, 0)) for each in self._held(stages, config, pp)]
-            loads = [0] * replicas
-            for size, owner in zip(sizes, assign(sizes, replicas), strict=True):
-                loads[owner] += size
-            heaviest = loads.index(max(loads))
-        return self.of_rank(stages, config, 0, pp, heaviest, replicas)
-
-    def _fully_sharded(
-        self,
-        held: Sequence[_Parameter],
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype | None,
-        dp: int,
-        replicas: int,
-    ) -> RankBytes:
-        """FSDP2: each parameter along its first dim, in parts of the same number of rows as far as they go."""
-        weights = gradients = optimizer = parameters = largest = 0
-        for parameter, shape in zip(held, shapes, strict=True):
-            if not shape:
-                raise ConfigError(
-                    f"zero.stage=3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use "
-                    "zero.stage 1"
-                )
-            rows = -(-shape[0] // replicas)
-            size = max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])
-            width = 4 if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype.itemsize
-            weights, parameters = weights + size * width, parameters + size
-            if parameter.trained:
-                gradients += size * width
-                optimizer += self._state(size, width)
-                largest = max(largest, size * width)
-        return RankBytes(weights, gradients, optimizer, 0, parameters, parameters, largest)
 
     def unsharded(self, elements: Sequence[str], tp: int, itemsize: int) -> tuple[int, int]:
         """Return what FSDP2 gathers: bytes of the largest block, and of all that lies outside of blocks."""
@@ -218,3 +180,21 @@ class ModelStates:
 
     def _state(self, size: int, width: int) -> int:
         return OPTIMIZERS[self._optimizer] * size * width + _STEP.get(self._optimizer, 0)
+
+
+def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int) -> int:
+    """Return a replica's elements with FSDP2: of the first dim parts of the same number of rows, as far as they go."""
+    if not shape:
+        raise ConfigError(
+            f"zero.stage=3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use zero.stage 1"
+        )
+    rows = -(-shape[0] // replicas)
+    return max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])
+
+
+def _heaviest(sizes: Sequence[int], owners: Sequence[int]) -> int:
+    """Return the replica that owns most elements."""
+    loads = Counter[int]()
+    for size, owner in zip(sizes, owners, strict=True):
+        loads[owner] += size
+    return max(sorted(loads), key=lambda owner: loads[owner], default=0)

@@ -14,10 +14,18 @@ from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.storages import Operation
 from autopar.tools.planner.units import ForwardCount, Unit
 
-__all__ = ["StageCost", "collective_time", "stage_costs", "volume"]
+__all__ = ["StageCost", "Travel", "stage_costs", "volume"]
 
 _ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
 _ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
+
+
+class Travel(NamedTuple):
+    """Collectives over one axis: seconds of those of the forward and of the backward, and bytes that one rank sends."""
+
+    forward: float
+    backward: float
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,7 @@ class StageCost:
         output: bytes that are sent on.
         forward_work, backward_work: the most bytes beside what waits, while it runs.
         forward, backward_input, backward_weight: seconds, without collectives.
-        forward_tp, backward_tp: seconds of the collectives over tp; ``forward_cp``, ``backward_cp``: over cp.
-        tp_bytes, cp_bytes: that one rank sends for them.
+        travel: ``tp`` and ``cp``: what travels there.
         flops: of products, without what is computed again.
     """
 
@@ -48,45 +55,19 @@ class StageCost:
     forward: float
     backward_input: float
     backward_weight: float
-    forward_tp: float
-    backward_tp: float
-    forward_cp: float
-    backward_cp: float
-    tp_bytes: int
-    cp_bytes: int
+    travel: Mapping[str, Travel]
     flops: int
 
     def time_of(self, action: Action, *, recomputed: bool) -> float:
         """Return the seconds of an action. With recomputation the first half of a backward is all of it."""
-        whole_input = self.backward_input + self.backward_tp + self.backward_cp
+        whole_input = self.backward_input + sum(each.backward for each in self.travel.values())
         if action.kind == "F":
-            return self.forward + self.forward_tp + self.forward_cp
+            return self.forward + sum(each.forward for each in self.travel.values())
         if action.kind == "W":
             return 0.0 if recomputed else self.backward_weight
         if action.kind == "I" and not recomputed:
             return whole_input
         return whole_input + self.backward_weight
-
-
-class _Blocks:
-    """Times and operations of units, once for equal blocks: they have the same list."""
-
-    def __init__(self, gpu: Gpu, precision: str) -> None:
-        self._gpu, self._precision = gpu, precision
-        self._times: dict[int, _Times] = {}
-        self._flops: dict[int, int] = {}
-
-    def times(self, unit: Unit) -> _Times:
-        key = id(unit.operations)
-        if key not in self._times:
-            self._times[key] = _times(unit.operations, self._gpu, self._precision)
-        return self._times[key]
-
-    def flops(self, unit: Unit) -> int:
-        key = id(unit.operations)
-        if key not in self._flops:
-            self._flops[key] = sum(operation.flops for operation in unit.operations)
-        return self._flops[key]
 
 
 def stage_costs(
@@ -104,7 +85,9 @@ def stage_costs(
     Args:
         gpus_per_node: tp stays within a node, and cp does where there is room.
     """
-    network, blocks = _Network(rows, gpu, gpus_per_node), _Blocks(gpu, precision)
+    network = _Network(rows, gpu, gpus_per_node)
+    lists = {id(unit.operations): unit.operations for unit in count.units()}  # equal blocks have the same
+    works = {key: _work(operations, gpu, precision) for key, operations in lists.items()}
     costs = []
     for stage in range(stages.stages):
         places = range(stages.bounds[stage], stages.bounds[stage + 1])
@@ -113,12 +96,10 @@ def stage_costs(
         sent = {} if last else count.sent(places)
         memory = _Memory(row, sent, checkpointing)
         late = memory.late(split=not first)
-        forward, backward_input, backward_weight = (sum(blocks.times(unit)[kind] for unit in row) for kind in range(3))
-        again = sum(blocks.times(unit).forward for unit in row if unit.recomputed) if checkpointing else 0.0
+        own = [works[id(unit.operations)] for unit in row]
+        again = [unit for unit in row if unit.recomputed and checkpointing]
         calls = [call for unit in row for call in unit.collectives]
-        repeated = [c for u in row if u.recomputed for c in u.collectives if not c.backward] if checkpointing else []
-        forward_calls = [call for call in calls if not call.backward]
-        backward_calls = [*repeated, *(call for call in calls if call.backward)]
+        repeated = [call for unit in again for call in unit.collectives if not call.backward]
         costs.append(
             StageCost(
                 kept=memory.kept,
@@ -129,16 +110,12 @@ def stage_costs(
                 output=sum(sent.values()),
                 forward_work=memory.forward_work,
                 backward_work=memory.backward_work,
-                forward=forward,
-                backward_input=backward_input + again,
-                backward_weight=backward_weight,
-                forward_tp=network.seconds(forward_calls, "tp"),
-                backward_tp=network.seconds(backward_calls, "tp"),
-                forward_cp=network.seconds(forward_calls, "cp"),
-                backward_cp=network.seconds(backward_calls, "cp"),
-                tp_bytes=network.sent([*calls, *repeated], "tp"),
-                cp_bytes=network.sent([*calls, *repeated], "cp"),
-                flops=sum(3 * blocks.flops(unit) for unit in row),
+                forward=sum(work.forward for work in own),
+                backward_input=sum(work.of_input for work in own)
+                + sum(works[id(unit.operations)].forward for unit in again),
+                backward_weight=sum(work.of_weight for work in own),
+                travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp")},
+                flops=sum(3 * work.flops for work in own),
             )
         )
     return costs
@@ -154,12 +131,15 @@ class _Network:
         self._speed = {"tp": gpu.within * gpu.network, "cp": cp * gpu.network}
         self._latency = gpu.latency
 
-    def seconds(self, calls: Sequence[Collective], axis: str) -> float:
-        size, speed = self._sizes[axis], self._speed[axis]
-        return sum(collective_time(call, size, speed, self._latency) for call in calls if call.axis == axis)
-
-    def sent(self, calls: Sequence[Collective], axis: str) -> int:
-        return sum(volume(call.kind, call.bytes, self._sizes[axis]) for call in calls if call.axis == axis)
+    def travel(self, axis: str, calls: Sequence[Collective], repeated: Sequence[Collective]) -> Travel:
+        """Return what ``calls``, and in the backward those that are ``repeated``, come to along an axis."""
+        seconds, sent = {False: 0.0, True: 0.0}, 0
+        for call, backward in [*((call, call.backward) for call in calls), *((call, True) for call in repeated)]:
+            if call.axis == axis and self._sizes[axis] > 1:
+                size = volume(call.kind, call.bytes, self._sizes[axis])
+                seconds[backward] += size / self._speed[axis] + self._latency
+                sent += size
+        return Travel(seconds[False], seconds[True], sent)
 
 
 class _Memory:
@@ -225,15 +205,16 @@ def _kept(unit: Unit, again: bool) -> Mapping[int, int]:
     return unit.arguments if again else unit.saved
 
 
-class _Times(NamedTuple):
-    """Seconds of forward, of the gradients of inputs, and of those of weights."""
+class _Work(NamedTuple):
+    """Seconds of forward, of the gradients of inputs, and of those of weights; operations of the forward's products."""
 
     forward: float
     of_input: float
     of_weight: float
+    flops: int
 
 
-def _times(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Times:
+def _work(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Work:
     forward = of_input = of_weight = 0.0
     for flops, moved, attention in operations:
         products = flops / (gpu.peak(precision) * gpu.products)
@@ -241,15 +222,10 @@ def _times(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Times:
         forward += time
         of_input += time * (_ATTENTION_BACKWARD if attention else 1.0 if flops else _ELEMENTWISE_BACKWARD)
         of_weight += time if flops and not attention else 0.0
-    return _Times(forward, of_input, of_weight)
+    return _Work(forward, of_input, of_weight, sum(operation.flops for operation in operations))
 
 
 def volume(kind: str, size: int, ranks: int) -> int:
     """Return the bytes that a rank sends for a ring collective of ``size`` bytes over ``ranks``."""
     rounds = 2 if kind == "all_reduce" else 1
     return rounds * size * (ranks - 1) // ranks
-
-
-def collective_time(call: Collective, ranks: int, bandwidth: float, latency: float) -> float:
-    """Return the seconds of a collective; ``bandwidth`` in bytes a second and rank."""
-    return 0.0 if ranks == 1 else volume(call.kind, call.bytes, ranks) / bandwidth + latency
