@@ -41,7 +41,7 @@ class Components:
 
     def of(self, features: torch.Tensor) -> torch.Tensor:
         """Return the component of each feature: the smallest number in it."""
-        return torch.take(self._root, features.long())
+        return self._root.index_select(0, features.reshape(-1)).reshape(features.shape)
 
     def join(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """Put features at the same places of two tensors (that broadcast) into the same component, but for zeros."""
@@ -55,7 +55,7 @@ class Components:
             if a != b:
                 self._root[max(a, b)] = min(a, b)
         while True:
-            flat = torch.take(self._root, self._root.long())
+            flat = self.of(self._root)
             if torch.equal(flat, self._root):
                 return
             self._root = flat

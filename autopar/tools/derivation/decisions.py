@@ -82,6 +82,7 @@ class Trace:
         suspended: paths of layers whose inside was not looked at.
         proven: paths of modules that were called by models that ran to their end.
         runs: paths of models that ran to their end, with their inputs.
+        in_training: layers whose weights are used by themselves in training alone; None: not looked for.
     """
 
     tracking: FeatureTracking
@@ -97,6 +98,7 @@ class Trace:
     proven: set[str] = field(default_factory=set)
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failure: str = ""
+    in_training: list[str] | None = None
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -141,7 +141,7 @@ class FeatureTracking(MarkedTensors):
                 return self.components.join_along(found, indexed).expand(found.shape).contiguous()
             return found
 
-        numbered = any(self.features_of(x) is not None for x in leaves)
+        numbered = any(mark is not None and mark.features is not None for mark in map(self.mark_of, leaves))
         moved = run(features, 0) if numbered else None
         if numbered and moved is None:
             return self._mixed_up(name_of(func), args, kwargs, outputs, base)

@@ -60,46 +60,42 @@ def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisi
     Raises:
         PolicyError: the shard fails, or makes a tensor that does not hold its units.
     """
-    _check_training(models, blocks, decisions, seen, plan)
-    for rank in different_ranks(plan):
-        own = _own_units(seen, plan, rank)
-        expected = _Recorded()
-        repeated: Any = WeakTensorKeyDictionary()  # whole, once for each unit that there is
+    if seen.in_training is None:
+        seen.in_training = _in_training_alone(models, blocks, decisions, seen)
+    for name in seen.in_training:
+        raise PolicyError(f"{name} is multiplied outside of the forward of its layer, in training alone", plan.policy)
+    ranks = {rank: (_own_units(seen, plan, rank), _Recorded()) for rank in different_ranks(plan)}
+    repeated: Any = WeakTensorKeyDictionary()  # whole, once for each unit that there is
 
-        def record(
-            tracking: Any, func: Any, args: Any, outputs: list[torch.Tensor],
-            own: Any = own, expected: Any = expected, repeated: Any = repeated,
-        ) -> None:  # fmt: skip
-            place = tracking.stack[-1] if tracking.stack else ""
-            given = list(tensors_in(args))
-            more = name_of(func) in _REPEATS and outputs[0].numel() > given[0].numel()
-            if more or any(x in repeated for x in given):
-                repeated.update(dict.fromkeys((x for x in outputs if tracking.features_of(x) is None), True))
+    def record(tracking: FeatureTracking, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+        place = tracking.stack[-1] if tracking.stack else ""
+        given = list(tensors_in(args))
+        more = name_of(func) in _REPEATS and outputs[0].numel() > given[0].numel()
+        if more or any(x in repeated for x in given):
+            repeated.update(dict.fromkeys((x for x in outputs if tracking.features_of(x) is None), True))
+        for own, expected in ranks.values():
             shapes = tuple(None if x in repeated else _local(x, tracking, own) for x in outputs)
             expected.note(place, func, args, outputs, shapes)
 
-        trace(models, blocks, decisions, seen, record)
+    trace(models, blocks, decisions, seen, record)
+    for rank, (_, expected) in ranks.items():
         actual = _run_shard(models, seen, plan, rank)
         for place, listed in expected.calls.items():
             _compare(place, listed, actual.calls.get(place, []), plan)
 
 
-def _check_training(
-    models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, plan: Plan
-) -> None:
-    """Raise where a layer is called in evaluation, and its weight used by itself in training."""
+def _in_training_alone(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> list[str]:
+    """Return layers that are called in evaluation, and whose weights are used by themselves in training."""
     root = models[0].model.train()
     try:
-        trained = trace(models, blocks, decisions, seen).tracking
+        trained, usual = trace(models, blocks, decisions, seen).tracking, seen.tracking
     finally:
         root.eval()
-    other = {*trained.bare_sinks, *trained.bare_sources} - {*seen.tracking.bare_sinks, *seen.tracking.bare_sources}
-    for name in sorted(other):
-        raise PolicyError(f"{name} is multiplied outside of the forward of its layer, in training alone", plan.policy)
+    return sorted({*trained.bare_sinks, *trained.bare_sources} - {*usual.bare_sinks, *usual.bare_sources})
 
 
 def _own_units(seen: Trace, plan: Plan, rank: int) -> torch.Tensor:
-    """The components of the features that lie on a rank."""
+    """For each number whether it is a component of features that lie on a rank; one more for those of later ones."""
     tracking = seen.tracking
     found = []
     for source, first in tracking.first_of.items():
@@ -113,7 +109,10 @@ def _own_units(seen: Trace, plan: Plan, rank: int) -> torch.Tensor:
         for pairs in dims[layout.dim]:
             for start, stop in layout.ranges(rank):
                 found.append(pairs[(pairs[:, 0] >= start) & (pairs[:, 0] < stop), 1])
-    return tracking.components.of(torch.cat(found).long()).unique() if found else torch.zeros(0, dtype=torch.int32)
+    held = torch.zeros(tracking.components.count + 1, dtype=torch.bool)
+    if found:
+        held[tracking.components.of(torch.cat(found)).long()] = True
+    return held
 
 
 def _local(x: torch.Tensor, tracking: FeatureTracking, own: torch.Tensor) -> tuple[int, ...] | None:
@@ -121,7 +120,8 @@ def _local(x: torch.Tensor, tracking: FeatureTracking, own: torch.Tensor) -> tup
     features, mark = tracking.features_of(x), tracking.mark_of(x)
     if features is None:
         return tuple(x.shape) if mark is not None and mark.kind >= ACTIVATION else None
-    held, none = torch.isin(features, own), features == 0
+    held = own.index_select(0, features.reshape(-1).clamp(max=len(own) - 1)).reshape(features.shape)
+    none = features == 0
     if not bool(held.any()):
         return None
     shape = []
