@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.tools.verification.traffic import Collective, record
+from autopar.tools.verification.recording import Collective, record
 
 __all__ = ["Collective", "described", "record", "replay", "replay_on_axis"]
 

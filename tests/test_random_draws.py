@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.tools.verification.traffic import recording_of
+from autopar.tools.verification.recording import recording_of
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel

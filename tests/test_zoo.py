@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from autopar.tools.verification.small_fields import read_data
+from autopar.tools.verification.small_models import read_data
 from tests.random_models import Case, batches, kind, of_type
 from tests.zoo import configs, engine, inputs
 from tests.zoo.expressions import evaluate, is_size

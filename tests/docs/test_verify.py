@@ -15,8 +15,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from autopar.tools.cli import app
-from autopar.tools.verification.closeness import TOLERANCES
-from autopar.tools.verification.ranks import CHECKS
+from autopar.tools.verification.outputs import TOLERANCES
+from autopar.tools.verification.verify import CHECKS
 from tests.docs.pages import DOCS, codes
 from tests.verification.faults import FAULTS
 

@@ -14,9 +14,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
 from autopar.tools.verification.draws import Draw, Place, wrong_draws
-from autopar.tools.verification.ranks import checks_of, verify_on_ranks
 from autopar.tools.verification.report import Report
 from autopar.tools.verification.session import Session
+from autopar.tools.verification.verify import checks_of, verify_on_ranks
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama

@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from autopar.config import ParallelConfig
-from autopar.tools.verification.ranks import checks_of, verify_on_ranks
 from autopar.tools.verification.report import Report
+from autopar.tools.verification.verify import checks_of, verify_on_ranks
 from tests.parity import language_batches, randomise
 from tests.pool import pooled
 from tests.small import gpt2, llama

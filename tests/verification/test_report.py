@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.tools.verification.bisection import Event, first_difference
-from autopar.tools.verification.closeness import TOLERANCES, Distance, measure, tolerance_of
+from autopar.tools.verification.events import Event, first_difference
+from autopar.tools.verification.outputs import TOLERANCES, Distance, measure, tolerance_of
+from autopar.tools.verification.recording import Collective, counted
 from autopar.tools.verification.report import Culprit, RankMemory, Report, Row, Traffic, merged
-from autopar.tools.verification.traffic import Collective, counted
 
 ONE = torch.tensor([1.0, -4.0, 2.0])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from autopar.tools.verification.small_fields import read_data
+from autopar.tools.verification.small_models import read_data
 from tests.zoo.configs import MAKERS, config_of
 from tests.zoo.form import Inputs, Kind, Make
 from tests.zoo.merging import expanded

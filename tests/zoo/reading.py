@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.tools.verification.small_fields import read_data
+from autopar.tools.verification.small_models import read_data
 
 __all__ = ["FOLDER", "entries"]
 

@@ -101,7 +101,7 @@ def _drafted(source: str, tp: int, trust: bool) -> _Draft:
     from autopar.tools.cli.policy import build
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.yaml_text import composed, yaml_text
-    from autopar.tools.verification.measured_loss import losses_of
+    from autopar.tools.verification.policy_of_small import losses_of
     from autopar.tools.verification.small_models import build_small
 
     built: Any = build(heads(source, trust=trust)[0])

@@ -109,7 +109,7 @@ def _verified(
 
     from autopar.errors import ConfigError, nearest
     from autopar.tools.cli.models import named_object, of_task
-    from autopar.tools.verification.ranks import checks_of
+    from autopar.tools.verification.verify import checks_of
     from autopar.tools.verification.verify import verify as compare
 
     checks_of(options["checks"])  # before a model is built

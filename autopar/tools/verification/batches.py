@@ -1,4 +1,8 @@
-"""Batches for any Hugging Face model: arguments at random, with ragged padding and labels; and parts for replicas."""
+"""Batches for any Hugging Face model: arguments at random, with ragged padding and labels; and parts for replicas.
+
+Some models want more than the dry run's samples: images beside text, towers over patches. Candidates are tried one
+after another: a model is asked by running it, not by its name.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.config import ParallelConfig
+from autopar.dry_run.inputs import pixel_shape, sample_inputs
 from autopar.errors import ConfigError, clip
 from autopar.foreign.modules import BatchNorm
 from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.policy.schema import Policy
-from autopar.tools.verification.closeness import measure, tolerance_of
-from autopar.tools.verification.inputs import candidates
-from autopar.tools.verification.outputs import named, reseed
+from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
 
 __all__ = ["Batch", "fit", "halves_agree", "make_batches", "part_of"]
-
 
 _FIRST = 3  # ids below are padding, begin and end of sequences in many configs
 _PADDED = 2  # columns at the end of the last sample
 _CLASSES = 2
+_SIDE = 4  # patches of an image, across and down
 
 
 def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int, seed: int = 1) -> list[dict[str, Any]]:
@@ -42,7 +45,7 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int, 
     generator = torch.Generator().manual_seed(seed)
     problems: list[tuple[str, str]] = []
     try:
-        for empty in candidates(model, rows, length):
+        for empty in _candidates(model, rows, length):
             made = [_filled(model, empty, generator) for _ in range(count)]
             problem: str | None = None
             for labels in _labels(model, made, generator):
@@ -197,19 +200,18 @@ def fit(
 
 def _has_samples_apart(plain: nn.Module, batches: Sequence[Batch]) -> bool:
     """Return whether the plain model's logits of the two halves of a batch are those of the whole; rank 0 tries."""
-    found = [True]
+    found = True
     if dist.get_rank() == 0:
         training = plain.training
         plain.train()
         try:
             with torch.no_grad():
-                found = [all(halves_agree(plain, batch) for batch in batches)]
+                found = all(halves_agree(plain, batch) for batch in batches)
         except Exception:  # what does not run in parts, or at all, is found out where it is compared
-            found = [True]
+            found = True
         finally:
             plain.train(training)
-    dist.broadcast_object_list(found)
-    return found[0]
+    return bool(of_first(found))
 
 
 def halves_agree(plain: nn.Module, batch: Batch) -> bool:
@@ -221,3 +223,84 @@ def halves_agree(plain: nn.Module, batch: Batch) -> bool:
     if not isinstance(whole, torch.Tensor) or whole.shape[:1] != (sum(len(half) for half in halves),):
         return True
     return measure(torch.cat(halves), whole).relative <= tolerance_of(whole.dtype)
+
+
+def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield inputs that a model may take, on the meta device, the likeliest first; data of grids is real.
+
+    Args:
+        rows: how many samples; ``length``: tokens of each.
+
+    Raises:
+        ValueError: none are known.
+    """
+    taken = inspect.signature(model.forward).parameters
+    patches = list(_patches(model.config, rows, taken))
+    try:
+        inputs = sample_inputs(model, rows, length)
+    except ValueError:
+        if not patches:
+            raise
+        inputs = {}
+    width = _width(model)
+    whole = _required(inputs, taken, rows, length, width)
+    if inputs:
+        yield whole
+    if "pixel_values" in taken and "pixel_values" not in inputs and "input_ids" in inputs:
+        pixels = {"pixel_values": torch.empty(pixel_shape(model.config, rows), device="meta", dtype=model.dtype)}
+        yield {**whole, **pixels}
+        if "decoder_input_ids" in inputs:
+            yield {**pixels, "decoder_input_ids": inputs["decoder_input_ids"]}
+    yield from patches
+    if "inputs_embeds" in taken and "input_ids" in inputs:
+        embedded = torch.empty(rows, length, width, device="meta", dtype=model.dtype)
+        yield {**{name: value for name, value in whole.items() if name != "input_ids"}, "inputs_embeds": embedded}
+
+
+def _width(model: PreTrainedModel) -> int:
+    try:
+        config: Any = model.config.get_text_config()
+    except ValueError:  # it has several
+        config = model.config
+    return int(getattr(config, "hidden_size", 0) or 1)
+
+
+def _required(
+    inputs: dict[str, torch.Tensor], taken: Any, rows: int, length: int, width: int
+) -> dict[str, torch.Tensor]:
+    """Add what the forward takes without a default: other ids, or sequences of vectors."""
+    found = dict(inputs)
+    for name, parameter in taken.items():
+        if name in found or parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if name.endswith("input_ids"):
+            found[name] = torch.zeros(rows, length, dtype=torch.long, device="meta")
+        elif name.endswith(("embeds", "states", "context")):
+            found[name] = torch.empty(rows, length, width, device="meta")
+    return found
+
+
+def _patches(config: PretrainedConfig, rows: int, taken: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Patches of all images in one row, with the sizes of the images: as flat numbers, or as small pictures."""
+    grid = next((name for name in ("grid_thw", "image_grid_thw") if name in taken), None)
+    main = next((name for name in ("hidden_states", "pixel_values") if name in taken), None)
+    side, channels = getattr(config, "patch_size", None), _channels(config)
+    if grid is None or main is None or type(side) is not int or "input_ids" in taken:
+        return
+    more = {"merge_sizes": torch.full((rows,), 2)} if "merge_sizes" in taken else {}
+    sizes = torch.tensor([[1, _SIDE, _SIDE]] * rows)
+    count, frames = rows * _SIDE * _SIDE, int(getattr(config, "temporal_patch_size", 1))
+    merge = int(getattr(config, "spatial_merge_size", 1) or 1)
+    shapes: list[tuple[int, ...]] = [
+        (count, channels * frames * side * side),
+        (count, channels * side * side),
+        (count, channels, side, side),
+        (1, count, channels, side, side),
+        (count, side * merge, side * merge, channels),
+    ]
+    for shape in dict.fromkeys(shapes):
+        yield {main: torch.empty(shape, device="meta"), grid: sizes, **more}
+
+
+def _channels(config: PretrainedConfig) -> int:
+    return int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)

@@ -15,16 +15,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.distributed.digest import of_tensor
 from autopar.foreign.autograd import in_backward
 from autopar.foreign.tensors import schema_of
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.tools.verification.closeness import measure
 from autopar.tools.verification.dropout import switched_on
-from autopar.tools.verification.outputs import floats_of, named, reseed, same_floats
+from autopar.tools.verification.outputs import floats_of, gathered, measure, named, reseed, same_floats
 from autopar.tools.verification.recording import running
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
@@ -205,8 +203,7 @@ def _of_ranks(session: Session) -> list[Row]:
     mpu = session.mpu
     place, after = Place(mpu.pp.rank, mpu.cp.rank, mpu.tp.rank), generator_state(mpu.device)
     digest = repr([of_tensor(value + 0) for _, value in floats_of(outputs)])
-    everyone: list[Any] = [None] * mpu.model.size
-    dist.all_gather_object(everyone, (place, mine, after, digest), group=mpu.model.group)
+    everyone = gathered((place, mine, after, digest), mpu.model.group)
     if not plain:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
     draws = {at: found for at, found, _, _ in everyone}

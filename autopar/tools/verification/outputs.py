@@ -1,19 +1,39 @@
-"""Outputs of any model by name, and a loss of any model: what is compared, and what is differentiated."""
+"""Outputs of any model by name, a loss, how far a tensor is from the plain model's; values of other ranks.
+
+Differences are measured by the largest element of what is expected, so a gradient of 1e-6 is looked at as closely as
+logits of 20. ``floor`` keeps what is zero but for rounding (the gradient of a key's bias) from being so.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from autopar.checks.forward import leaves
 from autopar.errors import UnsupportedModelError
 from autopar.pipeline_parallel.outputs import complete, unavailable
 
-__all__ = ["floats_of", "named", "reseed", "same_floats", "size_of_loss", "total_loss"]
+__all__ = [
+    "OF_GRADIENTS",
+    "TOLERANCES",
+    "Distance",
+    "floats_of",
+    "gathered",
+    "measure",
+    "named",
+    "of_first",
+    "reseed",
+    "same_floats",
+    "size_of_loss",
+    "tolerance_of",
+    "total_loss",
+]
 
 
 def named(output: Any) -> Any:
@@ -89,3 +109,73 @@ def reseed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+
+
+TOLERANCES: dict[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 8e-2,
+}
+"""Largest difference of outputs that other orders of adding up explain, as a part of the largest element."""
+OF_GRADIENTS = 10
+"""Gradients have passed through every layer twice: times so much."""
+
+
+class Distance(NamedTuple):
+    """How far a tensor is from the expected one.
+
+    Attributes:
+        relative: largest difference, as a part of the largest element that was expected; 0: equal to the bit.
+        problem: why they cannot be compared: shapes, or numbers that are not finite.
+    """
+
+    relative: float
+    problem: str = ""
+
+
+def tolerance_of(*dtypes: torch.dtype) -> float:
+    """Return what rounding explains where all of these dtypes take part."""
+    return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+
+
+@torch.no_grad()
+def measure(actual: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> Distance:
+    """Compare two tensors of any dtype; both are only read.
+
+    Args:
+        floor: the difference is a part of this number where no element of ``expected`` is larger.
+    """
+    if actual.shape != expected.shape:
+        return Distance(math.inf, f"shape {list(actual.shape)}, the plain model's is {list(expected.shape)}")
+    actual = actual.detach().to(expected.device)
+    expected = expected.detach()
+    if actual.dtype == expected.dtype and torch.equal(actual, expected):
+        return Distance(0.0)
+    if not (actual.is_floating_point() and expected.is_floating_point()):
+        count = int((actual != expected).sum())
+        return Distance(math.inf, f"{count} of {actual.numel()} elements differ")
+    wide = torch.float64 if torch.float64 in (actual.dtype, expected.dtype) else torch.float32
+    mine, theirs = actual.to(wide), expected.to(wide)
+    odd = ~(torch.isfinite(mine) & torch.isfinite(theirs))
+    if odd.any():
+        if not torch.equal(mine[odd], theirs[odd]):  # a mask of -inf is the same in both
+            return Distance(math.inf, f"{int(odd.sum())} of {odd.numel()} elements are not finite")
+        mine, theirs = mine.masked_fill(odd, 0), theirs.masked_fill(odd, 0)
+    largest = (mine - theirs).abs().max().item()
+    scale = max(theirs.abs().max().item(), floor)
+    return Distance(largest / scale if scale else (math.inf if largest else 0.0))
+
+
+def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, or of those of a group, in their order."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def of_first(mine: Any) -> Any:
+    """Return the value of rank 0."""
+    listed = [mine]
+    dist.broadcast_object_list(listed)
+    return listed[0]

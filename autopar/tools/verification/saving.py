@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
-from autopar.tools.verification.closeness import Distance, measure
+from autopar.tools.verification.outputs import Distance, measure, of_first
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import Named, local, pairs, weights, worst_row
@@ -81,15 +81,14 @@ def _folder() -> Iterator[Path]:
     """A folder that all ranks know; they are on one machine, or share where temporary files are. No progress bars."""
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
-    place = [tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(place)
+    place = of_first(tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else "")
     try:
-        yield Path(place[0])
+        yield Path(place)
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
         if dist.get_rank() == 0:
-            shutil.rmtree(place[0], ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _files(mine: Path, plain: Path) -> Iterator[Named]:

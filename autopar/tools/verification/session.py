@@ -29,12 +29,11 @@ from autopar.policy.schema import Policy
 from autopar.tensor_parallel.hooks import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, part_of
-from autopar.tools.verification.closeness import tolerance_of
 from autopar.tools.verification.dropout import Rate, switch_off
-from autopar.tools.verification.outputs import named, reseed, total_loss
+from autopar.tools.verification.outputs import named, reseed, tolerance_of, total_loss
+from autopar.tools.verification.recording import Collective
 from autopar.tools.verification.report import RankMemory
 from autopar.tools.verification.slices import Slices
-from autopar.tools.verification.traffic import Collective
 
 __all__ = ["Batch", "PlainModelError", "Session", "make_optimizer"]
 

@@ -15,7 +15,7 @@ from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.mesh import MPU
 from autopar.layout import Layout, even_shards
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.tools.verification.closeness import Distance, measure
+from autopar.tools.verification.outputs import Distance, measure
 
 __all__ = ["Slices", "local_part"]
 

@@ -1,27 +1,30 @@
 """Small models with the structure of large ones: the config with small sizes in the place of its own, random weights.
 
 What is a size is known by its name; ratios that matter are kept: grouped keys stay grouped, tied weights tied, of each
-kind of layer one stays. Norms, biases and matrices of zeros get random values, since constants hide mistakes.
+kind of layer one stays. ``small_fields.yaml`` lists fields that neither names nor other fields tell. Norms, biases and
+matrices of zeros get random values, since constants hide mistakes.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.errors import ConfigError, clip
 from autopar.foreign.transformers import from_config
-from autopar.tools.verification.small_fields import small_fields
 
-__all__ = ["build_small", "randomise", "small_config"]
+__all__ = ["build_small", "randomise", "read_data", "small_config", "small_fields"]
 
 _HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36
 _LENGTH, _LAYERS, _EXPERTS, _RANK, _PATCHES = 64, 2, 4, 16, 2
@@ -31,15 +34,28 @@ _LAYER_COUNTS = re.compile(
     r"|(text|speech)_(encoder|decoder)_layers|num_(block|decoder|encoder)_layers|num_block"
 )
 _HEAD_COUNTS = re.compile(r"(num_)?((encoder|decoder|self|index|text|vision)_)?(attention_)?heads|n_heads?|num_heads")
+_KEY_COUNTS = re.compile(r".*key_value_heads.*|num_kv_heads|multi_query_group_num|n_head_kv")
 _HIDDEN = re.compile(
     r"((out|text|encoder|cross)_)?hidden_size|hidden_size_global|n_embd|d_model|dim|embed_dim|d_embed|emb_dim|embedding_dim|hidden_dim_?"
     r"|width|word_embed_proj_dim|adapter_in_dim"
 )
-_INNER = re.compile(r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|d_inner|inner_dim|ffn_embed_dim)")
-_HEAD_WIDTH = re.compile(r"(.*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size)|qk_(rope|nope)_head_dim")
-_EXPERT_COUNTS = re.compile(r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts_per_layer")
-_POSITIONS = re.compile(r"max_(.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|model_max_length")
-_RANKS = re.compile(r"(q|kv|o)_lora_rank")
+_HEAD_WIDTH = r"(.*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size)|qk_(rope|nope)_head_dim"
+_INNER = r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|d_inner|inner_dim|ffn_embed_dim)"
+_SIZES = {  # names -> the most that their numbers become; the first that fits
+    _HEAD_WIDTH: _WIDTH,
+    r"(q|kv|o)_lora_rank": _RANK,
+    _INNER: _FEATURES,
+    r"(.*_)?vocab_size|n_vocab|vocab_size_.*": _VOCABULARY,
+    r"rotary_dim": _WIDTH // 2,
+    r"n_group|topk_group": 1,
+    r"max_(.*_)?position(s|_embeddings)|n_positions|n_ctx|max_seq_len|model_max_length": _LENGTH,
+    r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_experts_per_layer": _EXPERTS,
+    r"num_experts_per_tok(en)?|moe_k|top_k|moe_top_?k|num_selected_experts": 2,
+    r"sliding_window|attention_window_size|local_attention": 4,
+    r"mask_(time|feature)_length": 2,
+    r"(mamba_)?chunk_size": _WIDTH,
+    r"mamba_d_state|(ssm_)?state_size": 2 * _WIDTH,
+}
 _STATE_HEADS = (
     ("num_heads", "head_dim"),
     ("mamba_n_heads", "mamba_d_head"),
@@ -93,42 +109,19 @@ def _changes(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
     heads = max((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), default=0)
     hidden = next((value for name, value in _numbers(config) if _HIDDEN.fullmatch(name)), 0)
     for name, value in _numbers(config):
-        if value <= 1:
-            continue
-        if _HEAD_COUNTS.fullmatch(name):
-            yield name, min(value, _HEADS)
-        elif "key_value_heads" in name or name in ("num_kv_heads", "multi_query_group_num", "n_head_kv"):
-            yield name, min(value, _HEADS if value >= heads else _KV_HEADS)
-        elif _HEAD_WIDTH.fullmatch(name):
-            yield name, min(value, _WIDTH)
-        elif _RANKS.fullmatch(name):
-            yield name, min(value, _RANK)
-        elif _INNER.fullmatch(name):
-            yield name, min(value, _FEATURES)
-        elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
-            yield name, min(value, _HEADS * _WIDTH)
-        elif re.fullmatch(r"(.*_)?vocab_size|n_vocab|vocab_size_.*", name):
-            yield name, min(value, _VOCABULARY)
-        elif name == "rotary_dim":
-            yield name, min(value, _WIDTH // 2)
-        elif name in ("n_group", "topk_group"):
-            yield name, 1
-        elif _POSITIONS.fullmatch(name):
-            yield name, min(value, _LENGTH)
-        elif _EXPERT_COUNTS.fullmatch(name):
-            yield name, min(value, _EXPERTS)
-        elif re.fullmatch(r"num_experts_per_tok(en)?|moe_k|top_k|moe_top_?k|num_selected_experts", name):
-            yield name, min(value, 2)
+        most = next((most for pattern, most in _SIZES.items() if re.fullmatch(pattern, name)), None)
+        if _HEAD_COUNTS.fullmatch(name) or (_KEY_COUNTS.fullmatch(name) and value >= heads):
+            most = _HEADS
+        elif _KEY_COUNTS.fullmatch(name):
+            most = _KV_HEADS
+        elif _HIDDEN.fullmatch(name) or (
+            value == hidden and "size" in name and not re.fullmatch(f"{_HEAD_WIDTH}|{_INNER}", name)
+        ):
+            most = _HEADS * _WIDTH
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
-            yield name, min(value, _PATCHES * config.patch_size)
-        elif name in ("sliding_window", "attention_window_size", "local_attention"):
-            yield name, min(value, 4)
-        elif re.fullmatch(r"mask_(time|feature)_length", name):
-            yield name, min(value, 2)
-        elif re.fullmatch(r"(mamba_)?chunk_size", name):
-            yield name, min(value, _WIDTH)
-        elif re.fullmatch(r"mamba_d_state|(ssm_)?state_size", name):
-            yield name, min(value, 2 * _WIDTH)
+            most = _PATCHES * config.patch_size
+        if most is not None and value > 1:
+            yield name, min(value, most)
 
 
 def _set_layers(config: PretrainedConfig) -> None:
@@ -302,3 +295,21 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
             elif not parameter.is_meta and parameter.numel() > 1 and (parameter == parameter.flatten()[0]).all():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe loader that knows tuples, which some configs tell from lists: ``!tuple [1, 2]``."""
+
+
+_Loader.add_constructor("!tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True)))
+
+
+@functools.cache
+def read_data(path: Path) -> Mapping[str, Any]:
+    """Return what a YAML file of data holds; it is read once, so its readers change nothing in it."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+
+
+def small_fields(model_type: str) -> Mapping[str, Any]:
+    """Return the fields that a small config of a model type sets besides; for most there are none."""
+    return read_data(Path(__file__).with_name("small_fields.yaml")).get(model_type, {})

@@ -1,10 +1,14 @@
-"""``verify``: run a model plain and parallelized on the same inputs, and report whether they are the same."""
+"""``verify``: run a model plain and parallelized on the same inputs, and report whether they are the same.
+
+On the ranks of a job the checks run one after another: one verdict on all ranks, the culprit of the first failure.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +19,21 @@ from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.distributed.rng import kept
-from autopar.errors import ConfigError
+from autopar.distributed.process import start_process_group
+from autopar.errors import AutoparError, ConfigError, clip, nearest
 from autopar.policy.schema import Policy
 from autopar.tools.verification.batches import make_batches
+from autopar.tools.verification.diagnosis import culprit_of_error, diagnose
+from autopar.tools.verification.draws import dropout
+from autopar.tools.verification.outputs import gathered, of_first
 from autopar.tools.verification.processes import run_on_ranks
-from autopar.tools.verification.ranks import checks_of, verify_on_ranks
-from autopar.tools.verification.report import Report
-from autopar.tools.verification.session import Batch
+from autopar.tools.verification.recording import counted
+from autopar.tools.verification.report import Culprit, Report, Row, merged
+from autopar.tools.verification.saving import reshard, save
+from autopar.tools.verification.session import Batch, PlainModelError, Session
+from autopar.tools.verification.training import backward, forward, generate, step, weights
 
-__all__ = ["verify"]
+__all__ = ["CHECKS", "checks_of", "verify", "verify_on_ranks"]
 
 _BATCHES = 2  # whose gradients add up
 
@@ -121,3 +131,156 @@ def _make(model: nn.Module, config: ParallelConfig, world: int, sequence: int) -
     rows = config.data_parallel_size(world) * max(2, config.pipeline_parallel_size)
     with torch.no_grad():
         return make_batches(inner[0], count=_BATCHES, rows=rows, length=sequence)
+
+
+_CHECKS: dict[str, Callable[[Session], list[Row]]] = {
+    "weights": weights,
+    "forward": forward,
+    "generate": generate,
+    "save": save,
+    "reshard": reshard,
+    "backward": backward,
+    "step": step,
+    "dropout": dropout,
+}
+CHECKS = tuple(_CHECKS)
+_NEEDS = {"step": "backward", "backward": "forward", "generate": "forward"}  # what fails with it
+
+
+def checks_of(wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the checks to run, in their order; ``step`` brings ``backward`` along.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    for name in wanted or ():
+        if name not in CHECKS:
+            raise ConfigError(f"there is no check '{name}'.{nearest(name, CHECKS)} Known: {', '.join(CHECKS)}")
+    chosen = {*(wanted or CHECKS), "weights"}
+    chosen |= {"backward"} if "step" in chosen else set()
+    return tuple(name for name in CHECKS if name in chosen)
+
+
+def verify_on_ranks(
+    model: nn.Module,
+    config: ParallelConfig,
+    policy: Any,
+    batches: Sequence[Batch],
+    checks: Sequence[str],
+    change: Callable[[Session], None] | None = None,
+    alarm: Callable[[Report], None] | None = None,
+) -> Report:
+    """Compare on the ranks of a job that runs; every rank calls it with the same arguments.
+
+    Args:
+        model: whole, only read; all ranks take the weights and batches of rank 0.
+        change: called with the session before the first check.
+        alarm: called on a rank that raises an error, while others may wait for it, with what it knows.
+    """
+    start = time.monotonic()
+    start_process_group()
+    empty = _empty_report(model, config)
+    shared = of_first([dict(batch) for batch in batches])  # a script may have drawn others on each rank
+    try:
+        session = Session(model, config, policy, shared)
+    except PlainModelError as error:
+        raise ConfigError(f"{empty.model} does not run with these batches: {error}") from error
+    except AutoparError as error:
+        own = Row("plan", type(error).__name__, False, note=" ".join(str(error).split()))
+        texts = gathered((own, culprit_of_error(error, model, None, "")))
+        row, culprit = next((pair for pair in texts if pair[1] is not None), texts[0])  # where it was found out
+        return replace(empty, rows=(row,), culprit=culprit, seconds=time.monotonic() - start)
+    try:
+        if change is not None:
+            change(session)
+        used = f"policy {session.state.policy.name} ({session.policy})"
+        empty = replace(empty, policy=used, mesh=_several(session.mpu.sizes._asdict()))
+
+        def tell(rows: Sequence[Row], culprit: Culprit | None) -> None:
+            if alarm is not None:
+                alarm(replace(empty, rows=tuple(rows), culprit=culprit, seconds=time.monotonic() - start))
+
+        rows, culprit = _run(session, checks, tell)
+        return replace(
+            empty,
+            rows=tuple(rows),
+            culprit=culprit,
+            memory=tuple(each for each in gathered(session.memory) if each is not None),
+            plain_memory=session.plain_memory,
+            traffic=of_first(counted(session.sent)),
+            seconds=of_first(time.monotonic() - start),
+        )
+    finally:
+        session.close()
+
+
+def _empty_report(model: nn.Module, config: ParallelConfig) -> Report:
+    """Make a report of the facts that are known before anything can fail."""
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
+    dtype = ", ".join(kinds) or "no parameters"
+    dtype += f", precision {config.precision}" if config.precision != "fp32" else ""
+    tp, cp, pp = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
+    mesh = _several({"tp": tp, "pp": pp, "dp": config.data_parallel_size(dist.get_world_size()), "cp": cp})
+    device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    return Report(
+        type(model).__name__, sum(p.numel() for p in model.parameters()), "no policy", mesh, dtype, device, ()
+    )
+
+
+def _several(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Leave context parallelism out where there is none."""
+    return {axis: size for axis, size in sizes.items() if axis != "cp" or size > 1}
+
+
+_Tell = Callable[[Sequence[Row], Culprit | None], None]
+
+
+def _run(session: Session, checks: Sequence[str], tell: _Tell) -> tuple[list[Row], Culprit | None]:
+    rows: list[Row] = []
+    culprit: Culprit | None = None
+    failed: dict[str, str] = {}
+    for check in checks:
+        reason = failed.get(_NEEDS.get(check, "")) or failed.get("")
+        if reason:
+            rows.append(Row(check, "left out", None, note=reason))
+            failed[check] = reason
+            continue
+        found, error = _tried(session, check, lambda own, who: tell([*rows, *own], culprit or who))  # noqa: B023
+        rows += found
+        wrong = [row for row in found if row.holds is False]
+        if all(row.holds is None for row in found):
+            failed[check] = found[0].note
+        if wrong:
+            failed[check] = f"{check} differs already"
+            if error is not None or any("raises" in row.what for row in wrong):
+                failed[""] = f"{check} has raised an error"
+            if culprit is None:
+                culprit = _culprit(session, check, found, error)
+    return rows, culprit
+
+
+def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], Exception | None]:
+    """The rows of a check, the same on all ranks; and the error of this rank, if it raised one."""
+    error: Exception | None = None
+    try:
+        mine = _CHECKS[check](session)
+    except PlainModelError as raised:  # the same on all ranks
+        return (Row(check, "left out", None, note=str(raised)),), None
+    except Exception as raised:
+        error = raised
+        text = clip(" ".join(str(raised).split()), 400)
+        mine = [Row(check, f"raises {type(raised).__name__}", False, note=text, rank=dist.get_rank())]
+        tell(mine, culprit_of_error(raised, session.parallel, session.plan, session.policy))
+    everyone = gathered((mine, error is not None))
+    raising = [(rank, rows) for rank, (rows, raised) in enumerate(everyone) if raised]
+    if raising:
+        rank, rows = raising[0]
+        return (Row(**{**vars(rows[0]), "rank": rank}),), error
+    return merged([rows for rows, _ in everyone]), None
+
+
+def _culprit(session: Session, check: str, rows: Sequence[Row], error: Exception | None) -> Culprit | None:
+    if not any("raises" in row.what for row in rows):
+        return diagnose(session, check, rows)
+    mine = None if error is None else culprit_of_error(error, session.parallel, session.plan, session.policy)
+    return next((culprit for culprit in gathered(mine) if culprit is not None), None)
