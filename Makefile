@@ -23,6 +23,7 @@ MODELS := .cache/packages/.installed
 GGUF_TOOLS := .cache/gguf-tools/.installed
 OLDEST := .cache/transformers-oldest/.installed
 DEEPSPEED := .cache/deepspeed/.installed
+DOCS := .cache/docs/.installed
 
 # The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
 OLDEST_TRANSFORMERS := transformers==5.20.2
@@ -38,12 +39,19 @@ GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 # DeepSpeed, and what it imports on a CPU. The tests that need it put it on the path; transformers would look for it.
 DEEPSPEED_PACKAGES := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 msgpack==1.2.4 einops==0.8.2 ninja==1.13.2 \
   pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0
+# Sphinx, what it imports that .venv does not have, and the theme.
+DOCS_PACKAGES := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 accessible-pygments==0.0.5 alabaster==1.0.0 \
+  babel==2.19.0 beautifulsoup4==4.15.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3 docutils==0.22.4 idna==3.20 \
+  imagesize==2.0.1 markdown-it-py==4.3.0 mdit-py-plugins==0.7.0 mdurl==0.1.2 pygments==2.21.0 requests==2.34.2 \
+  roman-numerals==4.1.0 snowballstemmer==3.1.1 soupsieve==4.1.3 sphinx-basic-ng==1.0.0b2 \
+  sphinxcontrib-applehelp==2.0.0 sphinxcontrib-devhelp==2.0.0 sphinxcontrib-htmlhelp==2.1.0 \
+  sphinxcontrib-jsmath==2.0.0 sphinxcontrib-qthelp==2.0.0 sphinxcontrib-serializinghtml==2.0.0 urllib3==2.8.0
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE
 
-.PHONY: help venv real-models fetch demo check test test-all sweep verify-all durations mutations lint bench gpu clean
+.PHONY: help venv real-models fetch demo check test test-all sweep verify-all durations mutations lint docs bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -95,7 +103,14 @@ $(DEEPSPEED): $(VENV) Makefile
 	  { echo "error: could not install $(DEEPSPEED_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) $(DEEPSPEED) ## fetch all that make test-all needs
+$(DOCS): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(DOCS_PACKAGES) || \
+	  { echo "error: could not download Sphinx: $(DOCS_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+fetch: real-models $(OLDEST) $(DEEPSPEED) $(DOCS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py
@@ -138,6 +153,11 @@ lint: $(VENV) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
+
+# Sphinx lies beside .venv, and takes the docstrings from what .venv has. A warning is an error, and so is a dead link.
+docs: $(VENV) $(DOCS) ## build the site: all pages and the API, build/site/index.html; needs no network to be read
+	PYTHONPATH="$(CURDIR)/$(dir $(DOCS))" $(BIN)/python -m sphinx -q -W --keep-going -c docs/site -d build/site-cache . build/site
+	@echo "build/site/index.html"
 
 # One of them, and its arguments: python -m benchmarks step --help
 bench: $(VENV) ## run the benchmarks shortly (minutes); python -m benchmarks --full is for a quiet machine

@@ -81,7 +81,8 @@ class Manifest:
     Attributes:
         save_id: random token of the save; each shard file carries it too.
         sizes: of the mesh, without cp: dp counts all ranks that held the same (:meth:`MeshSizes.as_saved`).
-        model_type, policy: of the model that was saved.
+        model_type: of the model that was saved.
+        policy: of the model that was saved.
         hf_prefix: where the Hugging Face model sits in the root model, ``""`` or ``"model."``.
         parts: ``model``, and what else was saved of :data:`PARTS`.
         parameters: names of the model's tensors that are parameters; the others are buffers.
@@ -109,7 +110,7 @@ class Manifest:
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
-        """The model's tensors: canonical name -> shape and layout, in state-dict order."""
+        """Shape and layout of the model's tensors by their canonical names, in state-dict order."""
         return self.parts["model"].tensors
 
     @property

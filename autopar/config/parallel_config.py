@@ -50,7 +50,9 @@ class ParallelConfig:
             dtype, or ``fp32``, rounded once.
         activation_checkpointing: recompute the blocks' activations in the backward pass.
         compile: compile the blocks with ``torch.compile``, one by one.
-        compile_backend, compile_mode, compile_fullgraph: its ``backend``, ``mode`` and ``fullgraph``.
+        compile_backend: its ``backend``.
+        compile_mode: its ``mode``.
+        compile_fullgraph: its ``fullgraph``.
         consistency_check: compare what the ranks of a replica must have alike when a forward begins, and gradients and
             weights of the replicas when an optimizer steps.
         consistency_inputs: how often contents of inputs, random states and weights are compared: ``first``,
@@ -67,7 +69,9 @@ class ParallelConfig:
         gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
         policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
         precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
-        initial_scale, min_scale, max_scale: of the loss, with fp16.
+        initial_scale: by which the loss is multiplied at first, with fp16.
+        min_scale: what it never falls below.
+        max_scale: what it never grows above.
         growth_interval: steps without an overflow after which the scale grows by ``growth_factor``.
         hysteresis: overflows after which it is multiplied by ``backoff_factor``.
         pipeline: how ``execute_pipeline`` runs.
@@ -185,7 +189,7 @@ class ParallelConfig:
 
     @property
     def parameters_every(self) -> int:
-        """Steps between two comparisons of all weights that ranks must have alike; 0: of samples only."""
+        """Steps between two comparisons of all weights that ranks must have alike, or 0 of samples only."""
         return int(self.consistency_parameters.partition(" ")[2] or 0)
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -28,6 +28,13 @@ class Axis:
     """One axis of the mesh as this rank sees it: the process group, this rank's place in it, and its size.
 
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
+
+    Attributes:
+        name: ``tp``, ``cp``, ``dp``, ``pp``, or that of a joined axis.
+        group: the process group.
+        ranks: their global ranks.
+        rank: the place of this rank among them.
+        size: how many there are.
     """
 
     __slots__ = ("explain", "group", "name", "rank", "ranks", "read_timeout", "reduce_dtype", "size", "transport")

@@ -94,8 +94,10 @@ class MPU(MeshAccessors):
         reduce_dtype: in which tensors of half precision are summed: ``same``, their own dtype, or ``fp32``.
 
     Attributes:
-        tp, cp, dp, pp: the axes (:class:`~autopar.distributed.Axis`) through this rank. ``dp`` are the ranks that read
-            other data.
+        tp: the axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
+        cp: of the ranks that share its sequences.
+        dp: of the ranks that hold the same shard and read other data.
+        pp: of the stages of its replica.
         dp_cp: of the ranks that hold the same shard; ``dp`` itself where cp is 1.
         tp_cp: of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
         model: of all ranks that get the same batch, one model replica.

@@ -1,4 +1,4 @@
-"""Megatron-LM's training loop over a model of ``autopar.initialize``: ``get_forward_backward_func``.
+"""Megatron-LM's training loop over a model of ``autopar.initialize``: ``get_forward_backward_func``::
 
     forward_backward = get_forward_backward_func()
     losses = forward_backward(
@@ -6,7 +6,7 @@
     )
     optimizer.step()
 
-where, as in Megatron-LM's ``pretrain_gpt.py``, ::
+where, as in Megatron-LM's ``pretrain_gpt.py``::
 
     def forward_step(data_iterator, model):
         batch = next(data_iterator)

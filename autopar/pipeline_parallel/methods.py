@@ -107,12 +107,12 @@ def execute_pipeline(
             ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
 
     Returns:
-        :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once (``loss_reduction:
-        tokens``): each micro-batch counts by its labels that are not -100, or, without labels, by its samples; with
-        ``num_items_in_batch`` in the batch, by which the model divides its losses, they add up. Over data-parallel
-        replicas gradients are averaged, each replica counting by its labels too, so that they are those of the global
-        batch; the loss is this replica's. (``loss_reduction: microbatch``, ``num_items_in_batch`` and losses that are
-        no mean over labels: the plain average, as ``DistributedDataParallel`` takes it.)
+        :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once, with
+        ``loss_reduction: tokens``. Each micro-batch counts by its labels that are not -100, or, without labels, by its
+        samples; with ``num_items_in_batch`` in the batch, by which the model divides its losses, they add up. Over
+        data-parallel replicas gradients are averaged, each replica counting by its labels too, so that they are those
+        of the global batch; the loss is this replica's. (``loss_reduction: microbatch``, ``num_items_in_batch`` and
+        losses that are no mean over labels: the plain average, as ``DistributedDataParallel`` takes it.)
 
     Raises:
         StopIteration: the iterator has ended, on all ranks of this replica.

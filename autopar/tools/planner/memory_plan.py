@@ -81,7 +81,8 @@ def plan_memory(
     Args:
         model: a Hugging Face model, in memory or built inside :func:`autopar.lazy_init`; only read.
         config: as in :func:`autopar.initialize`.
-        sequence: tokens of each sample; ``batch``: samples of a replica in a step.
+        sequence: tokens of each sample.
+        batch: samples of a replica in a step.
         gpus: ranks; by default one replica.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``, given to ``initialize``.
         policy: as in :func:`autopar.initialize`.

@@ -1,0 +1,77 @@
+"""The API reference has every public name, and `make docs` builds a site of it that needs no network."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT
+
+MODULES = {
+    "autopar": "autopar.md",
+    "autopar.integrations": "integrations.md",
+    "autopar.checkpoint": "checkpoint.md",
+    "autopar.tensor_parallel": "tensor_parallel.md",
+    "autopar.pipeline_parallel.megatron": "megatron.md",
+}
+METHODS = {"save_parallelized", "from_parallelized", "wait_for_save", "execute_pipeline", "no_sync"}
+SPHINX = ROOT / ".cache" / "docs"
+
+
+def named(page: str) -> list[str]:
+    """The names that a page of the reference has an entry for."""
+    text = (DOCS / "reference" / page).read_text()
+    return re.findall(r"^\.\. (?:auto|py:)(?:function|class|exception|data|type):: ([\w.]+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_one_entry(module: str) -> None:
+    public = [f"{module}.{name}" for name in importlib.import_module(module).__all__ if name != "MPU"]
+    assert sorted(named(MODULES[module])) == sorted(public)
+
+
+def test_the_methods_of_a_model_and_its_mesh_have_entries() -> None:
+    entries = named("model.md")
+    assert {f"model.{name}" for name in METHODS} | {"autopar.MPU"} <= set(entries)
+    assert len(entries) == len(set(entries))
+
+
+def test_what_is_shown_as_methods_is_what_a_model_gets() -> None:
+    saves, runs = ((ROOT / "autopar" / name / "methods.py").read_text() for name in ("checkpoint", "pipeline_parallel"))
+    (saved,) = re.findall(r"for method in \(([\w, ]+)\)\}", saves)
+    (run,) = re.findall(r"bind\(model, _OWNER, execute_pipeline=(\w+), no_sync=(\w+)\)", runs)
+    assert {*saved.split(", "), *run} == METHODS
+
+
+@pytest.mark.tier("all")
+def test_the_site_is_built_without_warnings_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
+    if not (SPHINX / ".installed").exists():
+        pytest.skip("Sphinx is not there: make docs, or make fetch")
+    options = ["-q", "-W", "--keep-going", "-c", "docs/site", "-d", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, ".", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(SPHINX)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path: path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    for path, text in pages.items():
+        loaded = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"([^\"]+)", text)
+        loaded += re.findall(r"<link\b[^>]*\bhref=\"([^\"]+)", text)
+        for target in loaded:
+            assert not re.match(r"(https?:)?//", target), f"{path}: {target}"
+            if not target.startswith("data:"):
+                assert (path.parent / target.split("?")[0].split("#")[0]).exists(), f"{path}: {target}"
+    styles = "".join(path.read_text() for path in (tmp_path / "site" / "_static").rglob("*.css"))
+    assert not re.search(r"url\([\"']?(https?:)?//", styles) and "@import" not in styles
+    shown = {name for text in pages.values() for name in re.findall(r"\bid=\"([\w.]+)\"", text)}
+    assert {name for page in MODULES.values() for name in named(page)} | set(named("model.md")) <= shown
