@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTra
 from transformers.utils import logging
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.start import start_process_group
+from autopar.distributed.process import start_process_group
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "data" / "state_of_the_union.txt"

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from autopar.context_parallel.rows import join
-from autopar.distributed.agree import meet
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, reduce_scatter
 from autopar.distributed.whole_on_read import WholeOnRead

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.distributed.rng import kept
 from autopar.distributed.process import start_process_group
+from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, clip, nearest
 from autopar.policy.schema import Policy
 from autopar.tools.verification.batches import make_batches
