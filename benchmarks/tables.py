@@ -14,6 +14,9 @@ README = ROOT / "benchmarks" / "README.md"
 START, END = "<!-- results: written by python -m benchmarks tables -->", "<!-- end of results -->"
 Result = Mapping[str, Any]
 
+FRONT = ROOT / "README.md"
+FRONT_START, FRONT_END = "<!-- numbers: written by python -m benchmarks tables -->", "<!-- end of numbers -->"
+
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Make a table; numbers keep four digits."""
@@ -102,19 +105,47 @@ def report(results: Mapping[str, Result], digest: str | None = None) -> str:
     return "".join(section(result, digest) for result in results.values()) or "No results yet.\n"
 
 
-def with_results(text: str, generated: str) -> str:
+def front(results: Mapping[str, Result]) -> str:
+    """Write the table of the project's README: the first model of ``step`` beside its rivals, and a merge."""
+    rows = {(row["row"], row["kind"]): row for row in results["step"]["rows"]}
+    rivals = ("plain", "DTensor", "transformers", "autopar")
+    first = next(iter(rows))[0]
+    lines = []
+    for kind, words in {"step": "training step, ms", "forward": "forward, ms", "decode": "decoding, tokens/s"}.items():
+        found = rows[first, kind]["variants"]
+        cells = [
+            (f"{one['tokens_per_s']:.1f}" if kind == "decode" else f"{one['ms']:.0f}")
+            + (f" ({one['speedup']:.2f} x)" if name != "plain" else "")
+            for name, one in ((name, found[name]) for name in rivals)
+        ]
+        lines.append([words, *cells])
+    merge, copy = (next(r for r in results["merging"]["rows"] if r.get("variant") == v) for v in MERGED)
+    lines.append(
+        [f"merge a checkpoint of {merge['written, MB']} MB, s", f"{copy['s']} (`cp -r`)", None, None, merge["s"]]
+    )
+    size = f"{rows[first, 'step']['parameters'] / 1e6:.0f} M parameters, 2 CPU cores"
+    heads = [size, "plain, one thread", "DTensor, tp 2", "transformers' `tp_plan`, tp 2", "**autopar, tp 2**"]
+    return markdown(heads, lines)
+
+
+MERGED = ("merge, fsync", "cp -r, sync")
+
+
+def between(text: str, start: str, end: str, generated: str) -> str:
     """Put the generated part between its marks."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{generated}\n{END}{after}"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n\n{generated}\n{end}{after}"
 
 
-def update(folder: Path = FOLDER, readme: Path = README) -> str:
-    """Write charts and the README's part from the results in a folder; returns the part."""
+def update(folder: Path = FOLDER, readme: Path = README, project: Path | None = FRONT) -> str:
+    """Write charts and the parts of both READMEs from the results in a folder; returns that of the benchmarks."""
     results = read_all(folder)
+    if project is not None and {"step", "merging"} <= results.keys():
+        project.write_text(between(project.read_text(), FRONT_START, FRONT_END, front(results)))
     for name, result in results.items():
         if name in CHARTS and result["rows"]:
             (folder / f"{name}.svg").write_text(CHARTS[name](result))
     generated = report(results)
-    readme.write_text(with_results(readme.read_text(), generated))
+    readme.write_text(between(readme.read_text(), START, END, generated))
     return generated

@@ -106,6 +106,6 @@ def test_ticks_are_round_and_few(most: float) -> None:
 
 def test_the_generated_part_replaces_only_itself() -> None:
     before = f"# Head\n\n{tables.START}\nold\n{tables.END}\n\ntail\n"
-    after = tables.with_results(before, "new\n")
+    after = tables.between(before, tables.START, tables.END, "new\n")
     assert after == f"# Head\n\n{tables.START}\n\nnew\n\n{tables.END}\n\ntail\n"
-    assert tables.with_results(after, "new\n") == after
+    assert tables.between(after, tables.START, tables.END, "new\n") == after

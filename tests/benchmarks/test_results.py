@@ -72,7 +72,7 @@ def test_readme_and_charts_are_written_from_the_results(tmp_path: Path) -> None:
     shutil.copy(tables.README, readme)
     row = {"schedule": "1f1b", "of textbook": 0.9}
     results.write(results.make("pipeline", {}, [row], 1.0), tmp_path)
-    tables.update(tmp_path, readme)
+    tables.update(tmp_path, readme, project=None)
     assert "| 1f1b | 0.9 |" in readme.read_text()
     assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
 

@@ -20,17 +20,15 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from autopar.errors import ConfigError
 from autopar.tools.cli import app
 from tests.compare import same_gradients
-from tests.docs.pages import DOCS, PAGES, README, codes
+from tests.docs.pages import DOCS, PAGES, codes
 from tests.integrations.runs import launched
 from tests.small import gpt2
 from tests.worlds import distributed
 
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
 RUN = {
-    README: 1,
     DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
     DOCS / "launching.md": 1,
@@ -84,34 +82,6 @@ def test_launching(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4"]
     again = run(DOCS / "launching.md", tmp_path)  # there is nothing left to do
     assert again["extra"] == {"step": 4}
-
-
-@distributed(world_size=2)
-def run_the_readme(folder: Path) -> None:
-    run(README, folder)
-
-
-@pytest.mark.tier("test")
-def test_the_readme(tmp_path: Path) -> None:
-    run_the_readme(tmp_path)
-    result = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoint"), str(tmp_path / "merged")])
-    assert result.exit_code == 0, result.output
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert not torch.equal(trained.lm_head.weight, gpt2().lm_head.weight)
-
-
-@pytest.mark.tier("all")
-@distributed(world_size=1)
-def test_the_readme_on_one_process(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
-    gpt2().save_pretrained("gpt2")
-    (text,) = blocks(README)
-    printed = '{"model_parallelism": {"tensor_parallel_size": 2}}'
-    for config, refused in ((printed, True), ("{}", False)):
-        names: dict[str, Any] = {"dataset": Sequences()}
-        with pytest.raises(ConfigError, match="does not divide the world of 1 processes") if refused else nullcontext():
-            exec(text.replace(printed, config), names)
-    assert names["model"].training
 
 
 @distributed(world_size=2)
