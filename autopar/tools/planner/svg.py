@@ -34,7 +34,7 @@ _PARTS = {
 # part of a step's time -> its color and what it is
 _TIMES = {
     "compute": ("#2f6fb7", "compute"),
-    "tp": ("#e08e45", "all-reduces of tp"),
+    "tp": ("#e08e45", "collectives of tp"),
     "cp": ("#f0c987", "exchange of cp"),
     "bubble": ("#dddddd", "bubble"),
     "dp": ("#c9483f", "averaging over dp"),
