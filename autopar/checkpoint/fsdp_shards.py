@@ -16,7 +16,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import Joined, LazyTensor, read_shard, whole_box
-from autopar.storage.views import Narrowed
+from autopar.storage.views import narrowed
 
 __all__ = ["check_fsdp_shard", "gather", "read"]
 
@@ -91,7 +91,7 @@ def read(lazy: LazyTensor, layout: Layout | None, mpu: MPU, out: torch.Tensor) -
         return
     if layout is not None:
         ranges = layout.ranges(mpu.tp.rank)
-        shard = Joined([Narrowed(lazy, layout.dim, *wanted) for wanted in ranges], layout.dim)
+        shard = Joined([narrowed(lazy, layout.dim, *wanted) for wanted in ranges], layout.dim)
     if shard.shape != tuple(out.shape):
         raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(shard.shape)}")
     shard.read_into(local, (_rows(out, mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(shard.shape[1:])))

@@ -16,7 +16,7 @@ from autopar.errors import CheckpointError
 from autopar.storage.files import file_checksum
 from autopar.storage.lazy_tensor import Joined, LazyTensor
 from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
-from autopar.storage.views import Narrowed
+from autopar.storage.views import narrowed
 
 __all__ = ["Shards", "StoredShard", "assign_verification"]
 
@@ -179,7 +179,7 @@ class Shards:
             shard = self._open(there, there.holder(name, tp)).lazy(name)
             for (start, _), (low, high) in zip(plan.layout.owned(tp), plan.layout.owned_local(tp), strict=True):
                 whole = (low, high) == (0, shard.shape[plan.layout.dim])
-                pieces.append((start, shard if whole else Narrowed(shard, plan.layout.dim, low, high)))
+                pieces.append((start, shard if whole else narrowed(shard, plan.layout.dim, low, high)))
         if not pieces:  # a dim of size 0
             return self._open(there, there.holder(name, 0)).lazy(name)
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]

@@ -14,7 +14,7 @@ from autopar.errors import CheckpointError, first_line
 from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
-from autopar.storage.views import Permuted
+from autopar.storage.views import permuted
 
 __all__ = ["damage", "open_files", "same_values"]
 
@@ -110,7 +110,7 @@ def _of_storage(name: str, tensor: torch.Tensor, file: RangeFile, size: int) -> 
     if start + nbytes(tensor.dtype, tuple(tensor.shape)) > size:
         raise CheckpointError(f"{file.path} is truncated: it has {size} bytes and ends before {name}")
     lazy: LazyTensor = Stored(file, start, tensor.dtype, stored.shape)
-    return lazy if order == sorted(order) else Permuted(lazy, [order.index(dim) for dim in range(tensor.ndim)])
+    return lazy if order == sorted(order) else permuted(lazy, [order.index(dim) for dim in range(tensor.ndim)])
 
 
 def same_values(one: LazyTensor, other: LazyTensor) -> bool:

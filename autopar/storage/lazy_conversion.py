@@ -28,7 +28,7 @@ from autopar.foreign.tensors import (
 )
 from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
-from autopar.storage.views import Converted, Unsqueezed, lazy_view, reshaped
+from autopar.storage.views import Converted, lazy_view, reshaped, unsqueezed
 from autopar.tensor_tracking import written_in_place
 
 __all__ = ["Computed", "Sketch"]
@@ -160,7 +160,7 @@ def _side_by_side(stacked: bool, parts: Sequence[Any], dim: int = 0) -> LazyTens
     rest = {(*p.shape[:dim], *p.shape[dim + (not stacked) :]) for p in lazies}
     if len(rest) != 1 or not dims:
         return None  # torch says what is wrong
-    return Joined([Unsqueezed(lazy, dim) for lazy in lazies] if stacked else lazies, dim)
+    return Joined([unsqueezed(lazy, dim) for lazy in lazies] if stacked else lazies, dim)
 
 
 def _copied(lazy: LazyTensor, kwargs: Any) -> LazyTensor | None:

@@ -14,90 +14,78 @@ import torch
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece
 from autopar.storage.files import RangeFile
-from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, whole_box, with_range
+from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, whole_box
 
-__all__ = [
-    "Converted",
-    "Narrowed",
-    "Permuted",
-    "Squeezed",
-    "Unsqueezed",
-    "lazy_view",
-    "open_piece",
-    "reshaped",
-]
+__all__ = ["Converted", "lazy_view", "narrowed", "open_piece", "permuted", "reshaped", "unsqueezed"]
 
 
 class View(LazyTensor):
-    """A view: the elements of ``base``, or some of them."""
+    """Ranges of the dims of ``base``, in any order, with dims of size 1 left out or added.
 
-    base: LazyTensor
+    Args:
+        dims: for each dim the one of ``base`` that it is a range of; None: one of size 1 that is added.
+        starts: where the range begins in each dim of ``base``. Those that are left out have one element.
+    """
+
+    def __init__(
+        self, base: LazyTensor, shape: Sequence[int], dims: Sequence[int | None], starts: Sequence[int]
+    ) -> None:
+        super().__init__(shape, base.dtype)
+        self.base, self.dims, self.starts = base, tuple(dims), tuple(starts)
+        self._kept = [dim for dim in self.dims if dim is not None]
 
     def files(self) -> Iterator[RangeFile]:
         return self.base.files()
 
-
-class Narrowed(View):
-    """The range ``[start, stop)`` of ``base`` along ``dim``."""
-
-    def __init__(self, base: LazyTensor, dim: int, start: int, stop: int) -> None:
-        super().__init__((*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), base.dtype)
-        self.base, self.dim, self.start = base, dim, start
+    def slabs(self, limit: int) -> Iterator[Box]:
+        """Yield one box if dims are in another order: a part of its rows lies in every row of ``base``."""
+        return super().slabs(limit) if self._kept == sorted(self._kept) else iter((whole_box(self.shape),))
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        low, high = box[self.dim]
-        self.base.read_into(out, with_range(box, self.dim, (low + self.start, high + self.start)))
+        if out.numel() == 0:
+            return
+        part = out[tuple(0 if dim is None else slice(None) for dim in self.dims)]
+        part = part.permute(sorted(range(part.ndim), key=self._kept.__getitem__))
+        for dim in range(len(self.starts)):
+            if dim not in self._kept:
+                part = part.unsqueeze(dim)
+        self.base.read_into(part, self._in_base(box))
 
     def mapped(self, box: Box) -> torch.Tensor | None:
-        low, high = box[self.dim]
-        return self.base.mapped(with_range(box, self.dim, (low + self.start, high + self.start)))
+        return self.base.mapped(self._in_base(box)) if self.dims == tuple(range(len(self.starts))) else None
+
+    def _in_base(self, box: Box) -> Box:
+        ranges = {dim: wanted for dim, wanted in zip(self.dims, box, strict=True) if dim is not None}
+        pairs = (ranges.get(dim, (0, 1)) for dim in range(len(self.starts)))
+        return tuple((start + low, start + high) for start, (low, high) in zip(self.starts, pairs, strict=True))
 
 
-class Permuted(View):
-    """``base`` with its dims in the order ``dims``, as ``Tensor.permute`` has them."""
-
-    def __init__(self, base: LazyTensor, dims: Sequence[int]) -> None:
-        super().__init__([base.shape[dim] for dim in dims], base.dtype)
-        self.base, self.dims = base, tuple(dims)
-
-    def slabs(self, limit: int) -> Iterator[Box]:
-        """Yield one box: a part of its rows lies in every row of ``base``."""
-        yield whole_box(self.shape)
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        back = [self.dims.index(dim) for dim in range(len(self.dims))]
-        self.base.read_into(out.permute(back), tuple(box[dim] for dim in back))
+def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> View:
+    """Return the range ``[start, stop)`` along ``dim``."""
+    starts = [start if at == dim else 0 for at in range(len(base.shape))]
+    return View(base, (*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), range(len(starts)), starts)
 
 
-class Unsqueezed(View):
-    """``base`` with a dim of size 1 at ``dim``."""
-
-    def __init__(self, base: LazyTensor, dim: int) -> None:
-        super().__init__((*base.shape[:dim], 1, *base.shape[dim:]), base.dtype)
-        self.base, self.dim = base, dim
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        if box[self.dim] == (0, 1):
-            self.base.read_into(out.squeeze(self.dim), (*box[: self.dim], *box[self.dim + 1 :]))
+def permuted(base: LazyTensor, dims: Sequence[int]) -> View:
+    """Return ``base`` with its dims in this order, as ``Tensor.permute`` has them."""
+    return View(base, [base.shape[dim] for dim in dims], dims, [0] * len(dims))
 
 
-class Squeezed(View):
-    """``base`` without ``dim``, whose size is 1."""
-
-    def __init__(self, base: LazyTensor, dim: int) -> None:
-        super().__init__((*base.shape[:dim], *base.shape[dim + 1 :]), base.dtype)
-        self.base, self.dim = base, dim
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        self.base.read_into(out.unsqueeze(self.dim), (*box[: self.dim], (0, 1), *box[self.dim :]))
+def unsqueezed(base: LazyTensor, dim: int) -> View:
+    """Return ``base`` with a dim of size 1 at ``dim``."""
+    before, after = range(dim), range(dim, len(base.shape))
+    return View(base, (*base.shape[:dim], 1, *base.shape[dim:]), [*before, None, *after], [0] * len(base.shape))
 
 
-class Converted(View):
+class Converted(LazyTensor):
     """``base`` in another dtype."""
 
     def __init__(self, base: LazyTensor, dtype: torch.dtype) -> None:
         super().__init__(base.shape, dtype)
         self.base = base
+
+    def files(self) -> Iterator[RangeFile]:
+        return self.base.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.dtype == self.dtype:
@@ -120,27 +108,14 @@ def lazy_view(full: LazyTensor, shape: Sequence[int], stride: Sequence[int], off
         start, offset = divmod(offset, step) if step else (0, offset)
         starts.append(start)
     dim_of = {step: dim for dim, step in enumerate(steps) if full.shape[dim] != 1}
-    sizes = {dim_of.get(step, -1): size for size, step in zip(shape, stride, strict=True) if size != 1}
-    if -1 in sizes or len(sizes) != sum(size != 1 for size in shape):
+    dims = [None if size == 1 else dim_of.get(step, -1) for size, step in zip(shape, stride, strict=True)]
+    sizes = {dim: size for dim, size in zip(dims, shape, strict=True) if dim is not None}
+    if -1 in sizes or len(sizes) != sum(dim is not None for dim in dims):
         return None
-    result = full
-    for dim, start in enumerate(starts):
-        size = sizes.get(dim, 1)
-        if start + size > full.shape[dim]:
-            return None
-        if size != full.shape[dim]:
-            result = Narrowed(result, dim, start, start + size)
-    for dim in reversed(range(len(starts))):
-        if dim not in sizes:
-            result = Squeezed(result, dim)
-    kept = sorted(sizes)
-    order = [kept.index(dim) for dim in sizes]
-    if order != sorted(order):
-        result = Permuted(result, order)
-    for dim, size in enumerate(shape):
-        if size == 1:
-            result = Unsqueezed(result, dim)
-    return result
+    if any(start + sizes.get(dim, 1) > full.shape[dim] for dim, start in enumerate(starts)):
+        return None
+    is_full = tuple(shape) == full.shape and list(sizes) == sorted(sizes)
+    return full if is_full else View(full, shape, dims, starts)
 
 
 def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:

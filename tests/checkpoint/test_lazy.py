@@ -19,7 +19,7 @@ from autopar.storage.lazy_tensor import (
     Stored,
     read_shard,
 )
-from autopar.storage.views import Narrowed, Permuted, Squeezed, Unsqueezed
+from autopar.storage.views import lazy_view, narrowed, permuted, unsqueezed
 
 
 class Counting(RangeFile):
@@ -85,12 +85,12 @@ def test_views(tmp_path):
     tensor = torch.randn(4, 6, 5)
     base = stored(tmp_path / "file", tensor)
     kinds: list[tuple[LazyTensor, torch.Tensor]] = [
-        (Permuted(base, (2, 0, 1)), tensor.permute(2, 0, 1)),
-        (Narrowed(base, 1, 2, 5), tensor[:, 2:5]),
-        (Unsqueezed(base, 1), tensor.unsqueeze(1)),
-        (Squeezed(Narrowed(base, 0, 1, 2), 0), tensor[1]),
+        (permuted(base, (2, 0, 1)), tensor.permute(2, 0, 1)),
+        (narrowed(base, 1, 2, 5), tensor[:, 2:5]),
+        (unsqueezed(base, 1), tensor.unsqueeze(1)),
+        (lazy_view(base, (6, 5), (5, 1), 30), tensor[1]),
         (Joined([base, InMemory(tensor[:, :2])], 1), torch.cat([tensor, tensor[:, :2]], 1)),
-        (Permuted(Joined([Narrowed(base, 2, 1, 3), base], 2), (1, 2, 0)),
+        (permuted(Joined([narrowed(base, 2, 1, 3), base], 2), (1, 2, 0)),
          torch.cat([tensor[..., 1:3], tensor], 2).permute(1, 2, 0)),
     ]  # fmt: skip
     for source, expected in kinds:
@@ -106,9 +106,9 @@ def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
     for source in (
         base,
         Joined([base, base], 1),
-        Narrowed(base, 2, 1, 4),
-        Squeezed(Narrowed(base, 0, 1, 2), 0),
-        Unsqueezed(base, 0),
+        narrowed(base, 2, 1, 4),
+        lazy_view(base, (6, 5), (5, 1), 30),
+        unsqueezed(base, 0),
         InMemory(torch.tensor(3)),
         InMemory(torch.zeros(0, 3)),
         InMemory(torch.zeros(3, 0)),
@@ -120,7 +120,7 @@ def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
 
 def test_a_tensor_that_is_transposed_is_one_slab(tmp_path):
     """Each of its rows lies in every row of the stored one."""
-    source = Permuted(stored(tmp_path / "file", torch.randn(4, 6)), (1, 0))
+    source = permuted(stored(tmp_path / "file", torch.randn(4, 6)), (1, 0))
     assert list(source.slabs(8)) == [((0, 6), (0, 4))]
 
 

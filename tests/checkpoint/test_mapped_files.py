@@ -17,7 +17,7 @@ from autopar.layout import Block, Layout, even_shards
 from autopar.storage import lazy_tensor
 from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Joined, Stored, map_shard
-from autopar.storage.views import Narrowed
+from autopar.storage.views import narrowed
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -59,7 +59,7 @@ def test_what_lies_together_is_mapped_and_the_rest_is_not(file, monkeypatch):
     assert odd.mapped(((0, 64), (0, 128))) is None  # floats that do not begin at a multiple of 4
     read = Stored(RangeFile(file), 8, torch.float32, (64, 128))
     assert map_shard(read, None, 0) is None
-    halves = Joined([Narrowed(stored, 0, 0, 32), Narrowed(stored, 0, 32, 64)], 0)
+    halves = Joined([narrowed(stored, 0, 0, 32), narrowed(stored, 0, 32, 64)], 0)
     assert torch.equal(map_shard(halves, rows(64, 2), 1), values[32:])
     assert map_shard(halves, rows(64, 1), 0) is None  # in two parts
     assert torch.equal(halves.mapped(((40, 50), (0, 128))), values[40:50])
