@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from autopar.api import initialize
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_weights import has_master_weights
-from autopar.checkpoint.shards import Shards, assign_verification
+from autopar.checkpoint.shards import Shards
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
@@ -200,9 +200,7 @@ def _from_shards(
     if verify:
         shards.verify_along()
         tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
-        now = MeshSizes(tp, pp, world // (tp * pp))
-        for held in assign_verification(list(shards.stored(("model",))), shards.manifest.sizes, now, rank):
-            shards.verify(held)
+        shards.verify_share(("model",), MeshSizes(tp, pp, world // (tp * pp)), rank)
     options = {
         name: value
         for name, value in given.items()

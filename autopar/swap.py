@@ -1,4 +1,4 @@
-"""New behaviour for an object that stays the same one: another class, with a mixin before its own; methods of its own.
+"""New behaviour for an object that stays the same one: another class, with a mixin before its own; methods; storage.
 
 A layer, a block or an output gets it without a wrapper around it: its name, its parameters, its identity and
 ``isinstance`` checks stay. torch's FSDP2 does the same (``torch/distributed/fsdp/_fully_shard``).
@@ -10,13 +10,18 @@ another's, so the order in which they do it does not matter, and each takes away
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["bind", "mixed_class", "plain_class", "swap", "unbind", "unswap"]
+from autopar.foreign.tensors import swap_implementation
+
+__all__ = ["bind", "mixed_class", "plain_class", "replace_storage", "swap", "unbind", "unswap"]
+
 
 _OWNERS = "_autopar_methods"
 
@@ -84,3 +89,16 @@ def unbind(model: nn.Module, owner: str) -> None:
             module.__dict__.pop(name, None)
         if not owners:
             module.__dict__.pop(_OWNERS, None)
+
+
+def replace_storage(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give a parameter other storage, also on another kind of device, which ``parameter.data =`` refuses to do.
+
+    The object stays the same one: optimizers, ties and lists of parameters go on pointing to it.
+    """
+    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    if weakref.getweakrefs(parameter):  # an LSTM has some; the object stays, so they go on being right
+        swap_implementation(parameter, other)
+    else:
+        torch.utils.swap_tensors(parameter, other)

@@ -34,7 +34,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 480,
-    "checkpoint": 5985,
+    "checkpoint": 5980,
     "checks": 2080,
     "config": 900,
     "context_parallel": 2580,
@@ -47,7 +47,7 @@ LINES = {
     "pipeline_parallel": 3910,
     "plan": 2760,
     "policy": 1680,
-    "storage": 1535,
+    "storage": 1485,
     "tensor_parallel": 4930,
     "tools": 11530,
 }

@@ -19,7 +19,7 @@ from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, owns, parameters_by_name
 from autopar.checkpoint.rotation import place_in_series
-from autopar.checkpoint.shards import Shards, assign_verification
+from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, barrier
 from autopar.errors import CheckpointError, nearest
@@ -142,12 +142,8 @@ class _Loader:
 
     def verify(self) -> None:
         """Read the shards assigned to this rank and compare their checksums."""
-        mpu, manifest = self.state.mpu, self.shards.manifest
-        parts = [part for part in self._parts() if part in manifest.parts]
-        for shard in assign_verification(
-            list(self.shards.stored(parts)), manifest.sizes, mpu.sizes.as_saved(), mpu.rank
-        ):
-            self.shards.verify(shard)
+        mpu = self.state.mpu
+        self.shards.verify_share(self._parts(), mpu.sizes.as_saved(), mpu.rank)
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""

@@ -209,7 +209,12 @@ def attach(
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
     model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
     if is_peft_model(model):
-        bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=_push_to_hub_of_peft)
+        bind(
+            model,
+            _OWNER,
+            save_pretrained=_save_pretrained_of_peft,
+            push_to_hub=_refused("push_to_hub", _upload_the_folder),
+        )
         bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
@@ -265,6 +270,13 @@ def _refused(name: str, error: Callable[[Any, str], str]) -> Callable[..., Any]:
 
 def _holds_a_part(model: Any, ranks: str) -> str:
     return f"this rank holds only its part of {type(model).__name__}: that of {ranks}.\n{use_instead()}"
+
+
+def _upload_the_folder(model: Any, ranks: str) -> str:
+    return (
+        f"this rank holds only its part of {type(model).__name__}: that of {ranks}.\n"
+        "  Use model.save_pretrained(dir) on every rank, then huggingface_hub.upload_folder on rank 0."
+    )
 
 
 def _embeddings_are_sharded(model: Any, ranks: str) -> str:
@@ -332,17 +344,6 @@ def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwarg
         return
     named = inspect.signature(kind.save_pretrained).bind(self, save_directory, *args, **kwargs).arguments
     save_adapters(self, lambda: save_directory, 20.0, options_of_peft(named))
-
-
-def _push_to_hub_of_peft(self: Any, *args: Any, **kwargs: Any) -> Any:
-    shard = shard_of(self)
-    if shard is not None:
-        raise ConfigError(
-            f"push_to_hub: this rank holds only its part of {type(self).__name__}: that of "
-            f"{describe_ranks(shard.ranks(self))}.\n  Use model.save_pretrained(dir) on every rank, then "
-            "huggingface_hub.upload_folder on rank 0."
-        )
-    return type(self).push_to_hub(self, *args, **kwargs)
 
 
 def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> str:

@@ -142,6 +142,11 @@ class Shards:
         part = self.manifest.parts[shard.part]
         self._open(part, shard.file).verify(shard.name, part.files[shard.file].checksums[shard.name])
 
+    def verify_share(self, parts: Iterable[str], now: MeshSizes, rank: int) -> None:
+        """Verify what ``rank`` of the mesh ``now`` has to: all ranks together read every byte once."""
+        for shard in assign_verification(list(self.stored(parts)), self.manifest.sizes, now, rank):
+            self.verify(shard)
+
     def check_file(self, name: str) -> None:
         """Raise CheckpointError if that file's header is not what the manifest describes."""
         self._open(next(part for part in self.manifest.parts.values() if name in part.files), name)

@@ -54,7 +54,17 @@ _DCP = ("get_model_state_dict", "get_state_dict")
 _READERS = ("safetensors", "accelerate", "huggingface_hub", "torch.distributed.checkpoint")
 
 
-class ModelShard:
+class _Shared:
+    """An object that copies of a model, or of its state dict, have together."""
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
+class ModelShard(_Shared):
     """This rank's part of a model; an attribute of the root model, and of every Hugging Face model inside it.
 
     Args:
@@ -68,9 +78,6 @@ class ModelShard:
         self.warned = False  # that an optimizer's state is a part
         self.prefix = f"{path}." if path else ""
         self._canonical = {alias: t for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelShard:
-        return self
 
     def planned(self, name: str) -> TensorPlan | None:
         """Return the plan of a tensor, by its name in this model's state dict."""
@@ -108,18 +115,12 @@ def use_instead() -> str:
     )
 
 
-class Mark:
+class Mark(_Shared):
     """In the metadata of a partial state dict: whose it is. Pickling it warns, once; copying it does not."""
 
     def __init__(self, name: str, ranks: Mapping[str, list[int]]) -> None:
         self.name, self.ranks = name, dict(ranks)
         self.warned = False
-
-    def __copy__(self) -> Mark:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.warn("state_dict() is written to a file or sent to another process")
@@ -179,14 +180,11 @@ def _of_dcp() -> str:
     )
 
 
-class MarkPartial:
+class MarkPartial(_Shared):
     """State-dict hook of a root model and of the Hugging Face models inside it, which have one mark together."""
 
     def __init__(self) -> None:
         self._marks: dict[tuple[str, ...], Mark] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MarkPartial:
-        return self
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> Any:
         shard = shard_of(model)
@@ -212,11 +210,8 @@ class MarkPartial:
         return result
 
 
-class ShardOnLoad:
+class ShardOnLoad(_Shared):
     """Pre-hook of ``load_state_dict`` on a root model and on the Hugging Face models inside it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardOnLoad:
-        return self
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         shard = shard_of(model)

@@ -28,7 +28,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import function_modes, storage_id
 from autopar.storage.lazy_tensor import InMemory
-from autopar.storage.parameter_storage import replace_storage
+from autopar.swap import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in
 
 __all__ = ["in_lazy_init", "lazy_init", "on_cpu"]

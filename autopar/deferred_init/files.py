@@ -26,8 +26,8 @@ from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
-from autopar.storage.parameter_storage import replace_storage
 from autopar.storage.safetensors_io import dtype_name
+from autopar.swap import replace_storage
 
 __all__ = ["differs", "explained", "load_lazily", "point_to"]
 

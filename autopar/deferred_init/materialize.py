@@ -26,7 +26,7 @@ from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import version_of
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
-from autopar.storage.parameter_storage import replace_storage
+from autopar.swap import replace_storage
 
 __all__ = ["Materializer", "deferred_fingerprint", "reading_threads"]
 

@@ -22,8 +22,7 @@ from autopar.errors import UnsupportedModelError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import no_overrides
 from autopar.plan.stages import StagePlan
-from autopar.storage.parameter_storage import replace_storage
-from autopar.swap import swap, unswap
+from autopar.swap import replace_storage, swap, unswap
 from autopar.tensor_tracking import storage_key
 
 __all__ = ["Placeholder", "ReleasedWeights", "make_placeholder", "release", "reload"]

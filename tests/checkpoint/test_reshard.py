@@ -9,8 +9,7 @@ import torch
 
 from autopar.checkpoint import Manifest, merge_checkpoint, save
 from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.offline.mesh_sizes import check_sizes
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint.offline.reshard import check_sizes, reshard_checkpoint
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import snapshot
 from autopar.checkpoint.state import config_writer, state_of
