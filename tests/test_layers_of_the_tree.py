@@ -34,7 +34,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 480,
-    "checkpoint": 5980,
+    "checkpoint": 5925,
     "checks": 2080,
     "config": 900,
     "context_parallel": 2580,

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.format import SHARDED_EXTRA, Manifest
-from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import alike
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, canonical_names, listed
@@ -288,5 +287,5 @@ class SavedShards:
             out: torch.Tensor = torch.empty_like(local, dtype=dtype)
         else:
             out = torch.empty(local.shape, dtype=dtype, device="cpu")
-        read(shards.lazy(saved, "extra"), self._state.plan.tensors[name].layout, self._state.mpu, out)
+        shards.read_shard(saved, "extra", self._state.plan.tensors[name].layout, self._state.mpu, out)
         return out

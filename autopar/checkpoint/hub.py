@@ -13,7 +13,6 @@ from torch import nn
 from transformers.utils.hub import PushToHubMixin
 
 from autopar.checkpoint.arguments import HUB_OPTIONS
-from autopar.checkpoint.save import save
 from autopar.checkpoint.state import state_of
 from autopar.distributed.agree import all_ranks, rank_zero
 from autopar.errors import CheckpointError
@@ -57,7 +56,7 @@ def upload(model: nn.Module, folder: str, repo_id: str, options: Mapping[str, An
     return rank_zero(state_of(model).mpu, send)
 
 
-def push_merged(model: nn.Module, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
+def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
     """Merge into a temporary folder of rank 0 (``TMPDIR``, which all nodes must share), and upload it. Collective.
 
     Raises:
@@ -86,15 +85,7 @@ def push_merged(model: nn.Module, repo_id: object, max_shard_size: int | str, op
     all_ranks(mpu, check, check=compare)
     try:
         folder = os.path.join(rank_zero(mpu, start), "merged")
-        arguments = {
-            "directory": lambda: folder,
-            "merge_checkpoints": True,
-            "max_shard_size": max_shard_size,
-            "format": "safetensors",
-            "keep_last": None,
-            "async_save": False,
-        }
-        save(model, arguments, 20.0)
+        model.save_parallelized(folder, merge_checkpoints=True, max_shard_size=max_shard_size)
         return upload(model, folder, str(repo_id), options)
     finally:
         for path in made:

@@ -15,7 +15,6 @@ from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.extra import SavedShards
 from autopar.checkpoint.format import MANIFEST
-from autopar.checkpoint.fsdp_shards import read
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, owns, parameters_by_name
 from autopar.checkpoint.rotation import place_in_series
@@ -154,7 +153,7 @@ class _Loader:
             for name, weight in self.weights.wanted().items():
                 self._fill(weight, name, weight.dtype)
             for name, target in self.restoration.targets.items():
-                read(self.shards.lazy(name, "optimizer"), target.layout, self.state.mpu, target.tensor)
+                self.shards.read_shard(name, "optimizer", target.layout, self.state.mpu, target.tensor)
             self.restoration.finish()
             self.weights.finish()
         self._restore(plain)
@@ -162,7 +161,7 @@ class _Loader:
     def _fill(self, tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
         """Read a weight, or the fp32 weight that stands for it, from where the checkpoint has it."""
         source = (name, "model") if self.weights is None else self.weights.source(name, dtype)
-        read(self.shards.lazy(*source), self.state.plan.tensors[name].layout, self.state.mpu, tensor)
+        self.shards.read_shard(*source, self.state.plan.tensors[name].layout, self.state.mpu, tensor)
 
     def _decode(self) -> dict[str, Any]:
         saved, training = self.shards.manifest.training, self.training

@@ -200,20 +200,7 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
             )
         record = write_shard(folder, save_id, part, (mpu.tp.rank, mpu.pp.rank, dp), tensors)
         written[part] = record.to_json()
-    context = {"cp": mpu.cp.rank} if mpu.cp.size > 1 else {}
-    return {
-        "files": written,
-        "dtypes": local.dtypes,
-        "parameters": list(local.parameters),
-        "plans": {name: plan.to_json() for name, plan in local.plans.items()},
-        "optimizer": local.optimizer,
-        "training": local.training if mpu.rank == 0 else {},
-        "extra": {name: plan.to_json() for name, plan in local.extra_plans.items()},
-        "sharded extra": local.extra.names(state.plan) if local.extra is not None else [],
-        "random": local.random_state and {
-            "tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, **context, "state": local.random_state
-        },
-    }  # fmt: skip
+    return {**local.report, "files": written}
 
 
 def write_shard(

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
 from autopar.checkpoint.shard_index import FileRecord, Part
-from autopar.distributed.mesh import MeshSizes
+from autopar.checkpoint.state import replica_rows
+from autopar.distributed.mesh import MPU, MeshSizes
 from autopar.errors import CheckpointError
-from autopar.storage.files import file_checksum
-from autopar.storage.lazy_tensor import Joined, LazyTensor
+from autopar.layout import Layout
+from autopar.storage.files import Closing, file_checksum
+from autopar.storage.lazy_tensor import Joined, LazyTensor, read_shard, whole_box
 from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
 from autopar.storage.views import narrowed
 
@@ -31,7 +34,7 @@ class StoredShard(NamedTuple):
     bytes: int
 
 
-class Shards:
+class Shards(Closing):
     """The shard files of one checkpoint; a context manager. Files are opened when they are first needed.
 
     Args:
@@ -190,6 +193,22 @@ class Shards:
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
         return ordered[0] if len(ordered) == 1 else Joined(ordered, plan.layout.dim)
 
+    @torch.no_grad()
+    def read_shard(self, name: str, part: str, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
+        """Read what this rank holds of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
+        lazy = self.lazy(name, part)
+        if not isinstance(out, DTensor):
+            read_shard(lazy, layout, mpu.tp.rank, out)
+            return
+        local = out.to_local()
+        if local.numel() == 0:
+            return
+        if layout is not None:
+            lazy = Joined([narrowed(lazy, layout.dim, *wanted) for wanted in layout.ranges(mpu.tp.rank)], layout.dim)
+        if lazy.shape != tuple(out.shape):
+            raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(lazy.shape)}")
+        lazy.read_into(local, (replica_rows(out, mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(lazy.shape[1:])))
+
     def whole(self, name: str, part: str = "model") -> torch.Tensor:
         """Read the full tensor with checksums verified; one shard is in memory at a time beside it."""
         there = self.manifest.parts[part]
@@ -213,12 +232,6 @@ class Shards:
         """Close the files."""
         for reader in self._readers.values():
             reader.close()
-
-    def __enter__(self) -> Shards:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def assign_verification(

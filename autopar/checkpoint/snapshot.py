@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint import random_states
 from autopar.checkpoint.extra import Extra, unlike
-from autopar.checkpoint.fsdp_shards import gather
 from autopar.checkpoint.optimizer_state import take
 from autopar.checkpoint.optimizer_weights import (
     LOSS_SCALE,
@@ -24,7 +24,7 @@ from autopar.checkpoint.optimizer_weights import (
     saved_master_weights,
     step_of,
 )
-from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, replica_rows, state_of
 from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU, MeshSizes
@@ -42,33 +42,23 @@ class Snapshot:
 
     Attributes:
         tensors: part -> name -> what this rank writes.
-        dtypes: of all the model's tensors that this rank holds, also those that others write.
-        parameters: the names among them that are parameters.
-        plans: of the optimizer's tensors on this rank.
-        optimizer: its metadata, or None.
-        training: the scheduler and the user's data as JSON.
+        report: what the manifest says of this rank, as JSON: of all the model's tensors that it holds, also those that
+            others write, the dtypes, and which are parameters; plans of the other tensors; the optimizer's metadata,
+            the scheduler, the user's data; the random state.
         extra: the user's data on this rank, to be compared.
-        extra_plans: of its tensors that this rank writes.
-        random_state: of this process, or None.
         by_replica: the replicas hold different parts of the optimizer's state (ZeRO-1).
         fsdp: the model's tensors are sharded over the replicas; the same on every rank.
     """
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    dtypes: Mapping[str, str]
-    parameters: tuple[str, ...]
-    plans: Mapping[str, TensorPlan]
-    optimizer: Any
-    training: Mapping[str, Any]
+    report: Mapping[str, Any]
     extra: Extra | None
-    extra_plans: Mapping[str, TensorPlan]
-    random_state: Any
     by_replica: bool
     fsdp: bool
 
     def gathered(self, mpu: MPU) -> Snapshot:
         """All-gather FSDP shards over dp x cp: its rank 0 gets full tensors on the CPU, others none. Collective."""
-        return replace(self, tensors={part: gather(tensors, mpu) for part, tensors in self.tensors.items()})
+        return replace(self, tensors={part: _gather_all(tensors, mpu) for part, tensors in self.tensors.items()})
 
     def copied(self) -> Snapshot:
         """Copy the tensors to host memory, so that training can go on while they are written."""
@@ -118,19 +108,19 @@ def snapshot(
         training["extra"], loose = own.value, {**loose, **own.loose}
     tensors["extra"], extra_plans = _extra_tensors(own, loose, state)
     resumable = optimizer is not None or lr_scheduler is not None
-    return Snapshot(
-        tensors=tensors,
-        dtypes={name: str(tensor.dtype).removeprefix("torch.") for name, tensor in local.items()},
-        parameters=tuple(name for name, tensor in local.items() if isinstance(tensor, nn.Parameter)),
-        plans=plans,
-        optimizer=metadata,
-        training=training,
-        extra=own,
-        extra_plans=extra_plans,
-        random_state=random_states.take(mpu.random_tracker) if resumable else None,
-        by_replica=by_replica,
-        fsdp=any(isinstance(tensor, DTensor) for tensor in local.values()),
-    )
+    place = {"tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank} | ({"cp": mpu.cp.rank} if mpu.cp.size > 1 else {})
+    report = {
+        "dtypes": {name: dtype_name(tensor.dtype) for name, tensor in local.items()},
+        "parameters": [name for name, tensor in local.items() if isinstance(tensor, nn.Parameter)],
+        "plans": {name: due.to_json() for name, due in plans.items()},
+        "optimizer": metadata,
+        "training": training if mpu.rank == 0 else {},
+        "extra": {name: due.to_json() for name, due in extra_plans.items()},
+        "sharded extra": own.names(plan) if own is not None else [],
+        "random": {**place, "state": random_states.take(mpu.random_tracker)} if resumable else None,
+    }
+    fsdp = any(isinstance(tensor, DTensor) for tensor in local.values())
+    return Snapshot(tensors, report, own, by_replica, fsdp)
 
 
 def _optimizer_tensors(
@@ -185,6 +175,49 @@ def _extra_tensors(
         if here and (mpu.dp_cp.rank == 0 or isinstance(tensor, DTensor)):
             tensors[due.name], plans[due.name] = tensor, due
     return tensors, plans
+
+
+# -- weights that FSDP2 shards over the replicas (``zero.stage: 3``) ---------------------------------------------------
+
+
+@torch.no_grad()
+def _gather_all(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torch.Tensor]:
+    """Gather DTensors over dp x cp: full on the CPU of its rank 0, none on other ranks; other tensors stay as they are.
+
+    Collective: all ranks give the same DTensors in the same order.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            result[name] = tensor
+            continue
+        full = _gather(tensor, mpu)
+        if full is not None:
+            result[name] = full
+    return result
+
+
+def _gather(tensor: DTensor, mpu: MPU) -> torch.Tensor | None:
+    axis, local = mpu.dp_cp, tensor.to_local()
+    rows = [replica_rows(tensor, replica, axis.size) for replica in range(axis.size)]
+    sent = torch.zeros((rows[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
+    sent[: local.shape[0]].copy_(local)
+    parts = [torch.empty_like(sent) for _ in rows] if axis.rank == 0 else []
+    if axis.size == 1 or sent.numel() == 0:
+        parts = [sent for _ in parts]
+    else:
+        dist.gather(_raw(sent), [_raw(part) for part in parts] or None, dst=axis.ranks[0], group=axis.group)
+    if axis.rank != 0:
+        return None
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for part, (start, stop) in zip(parts, rows, strict=True):
+        full[start:stop].copy_(part[: stop - start])
+    return full
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """View its memory as bytes: not every backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 # -- weights that several ranks hold ----------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from autopar.checkpoint.fsdp_shards import check_fsdp_shard
 from autopar.distributed.agree import Ranks
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
@@ -32,10 +31,12 @@ __all__ = [
     "Background",
     "State",
     "canonical_names",
+    "check_fsdp_shard",
     "config_writer",
     "listed",
     "local_tensors",
     "parameters_elsewhere",
+    "replica_rows",
     "state_of",
 ]
 
@@ -217,6 +218,25 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
                 "  Was it resized or replaced after the model was parallelized?"
             )
     return {name: found[name] for name in plan.tensors if name in found}
+
+
+def check_fsdp_shard(name: str, tensor: torch.Tensor, replicas: int) -> None:
+    """Raise CheckpointError if ``tensor`` is a DTensor that ``fully_shard`` would shard otherwise."""
+    if not isinstance(tensor, DTensor):
+        return
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or mesh.size() != replicas or tuple(tensor.placements) != (Shard(0),):
+        raise CheckpointError(
+            f"{name} is a DTensor with placements {tuple(tensor.placements)} over a mesh of {tuple(mesh.shape)}; a "
+            f"checkpoint can hold those that zero.stage 3 makes: Shard(0) over the {replicas} data-parallel replicas"
+        )
+
+
+def replica_rows(tensor: torch.Tensor, replica: int, replicas: int) -> tuple[int, int]:
+    """Return the rows ``[start, stop)`` that a replica has of a DTensor: equally many each, the last ones fewer."""
+    size = tensor.shape[0]
+    each = -(-size // replicas)
+    return min(replica * each, size), min((replica + 1) * each, size)
 
 
 def config_writer(model: nn.Module) -> Callable[[Path], None]:

@@ -7,7 +7,7 @@ parameter is full only from the first step that touches it to the last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,11 +127,8 @@ class InitSteps:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.device("cpu"))  # whatever the default device is
-            stack.enter_context(hf_init.guard_torch_init_functions())
-            stack.enter_context(_untied(self._inner))
+        on_cpu = torch.device("cpu")  # whatever the default device is
+        with torch.no_grad(), on_cpu, hf_init.guard_torch_init_functions(), _untied(self._inner):
             yield
 
 

@@ -13,14 +13,14 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import xxhash
 
 from autopar.errors import CheckpointError
 
-__all__ = ["NAME", "OutputFile", "RangeFile", "checksum", "checksum_of", "file_checksum"]
+__all__ = ["NAME", "Closing", "OutputFile", "RangeFile", "checksum", "checksum_of", "file_checksum"]
 
 _opening = threading.Lock()
 
@@ -37,7 +37,20 @@ class _Stamp(NamedTuple):
         return same and (self.changed == other.changed or self.known != other.known)
 
 
-class RangeFile:
+class Closing:
+    """A context manager that closes itself."""
+
+    def close(self) -> None:
+        """Close it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class RangeFile(Closing):
     """A file that is read by byte ranges, by any number of threads; opened at the first read. A context manager.
 
     Args:
@@ -139,12 +152,6 @@ class RangeFile:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-
-    def __enter__(self) -> RangeFile:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.storage.files import OutputFile, RangeFile, checksum, checksum_of
+from autopar.storage.files import Closing, OutputFile, RangeFile, checksum, checksum_of
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 
 __all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
@@ -167,7 +167,7 @@ class SafetensorsWriter:
             self._file.close()
 
 
-class SafetensorsReader:
+class SafetensorsReader(Closing):
     """Reads one file with plain reads; a context manager.
 
     Args:
@@ -267,9 +267,3 @@ class SafetensorsReader:
     def close(self) -> None:
         """Close the file; a later read opens it again."""
         self._file.close()
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
