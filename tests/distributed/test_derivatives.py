@@ -23,7 +23,7 @@ from tests.worlds import raises_everywhere
 
 # Autograd functions that communicate nothing.
 _LOCAL = {
-    "autopar.tools.planner.fused_kernels._Attention",
+    "autopar.tools.planner.storages._Attention",
     "autopar.dry_run.block_reads._Again",
     "autopar.foreign.probes._Double",
 }

@@ -12,7 +12,7 @@ third argument beside batch and sequence: of the units, nothing here looks at ei
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,13 +26,11 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.foreign.autograd import sequence_number
+from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.planner.collective_calls import collectives_of
-from autopar.tools.planner.fused_kernels import FusedKernels
-from autopar.tools.planner.measured_block import measure_block, values_of
-from autopar.tools.planner.storages import Entry, SavedStorages, Storages, alive
-from autopar.tools.planner.units import ForwardCount, Unit
+from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive
+from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
 
 __all__ = ["count_forward"]
 
@@ -136,7 +134,7 @@ class _Count(BlockReplay):
                 leaving.remove()
         loss = getattr(out, "loss", None) if not isinstance(out, dict) else out.get("loss")
         has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
-        roots: list[Any] = [loss] if has_loss else [x for x in tensors_in(values_of(out)) if x.requires_grad]
+        roots: list[Any] = [loss] if has_loss else [x for x in tensors_in(_values_of(out)) if x.requires_grad]
         del out  # execute_pipeline keeps no outputs
         if not self._segments:  # no block was called
             self._end_segment(0, roots)
@@ -181,7 +179,7 @@ class _Count(BlockReplay):
     def _leave_encoder(self, encoder: nn.Module, args: Any, output: Any) -> None:
         """Count what an encoder does behind its blocks as the element that it is."""
         assert self._encoder is not None
-        made = list(tensors_in(values_of(output)))
+        made = list(tensors_in(_values_of(output)))
         self._end_segment(self._encoder, made)
         self._give(made)
         self._last = [x for x in made if x.requires_grad]
@@ -194,13 +192,8 @@ class _Count(BlockReplay):
         """Return the modules behind the blocks with the memory of their backward."""
         if not roots or not self._last:
             return replace(after, backward_peak=after.forward_peak)
-        storages, held = self._storages, self._base + sum(after.saved.values())
-        storages.reset_peak()
-        try:
-            torch.autograd.grad(roots, self._last, [torch.empty_like(x) for x in roots], allow_unused=True)
-            peak = max(storages.peak - held, 0)
-        except (RuntimeError, NotImplementedError):  # an operation whose backward has no shapes
-            peak = after.forward_peak + sum(after.saved.values())
+        saved = sum(after.saved.values())
+        peak = _backward_peak(self._storages, roots, self._last, self._base + saved, after.forward_peak + saved)
         return replace(after, backward_peak=peak)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
@@ -227,7 +220,7 @@ class _Count(BlockReplay):
         elif unit is not None:  # of a tower before the blocks
             operations = [*self._towers.operations, *unit.operations]
             self._towers = Unit({**self._towers.saved, **unit.saved}, operations=operations)
-        self._last = [x for x in tensors_in(values_of(out)) if x.requires_grad]
+        self._last = [x for x in tensors_in(_values_of(out)) if x.requires_grad]
         self._base = self._storages.reset_peak()
         return out
 
@@ -235,7 +228,7 @@ class _Count(BlockReplay):
         outside, self._first_inside = self._saved.take(), self._storages.count
         self._inside_a_block = True
         try:
-            unit, out = measure_block(forward, args, kwargs, self._storages, self._saved)
+            unit, out = _measure_block(forward, args, kwargs, self._storages, self._saved)
         finally:
             self._inside_a_block = False
         self._saved.put(outside)
@@ -283,3 +276,69 @@ class _Kept(NamedTuple):
     before: list[int]
     own: int
     first: int
+
+
+def _measure_block(
+    forward: Callable[..., Any], args: Any, kwargs: Any, storages: Storages, saved_storages: SavedStorages
+) -> tuple[Unit, Any]:
+    """Run a block forward and backward.
+
+    Args:
+        forward: of the block; on the meta device, inside of ``storages``.
+        saved_storages: of the hooks that are on; it has no entries.
+
+    Returns:
+        The unit, and what the block returned, of which no graph is left.
+    """
+    operations_outside, storages.operations = storages.operations, None
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and what the block is given
+
+    def enter(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad or not tensor.is_meta:
+            return tensor
+        if id(tensor) not in copies:
+            leaf = tensor.detach().requires_grad_()
+            inside = leaf.clone()  # which the block may write into
+            saved_storages.enter(inside, tensor)
+            copies[id(tensor)] = leaf, inside
+        return copies[id(tensor)][1]
+
+    args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+    given = saved_storages.numbered(tensors_in((args, kwargs)))
+    operations = storages.start_operations()
+    start = storages.reset_peak()
+    out = forward(*args, **kwargs)
+    storages.operations = None
+    entries = saved_storages.take()
+    saved = alive(entries)
+    held = sum(size for number, size in saved.items() if number not in given)
+    forward_peak = storages.peak - start - held
+    leaves = [leaf for leaf, _ in copies.values()]
+    made = [x for x in tensors_in(_values_of(out)) if x.requires_grad]
+    outputs = saved_storages.numbered(made)
+    halves = backward_halves(made, leaves)
+    late = alive(entries, {sequence_number(node) for node in halves.freed}) if halves.rest else None
+    calls = collectives_of(made, [inside for _, inside in copies.values()])
+    held += start + sum(outputs.values())
+    backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
+    storages.operations = operations_outside
+    peaks = max(forward_peak, 0), backward_peak
+    unit = Unit(saved, late, halves.apart, halves.gradients, given, outputs, *peaks, operations, calls)
+    return unit, tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
+
+
+def _backward_peak(
+    storages: Storages, made: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], held: int, unknown: int
+) -> int:
+    """Return the most bytes beside ``held`` in a backward; ``unknown`` where that of an operation has no shapes."""
+    storages.reset_peak()
+    try:
+        torch.autograd.grad(made, leaves, [torch.empty_like(x) for x in made], allow_unused=True)
+    except (RuntimeError, NotImplementedError):
+        return unknown
+    return max(storages.peak - held, 0)
+
+
+def _values_of(out: Any) -> Any:
+    """Return the values of an output, also of a dataclass."""
+    return dict(out) if hasattr(out, "keys") else vars(out) if hasattr(out, "__dataclass_fields__") else out

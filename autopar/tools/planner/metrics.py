@@ -13,7 +13,7 @@ from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import from_config
 from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.hardware import Gpu, find_gpu, gpu_of
+from autopar.tools.planner.hardware import find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel
 
 __all__ = ["metrics"]
@@ -59,12 +59,10 @@ def metrics(
         known[sequence] = _flops_of_sample(state.inner_of(model), sequence, state.own_policy)
     replicas = state.mpu.dp.size
     flops = known[sequence] * samples * replicas
-    found = _own_gpu() if gpu is None else find_gpu(gpu)
-    peak = (
-        None
-        if found is None
-        else found.peak(state.config.precision if state.config.precision != "fp32" else _kind(model))
-    )
+    own = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    found = own if gpu is None else find_gpu(gpu)
+    kind = state.config.precision if state.config.precision != "fp32" else _kind(model)
+    peak = None if found is None else found.peak(kind)
     return {
         "tokens_per_second": samples * sequence * replicas / seconds,
         "tokens_per_second_per_gpu": samples * sequence * replicas / seconds / world,
@@ -84,10 +82,6 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = count.units()
     return 3 * sum(operation.flops for unit in units for operation in unit.operations)
-
-
-def _own_gpu() -> Gpu | None:
-    return gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
 def _kind(model: nn.Module) -> str:

@@ -1,11 +1,11 @@
-"""A model as the planner sees it: its plan, stages, states and activations for any mesh, each made once."""
+"""A model as the planner sees it: its plan, stages, states, shards and activations for any mesh, each made once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,23 +13,44 @@ from transformers import PreTrainedModel
 
 from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
+from autopar.context_parallel import apply as context_parallel
 from autopar.context_parallel.state import RowPlan
-from autopar.dry_run.inputs import sample_inputs
+from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
+from autopar.distributed.axis import Axis
+from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
+from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
+from autopar.foreign.transformers import ATTENTION, EXPERTS
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
+from autopar.tensor_parallel import sequence_parallel
+from autopar.tensor_parallel.apply import keep_logits_sharded
+from autopar.tensor_parallel.parallelize import apply
+from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import SequencePlan
 from autopar.tools.planner.activations import count_forward
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.model_states import ModelStates
-from autopar.tools.planner.shards import Shard, make_shard
 from autopar.tools.planner.units import ForwardCount
 
 __all__ = ["PlannedModel"]
+
+
+class _Shard(NamedTuple):
+    """A shard that can be counted.
+
+    Attributes:
+        inner: the Hugging Face model in it.
+        equal: blocks that are, seen from ``inner``.
+    """
+
+    inner: Any
+    region: Region
+    equal: Sequence[EqualBlocks]
 
 
 class PlannedModel:
@@ -74,7 +95,7 @@ class PlannedModel:
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._chunk, self._method, self._fp32_gradients, self._dry_run = loss_chunk, method, fp32_gradients, dry_run
-        self._shard: tuple[Rows, Shard] | None = None
+        self._shard: tuple[Rows, _Shard] | None = None
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, bool], ModelStates] = {}
         self._counts: dict[tuple[Rows, int], ForwardCount] = {}
@@ -158,22 +179,45 @@ class PlannedModel:
         finally:
             region.finish()
 
-    def _shard_of(self, rows: Rows) -> Shard:
+    def _shard_of(self, rows: Rows) -> _Shard:
         """The shard of a rank; the last one that was asked for is kept."""
         if self._shard is None or self._shard[0] != rows:
-            made = make_shard(
-                self.model,
-                self.prefix,
-                self.plan(rows.tp, rows.by_expert),
-                rows,
-                precision=self.precision,
-                loss_chunk=self._chunk,
-                method=self._method,
-                sequence=self.sequence_plan(rows.tp, rows.by_expert) if rows.sequence_parallel else None,
-                context=self.row_plan(rows.cp) if rows.cp > 1 else None,
-            )
-            self._shard = (rows, made)
+            self._shard = (rows, self._made_shard(rows))
         return self._shard[1]
+
+    def _made_shard(self, rows: Rows) -> _Shard:
+        """Make the shard of one rank, in training mode and with the attention of the run."""
+        plan = self.plan(rows.tp, rows.by_expert)
+        equal = equal_blocks(self.model, plan)
+        shard: Any = meta_copy(self.model, gradients=True)
+        for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
+            parameter.requires_grad_(original.requires_grad and original.is_floating_point())
+        for copied, module in zip(shard.modules(), self.model.modules(), strict=True):
+            for name in (ATTENTION, EXPERTS):
+                own = getattr(getattr(module, "config", None), name, None)
+                if own is not None:
+                    setattr(copied.config, name, own if own == "eager" or name[1] == "e" else "sdpa")
+        region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
+        apply(shard, plan, region.axis, region)
+        inner = shard.get_submodule(self.prefix)
+        if plan.tp > 1:
+            keep_logits_sharded(inner, self._chunk)
+        dtype = DTYPES.get(self.precision)
+        if dtype is not None:
+            to_half(shard, inner, dtype, MasterWeights(), lambda parameter: False)
+        for config in {id(m.config): m.config for m in shard.modules() if hasattr(m, "config")}.values():
+            config.use_cache = False
+        ends = set[str]()
+        if rows.sequence_parallel:
+            sequence = self.sequence_plan(rows.tp, rows.by_expert)
+            sequence_parallel.apply(shard, sequence, region)
+            ends = {paths[-1] for paths in sequence.lists}
+        if rows.cp > 1:
+            context = self.row_plan(rows.cp)
+            context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
+            ends = {paths[-1] for paths in context.lists}
+        shard.train()
+        return _Shard(inner, region, [] if self.prefix else _without_ends(equal, ends))
 
     @property
     def _one_stage(self) -> StagePlan:
@@ -186,3 +230,9 @@ def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str,
     if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
         inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
     return inputs
+
+
+def _without_ends(equal: Sequence[EqualBlocks], ends: set[str]) -> list[EqualBlocks]:
+    """The last block of a list makes rows whole again: no other does what it does."""
+    left = [replace(group, paths=tuple(path for path in group.paths if path not in ends)) for group in equal]
+    return [group for group in left if group.paths]

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from autopar.pipeline_parallel.schedule import Action
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.collective_calls import Collective
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.storages import Operation
-from autopar.tools.planner.units import ForwardCount, Unit
+from autopar.tools.planner.units import Collective, ForwardCount, Unit
 
 __all__ = ["StageCost", "Travel", "stage_costs", "volume"]
 
