@@ -6,7 +6,11 @@ blocks (:mod:`autopar.context_parallel.apply`). With ``n`` ranks of the axis:
 * ``ulysses`` (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509): rows of all heads are exchanged for all rows of
   some heads, attention is computed as if the sequence were whole, and the output is exchanged back.
 * ``gather``: keys and values of all ranks are gathered, and this rank's queries take their rows of the mask. No
-  condition on the number of heads.
+  condition on the number of heads. Keys that no query sees are left out. Under plain causal attention a run of rows
+  needs the keys up to its last row, and no more: with zigzag rows that is as much on every rank. No table of rows by
+  rows is made: long runs are computed some queries at a time, and again in the backward pass, so that no more than the
+  mask of one piece exists. Under a mask that the model made (windows, documents, padding) a run needs the keys from the
+  first to the last one that it lets through.
 
 In both the mask is whole on each rank, made by the model's own code; none is ever replaced by a flag.
 """
@@ -16,13 +20,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from autopar.context_parallel.causal import causal_attention, masked_attention
 from autopar.context_parallel.rows import exchange, heads_layout, keys_layout
 from autopar.context_parallel.state import RowState
 from autopar.distributed.collectives import gather_sum
@@ -35,6 +39,31 @@ __all__ = ["IMPLEMENTATION", "Implementation", "attention_over_rows", "plain_att
 
 IMPLEMENTATION = "autopar_rows"
 """Name of :func:`attention_over_rows` among transformers' attention functions."""
+_MOST = 1 << 24
+"""Entries of a mask that are made at a time."""
+
+
+class _Call(NamedTuple):
+    """A call of the model's own attention function.
+
+    Attributes:
+        query: ``[batch, heads, rows, head_dim]``; ``key``, ``value``: ``[batch, kv_heads, rows, head_dim]``.
+        mask: ``[batch, 1 or heads, rows, rows]``, or what the function takes instead.
+        given: the other arguments.
+    """
+
+    function: Callable[..., Any]
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    given: dict[str, Any]
+
+    def made(self) -> torch.Tensor:
+        """Return what it makes, ``[batch, rows, heads, head_dim]``."""
+        out: torch.Tensor = self.function(self.module, self.query, self.key, self.value, self.mask, **self.given)[0]
+        return out
 
 
 class Implementation(str):
@@ -79,6 +108,7 @@ def attention_over_rows(
     """
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
+    call = _Call(function, module, query, key, value, attention_mask, kwargs)
     layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
     if not state.cutting:
         state.check_recomputed()
@@ -93,14 +123,12 @@ def attention_over_rows(
             "of initialize did not see:\n  whether its keys are rows or another sequence is not known. These inputs "
             "need tensor_parallel_size, or sequence_parallel."
         )
-    if crosses:
-        return _with_whole_keys(
-            state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses
-        )
-    if state.picks_ulysses(query.shape[1], key.shape[1]):
-        return _ulysses(state, layout, function, module, query, key, value, attention_mask, kwargs)
-    key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))
-    return _with_whole_keys(state, layout, name, function, module, query, key, value, attention_mask, kwargs, crosses)
+    if not crosses and state.picks_ulysses(query.shape[1], key.shape[1]):
+        return _ulysses(state, layout, call), None
+    if not crosses:
+        key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))
+        call = call._replace(key=key, value=value)
+    return _with_whole_keys(state, layout, name, call, crosses), None
 
 
 def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
@@ -131,38 +159,30 @@ _EAGER = ("eager_attention_forward", "simple_eager_attention_forward", "text_eag
 # -- ulysses ------------------------------------------------------------------------------------------------------
 
 
-def _ulysses(
-    state: RowState,
-    rows: Layout,
-    function: Callable[..., Any],
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, None]:
-    axis, (heads, kv_heads) = state.axis, (query.shape[1], key.shape[1])
+def _ulysses(state: RowState, rows: Layout, call: _Call) -> torch.Tensor:
+    axis, (heads, kv_heads) = state.axis, (call.query.shape[1], call.key.shape[1])
     groups = heads // kv_heads
     if kv_heads >= axis.size:  # whole groups of heads with their key
         of_queries, of_keys = heads_layout(kv_heads, groups, axis.size), heads_layout(kv_heads, 1, axis.size)
     else:
         of_queries = heads_layout(heads, 1, axis.size)
         of_keys = keys_layout(of_queries, kv_heads)
-    query = exchange(query, axis, of_queries, rows, to_heads=True)  # [batch, heads/cp, rows, head_dim]
-    key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (key, value))
+    query = exchange(call.query, axis, of_queries, rows, to_heads=True)  # [batch, heads/cp, rows, head_dim]
+    key, value = (exchange(x, axis, of_keys, rows, to_heads=True) for x in (call.key, call.value))
     if kv_heads < axis.size and query.shape[1]:
-        key, value, groups = _of_groups(module, key, value, groups, of_queries.ranges(axis.rank)[0])
-    kwargs = {name: state.whole_of(x) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}  # positions
-    taken = {name: _of_heads(x, of_queries, axis.rank) for name, x in kwargs.items() if name in (*_PER_HEAD, *_BIASES)}
-    mask = _of_heads(mask, of_queries, axis.rank)
+        key, value, groups = _of_groups(call.module, key, value, groups, of_queries.ranges(axis.rank)[0])
+    given = {
+        name: state.whole_of(x) if isinstance(x, torch.Tensor) else x for name, x in call.given.items()
+    }  # positions
+    given |= {name: _of_heads(given[name], of_queries, axis.rank) for name in (*_PER_HEAD, *_BIASES) if name in given}
     if query.shape[1]:
-        with _narrowed(module, of_queries, axis.rank, groups):
-            out = function(module, query, key, value, mask, **{**kwargs, **taken})[0]  # [batch, rows, heads/cp, d]
+        mask = _of_heads(call.mask, of_queries, axis.rank)
+        with _narrowed(call.module, of_queries, axis.rank, groups):
+            out = call._replace(query=query, key=key, value=value, mask=mask, given=given).made()
     else:  # fewer heads than ranks: this one has none, and still takes part
         out = (query + 0 * (key.sum() + value.sum())).transpose(1, 2)[..., : value.shape[-1]]
     out = exchange(out.transpose(1, 2), axis, of_queries, rows, to_heads=False)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _of_groups(
@@ -204,20 +224,8 @@ def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iter
 # -- keys of all rows ---------------------------------------------------------------------------------------------
 
 
-def _with_whole_keys(
-    state: RowState,
-    rows: Layout,
-    name: str,
-    function: Callable[..., Any],
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    kwargs: dict[str, Any],
-    crosses: bool,
-) -> tuple[torch.Tensor, None]:
-    rank = state.axis.rank
+def _with_whole_keys(state: RowState, rows: Layout, name: str, call: _Call, crosses: bool) -> torch.Tensor:
+    rank, mask = state.axis.rank, call.mask
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
         kind = f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ConfigError(
@@ -229,21 +237,19 @@ def _with_whole_keys(
             f"context_parallel_method=gather does not go with '{name}' attention, which is told of masks by flags: use "
             "context_parallel_method: ulysses, or model.set_attn_implementation('sdpa')"
         )
-    given = {bias: _of_rows(kwargs[bias], rows, rank) for bias in _BIASES if kwargs.get(bias) is not None}
-    if mask is None and name == "sdpa" and not crosses and _is_causal(module, kwargs):
-        if not given:
-            return causal_attention(function, module, query, key, value, rows, rank, kwargs), None
-        mask = _causal_rows(rows, rank, query.device)
-    kwargs = {**kwargs, **given}
-    if "is_causal" in kwargs or name != "eager":
-        kwargs["is_causal"] = False
-    square = mask is not None and mask.shape[2:] == (rows.size, key.shape[2])
-    if square and not given and not crosses and query.device.type == "cpu":  # elsewhere looking at a mask makes it wait
-        return masked_attention(
-            function, module, query, key, value, mask, rows.ranges(rank), kwargs, state.seen_keys
-        ), None
-    mask = _of_rows(mask, rows, rank)
-    return function(module, query, key, value, mask, **kwargs)[0], None
+    given = dict(call.given)
+    biases = {bias: _of_rows(given[bias], rows, rank) for bias in _BIASES if given.get(bias) is not None}
+    if mask is None and name == "sdpa" and not crosses and _is_causal(call.module, given):
+        if not biases:
+            return _causal_attention(call, rows, rank)
+        mask = _causal_rows(rows, rank, call.query.device)
+    given |= biases
+    if "is_causal" in given or name != "eager":
+        given["is_causal"] = False
+    square = mask is not None and mask.shape[2:] == (rows.size, call.key.shape[2])
+    if square and not biases and not crosses and call.query.device.type == "cpu":  # looking at a mask makes a GPU wait
+        return _masked_attention(call._replace(given=given), rows.ranges(rank), state.seen_keys)
+    return call._replace(mask=_of_rows(mask, rows, rank), given=given).made()
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -264,3 +270,67 @@ def _of_rows(mask: Any, rows: Layout, rank: int) -> Any:
     if mask is None or mask.shape[2] in (1, rows.local_size(rank)):
         return mask
     return rows.shard(mask, rank, 2)
+
+
+def _causal_attention(call: _Call, rows: Layout, rank: int) -> torch.Tensor:
+    """Compute attention to keys of all rows where rows see themselves and what is before them."""
+    runs = rows.ranges(rank)
+    pieces = list(_pieces(runs))
+    again = len(pieces) > len(runs) and torch.is_grad_enabled()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        device = query.device
+        mask = torch.arange(start, stop, device=device)[:, None] >= torch.arange(stop, device=device)
+        given = {**call.given, "is_causal": False}
+        return call._replace(query=query, key=key, value=value, mask=mask[None, None], given=given).made()
+
+    found = []
+    for place, start, stop in pieces:
+        queries = call.query[:, :, place : place + stop - start]
+        given = (queries, call.key[:, :, :stop], call.value[:, :, :stop], start, stop)
+        found.append(checkpoint(attend, *given, use_reentrant=False) if again else attend(*given))
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
+
+
+def _masked_attention(
+    call: _Call, runs: tuple[tuple[int, int], ...], known: dict[tuple[int, int], tuple[torch.Tensor, int, int]]
+) -> torch.Tensor:
+    """Compute attention to the keys that each run of own rows sees in the mask of all rows.
+
+    Args:
+        known: filled with the keys that are seen, by mask and run: blocks share masks.
+    """
+    found, place, mask = [], 0, call.mask
+    for low, high in runs:
+        of_run, name = mask[:, :, low:high], (id(mask), low)
+        if name not in known:
+            known[name] = (mask, *seen_keys(of_run))
+        _, start, stop = known[name]
+        queries = call.query[:, :, place : place + high - low]
+        keys, values = call.key[:, :, start:stop], call.value[:, :, start:stop]
+        found.append(call._replace(query=queries, key=keys, value=values, mask=of_run[..., start:stop]).made())
+        place += high - low
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
+
+
+def seen_keys(mask: torch.Tensor) -> tuple[int, int]:
+    """Return the first key that some row of ``[batch, heads, rows, keys]`` sees, and the one behind the last.
+
+    All keys, if a row sees none: what its softmax makes of that depends on all of them.
+    """
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    keys = seen.any(2).any(0).any(0).nonzero()  # [keys that are seen, 1]
+    if not keys.numel() or not bool(seen.any(-1).all()):
+        return 0, mask.shape[-1]
+    return int(keys[0]), int(keys[-1]) + 1
+
+
+def _pieces(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield where each piece begins among own rows, and its first row and the one behind its last."""
+    place = 0
+    for low, high in runs:
+        size = max(_MOST // high, 16)
+        for start in range(low, high, size):
+            stop = min(start + size, high)
+            yield place, start, stop
+            place += stop - start

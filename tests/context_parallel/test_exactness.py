@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import autopar
-from autopar.context_parallel import attention, causal, row_logits
+from autopar.context_parallel import attention, row_logits
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed import collectives
 from tests.parity import check, close, language_batches
@@ -214,13 +214,13 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         setattr(owner, name, value)
 
     if planted == "mask":
-        plain_attention = attention.masked_attention
-        dropped = lambda *args: plain_attention(*args[:5], torch.ones_like(args[5]), *args[6:])  # noqa: E731
-        plant(attention, "masked_attention", dropped)
+        plain_attention = attention._masked_attention
+        dropped = lambda call, *args: plain_attention(call._replace(mask=torch.ones_like(call.mask)), *args)  # noqa: E731
+        plant(attention, "_masked_attention", dropped)
     elif planted == "keys":
-        plant(causal, "seen_keys", lambda mask: (0, mask.shape[-1] - 1))
+        plant(attention, "seen_keys", lambda mask: (0, mask.shape[-1] - 1))
     elif planted == "rows":
-        plant(causal, "_pieces", _front)
+        plant(attention, "_pieces", _front)
     elif planted == "mask of ulysses":
         plant(attention, "_of_heads", lambda x, *_: torch.ones_like(x) if x.dtype == torch.bool else x)
     elif planted == "rows of ulysses":
@@ -246,14 +246,14 @@ def _front(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
 
 @pooled(world_size=2)
 def test_long_runs_are_computed_some_queries_at_a_time() -> None:
-    before, causal._MOST = causal._MOST, 1
+    before, attention._MOST = attention._MOST, 1
     batch = language_batches(131, count=1, seq=80)[0]
     del batch["attention_mask"]  # plain causal: no mask is made
     try:
-        assert len(list(causal._pieces(rows_layout(80, 2, zigzag=True).ranges(0)))) == 4
+        assert len(list(attention._pieces(rows_layout(80, 2, zigzag=True).ranges(0)))) == 4
         check(llama, [batch], 1, config=sizes(2, "gather"), step=False).mpu.destroy()
     finally:
-        causal._MOST = before
+        attention._MOST = before
 
 
 @pytest.mark.tier("test")

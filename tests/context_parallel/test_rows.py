@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.context_parallel.attention import _causal_rows, _of_rows
-from autopar.context_parallel.causal import seen_keys
+from autopar.context_parallel.attention import _causal_rows, _of_rows, seen_keys
 from autopar.context_parallel.row_logits import _clipped
 from autopar.context_parallel.rows import heads_layout, keys_layout, rows_layout
 
