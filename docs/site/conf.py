@@ -78,7 +78,7 @@ CONTENTS = {
     "More": ["docs/trainer", "docs/peft", "docs/long-sequences", "docs/sequence-parallel", "docs/coming-from"],
     "Models": ["docs/models", "docs/policies", "policies/README"],
     "API reference": [f"docs/reference/{name}" for name in REFERENCE],
-    "Development": ["docs/design", "docs/contributing", "tests/README", "benchmarks/README"],
+    "Development": ["docs/changelog", "docs/design", "docs/contributing", "tests/README", "benchmarks/README"],
 }
 
 
