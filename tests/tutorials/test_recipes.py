@@ -1,14 +1,18 @@
-"""The shell scripts in tutorials/recipes: checked, and run as two nodes on this machine, one of which is lost."""
+"""The recipes for several nodes: checked, and run as two nodes on this machine, one of which is lost."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tutorials" / "recipes"
@@ -43,6 +47,80 @@ def test_the_head_must_be_named() -> None:
     done = subprocess.run([RECIPES / "nodes.sh", "train.py"], capture_output=True, text=True, check=False, env={})
     assert done.returncode != 0
     assert "set HEAD to the name of the node where the others meet" in done.stderr
+
+
+# File -> what its scheduler sets on the second of two nodes, and the line that it runs there.
+SCHEDULERS = {
+    "trainjob.yaml": (
+        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1"}
+        | {"PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"},
+        lambda job: job["spec"]["trainer"]["command"],
+        "job-node-0-0.job:29400",
+    ),
+    "sky.yaml": (
+        {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_RANK": "1"}
+        | {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
+        lambda task: ["bash", "-c", task["run"]],
+        "10.0.0.1:29500",
+    ),
+}
+
+
+def fake_torchrun(folder: Path, text: str) -> str:
+    """A PATH whose torchrun is this script."""
+    folder.mkdir()
+    (folder / "torchrun").write_text(f"#!/bin/bash\n{text}\n")
+    (folder / "torchrun").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("file", SCHEDULERS)
+def test_a_scheduler_starts_torchrun_with_arguments_that_it_has(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, command_of, head = SCHEDULERS[file]
+    path = fake_torchrun(tmp_path / "bin", 'printf "%s\\n" "$@"')
+    command = [
+        part.replace("/workspace", str(ROOT)) for part in command_of(yaml.safe_load((RECIPES / file).read_text()))
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**variables, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)  # torchrun reads PET_..., too
+    arguments = get_args_parser().parse_args(done.stdout.splitlines())
+    assert (arguments.nnodes, arguments.nproc_per_node, arguments.training_script) == ("2", "8", "train.py")
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.max_restarts) == ("c10d", head, 3)
+
+
+def test_a_train_job_asks_for_as_many_gpus_as_it_starts_processes() -> None:
+    trainer = yaml.safe_load((RECIPES / "trainjob.yaml").read_text())["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+
+
+def test_the_recipe_for_ray_compiles_and_imports_ray_at_the_top_alone() -> None:
+    tree = ast.parse((RECIPES / "ray_train.py").read_text())
+    top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert {"ray.train", "ray.train.torch"} < top and not {"torch", "autopar"} & top
+
+
+@pytest.mark.tier("all")
+def test_ray_trains_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason="Ray Train is not installed: pip install 'ray[train]'")
+    for steps, first in ((4, 2), (8, 6)):
+        done = subprocess.run(
+            [sys.executable, RECIPES / "ray_train.py", "--folder", tmp_path / "run", "--steps", str(steps)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed = re.findall(r"step (\d+): loss", done.stdout + done.stderr)
+        assert [int(step) for step in printed] == [first, first + 2]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-6", "step-8"}
 
 
 @pytest.mark.tier("sweep")
