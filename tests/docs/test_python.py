@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import warnings
 from contextlib import nullcontext
 from importlib import util
@@ -25,17 +26,20 @@ from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
 from tests.integrations.runs import launched
 from tests.small import gpt2
+from tests.test_text_generation import tokenizer
 from tests.worlds import distributed
 
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).
 RUN = {
     DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
+    DOCS / "inference.md": 5,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
+    DOCS / "start.md": 1,
     DOCS / "trainer.md": 1,
     DOCS / "training.md": 2,
     DOCS / "verify.md": 1,
@@ -155,6 +159,62 @@ def test_policies(tmp_path: Path) -> None:
     assert names["logits"].shape == (1, 8, 131)
     layer = names["model"].transformer.h[0]
     assert layer.mlp.c_fc.weight.shape[1] == 72 and layer.attn.c_attn.weight.shape == (36, 108)
+
+
+@distributed(world_size=2)
+def test_inference(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        tokenizer().save_pretrained(tmp_path / "gpt2")
+    names = run(DOCS / "inference.md", tmp_path)
+    batch = names["batch"]
+    expected = gpt2().eval().generate(**batch, max_new_tokens=5, do_sample=False)
+    assert torch.equal(names["same"], expected), "stages generate what the plain model does"
+    served = AutoModelForCausalLM.from_pretrained("for-vllm", dtype=torch.bfloat16)
+    assert torch.equal(served.generate(**batch, max_new_tokens=5, do_sample=False), names["tokens"])
+    assert [answer[0]["generated_text"] for answer in names["answers"]]
+    assert names["logits"].shape == (*batch["input_ids"].shape, 131)
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The program before a change, and after it."""
+    lines = diff.splitlines()
+    before, after = ([line[1:] for line in lines if line[:1] in (" ", "", sign)] for sign in "-+")
+    return "\n".join(before), "\n".join(after)
+
+
+@distributed(world_size=2)
+def run_the_start(folder: Path) -> None:
+    page = DOCS / "start.md"
+    run(page, folder, 0)
+    for diff in codes(page.read_text(), "diff"):
+        for code in sides(diff.text):
+            names: dict[str, Any] = {"dataset": Sequences()}
+            exec(
+                compile(
+                    code.replace('"trained"', f'"trained-{dist.get_rank()}"' if "autopar" not in code else '"trained"'),
+                    page.name,
+                    "exec",
+                ),
+                names,
+            )
+        trained = AutoModelForCausalLM.from_pretrained("trained").lm_head.weight
+        assert not torch.equal(trained, gpt2().lm_head.weight)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree("trained")
+        dist.barrier()
+    (text,) = blocks(page)
+    for config, steps in (('{"tp": 2}', 3), ('{"tp": 1}', 3), ('{"pp": 2}', 3)):
+        names = {"dataset": Sequences()}
+        exec(compile(text.replace('{"tp": 2}', config, 1), page.name, "exec"), names)
+        assert names["extra"]["step"] == steps and (names["checkpoint"] is None) == (config == '{"tp": 2}')
+
+
+@pytest.mark.tier("all")
+def test_start(tmp_path: Path) -> None:
+    run_the_start(tmp_path)
+    result = CliRunner().invoke(app, ["merge", str(tmp_path / "run" / "step-2"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
 
 
 OTHERS = {"Trainer": "accelerate", "accelerate": "accelerate", "DeepSpeed": "deepspeed"}  # what a section needs
