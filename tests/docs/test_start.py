@@ -76,6 +76,7 @@ def check(row: str) -> None:
         assert line in text.splitlines()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT asks for it
 @pytest.mark.tier("all")
 def test_seven_billion_parameters_on_small_cards() -> None:
     text, again = PAGE.read_text(), {"activation_checkpointing": {"enable": True}}
