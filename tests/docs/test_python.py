@@ -169,7 +169,7 @@ def test_inference(tmp_path: Path) -> None:
     batch = names["batch"]
     expected = gpt2().eval().generate(**batch, max_new_tokens=5, do_sample=False)
     assert torch.equal(names["same"], expected), "stages generate what the plain model does"
-    served = AutoModelForCausalLM.from_pretrained("for-vllm", dtype=torch.bfloat16)
+    served: Any = AutoModelForCausalLM.from_pretrained("for-vllm", dtype=torch.bfloat16)
     assert torch.equal(served.generate(**batch, max_new_tokens=5, do_sample=False), names["tokens"])
     assert [answer[0]["generated_text"] for answer in names["answers"]]
     assert names["logits"].shape == (*batch["input_ids"].shape, 131)

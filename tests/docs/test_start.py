@@ -29,9 +29,11 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 128256, "tie_word_embeddings": True},
     "7 B": {},
     "13 B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "70 B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"num_key_value_heads": 8},
 }
 CARDS = [("rtx4090", 4), ("rtx4090", 8), ("h100", 8)]
-ROWS = ["7 B", *in_tier("sweep", ["1 B", "13 B"])]
+ROWS = ["7 B", *in_tier("sweep", ["1 B", "13 B", "70 B"])]
 
 
 def llama(size: str, *, lora: bool, dtype: torch.dtype = torch.float32) -> Any:
