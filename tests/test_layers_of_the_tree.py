@@ -34,22 +34,22 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 480,
-    "checkpoint": 5925,
+    "checkpoint": 5930,
     "checks": 2040,
     "config": 900,
-    "context_parallel": 2580,
+    "context_parallel": 2430,
     "data_parallel": 2120,
     "deferred_init": 1100,
     "distributed": 3650,
-    "dry_run": 3440,
-    "foreign": 930,
-    "integrations": 1765,
+    "dry_run": 3360,
+    "foreign": 910,
+    "integrations": 1770,
     "pipeline_parallel": 3800,
-    "plan": 2760,
-    "policy": 1680,
-    "storage": 1485,
-    "tensor_parallel": 4930,
-    "tools": 11530,
+    "plan": 2630,
+    "policy": 1650,
+    "storage": 1490,
+    "tensor_parallel": 4840,
+    "tools": 11310,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
