@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from autopar.errors import UnsupportedModelError
 from autopar.foreign.modules import own_parameters
-from autopar.tools.derivation.decisions import Decisions, Trace
+from autopar.tools.derivation.decisions import Decisions, Trace, underivable
 from autopar.tools.derivation.marks import Meeting
 from autopar.tools.derivation.trace import Traced, trace
 
@@ -28,10 +27,7 @@ def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) 
         if other is None:
             return seen, decisions
         decisions = other
-    raise UnsupportedModelError(
-        f"no policy can be derived for {type(models[0].model).__name__}: {_ROUNDS} traces did not settle which of its "
-        "layers are columns; write one by hand, docs/policies.md leads through it"
-    )
+    raise underivable(models[0].model, f"{_ROUNDS} traces did not settle which of its layers are columns")
 
 
 def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from autopar.errors import UnsupportedModelError
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 
-__all__ = ["Decisions", "Names", "Trace", "is_linear"]
+__all__ = ["Decisions", "Names", "Trace", "is_linear", "underivable"]
 
 
 class Names:
@@ -99,6 +100,12 @@ class Trace:
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failure: str = ""
     in_training: list[str] | None = None
+
+
+def underivable(model: nn.Module, why: str, *, by_hand: bool = True) -> UnsupportedModelError:
+    """Return the error of a model of which no policy can be derived."""
+    hint = ". Write one by hand: docs/policies.md leads through it" if by_hand else ""
+    return UnsupportedModelError(f"no policy can be derived for {type(model).__name__}: {why}{hint}")
 
 
 def is_linear(module: nn.Module) -> bool:

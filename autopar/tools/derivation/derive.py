@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.rng import kept
 from autopar.dry_run.tensor_parallel import check_plan
-from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
+from autopar.errors import AutoparError, ConfigError
 from autopar.foreign.modules import own_modules
 from autopar.plan.make_plan import make_plan
 from autopar.policy.described_model import base_of
@@ -22,7 +22,7 @@ from autopar.policy.load import read_user_policy
 from autopar.tools.derivation.attributes import Candidate, candidates, choices
 from autopar.tools.derivation.block_lists import BlockList, block_lists
 from autopar.tools.derivation.decide import components, decide
-from autopar.tools.derivation.decisions import Decisions, Names, Trace
+from autopar.tools.derivation.decisions import Decisions, Names, Trace, underivable
 from autopar.tools.derivation.families import Family, Named, families
 from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
 from autopar.tools.derivation.trace import Traced, traced
@@ -69,10 +69,7 @@ def derive(model: PreTrainedModel) -> Derived:
 def _derive(model: PreTrainedModel) -> Derived:
     models = traced(model)
     if not models:
-        raise UnsupportedModelError(
-            f"no policy can be derived for {type(model).__name__}: no inputs are known for its forward "
-            f"(main_input_name is '{model.main_input_name}'); write one by hand, docs/policies.md leads through it"
-        )
+        raise underivable(model, f"no inputs are known for its forward (main_input_name is '{model.main_input_name}')")
     root: Any = models[0].model
     base_path, _ = base_of(root)
     lists = [each for each in block_lists(root) if not base_path or each.path.startswith(f"{base_path}.")]
@@ -80,7 +77,9 @@ def _derive(model: PreTrainedModel) -> Derived:
     decisions, gathered, words = Decisions(), list[Family](), True
     while True:
         seen, decisions = decide(models, blocks, decisions)
-        _refuse_unseen(model, seen)
+        if not seen.ran:
+            why = f" ({seen.failure})" if seen.failure else ""
+            raise underivable(model, f"its forward does not run without data{why}")
         found, bad = families(seen, blocks)
         if not bad:
             taken = {member.path for family in found for member in family.members}
@@ -100,9 +99,7 @@ def _derive(model: PreTrainedModel) -> Derived:
             gathered += [replace(each, gathered=True) for each in refused if _may_be_gathered(root, each, seen)]
         names = set(map(seen.names, bad))
         if not names or names <= decisions.whole:
-            raise UnsupportedModelError(
-                f"no policy can be derived for {type(model).__name__}: {trial.reason if not bad else 'no rule fits'}"
-            )
+            raise underivable(model, trial.reason if not bad else "no rule fits", by_hand=False)
         decisions = decisions.without(names)
 
 
@@ -113,22 +110,14 @@ def _may_be_gathered(root: nn.Module, family: Family, seen: Trace) -> bool:
     return bool(columns) and plain
 
 
-def _refuse_unseen(model: PreTrainedModel, seen: Trace) -> None:
-    if not seen.ran:
-        raise UnsupportedModelError(
-            f"no policy can be derived for {type(model).__name__}: its forward does not run without data"
-            + (f" ({seen.failure})" if seen.failure else "")
-            + ". Write one by hand: docs/policies.md leads through it"
-        )
-
-
 def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: Trace) -> Derived:
     tree = trial.tree_with(trial.chosen)
     if not any(kind in text for text in _leaves(tree) for kind in ("column", "row", "sharded", "embedding")):
-        raise UnsupportedModelError(
-            f"no policy can be derived for {type(trial.model).__name__}: no layers follow one another so that units "
-            "of the first meet those of the second, and no table has config.vocab_size rows"
+        why = (
+            "no layers follow one another so that units of the first meet those of the second, and no table has "
+            "config.vocab_size rows"
         )
+        raise underivable(trial.model, why, by_hand=False)
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
     called = {seen.names(path) for path in ran}

@@ -24,6 +24,7 @@ from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMET
 
 __all__ = ["FeatureTracking"]
 
+_FORMS = ("dtype", "device", "layout", "pin_memory", "memory_format")
 _LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clone", "neg"}
 
 
@@ -101,9 +102,7 @@ class FeatureTracking(MarkedTensors):
         """Do with the numbers what is done with the elements."""
         leaves = list(tensors_in((args, kwargs)))
         fresh = all(m is None or m.fresh or m.kind <= PARAMETER for m in map(self.mark_of, leaves))
-        kept = {
-            k: v for k, v in kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory", "memory_format")
-        }
+        kept = {name: value for name, value in kwargs.items() if name not in _FORMS}
 
         def run(take: Callable[[torch.Tensor], torch.Tensor | None], none: int) -> list[torch.Tensor] | None:
             def stand_in(value: Any) -> Any:
@@ -139,6 +138,8 @@ class FeatureTracking(MarkedTensors):
             found = self.features_of(x)
             if found is not None and indexed and x is args[0]:
                 return self.components.join_along(found, indexed).expand(found.shape).contiguous()
+            if found is not None and schema_of(func).is_mutable:
+                return found.clone(memory_format=torch.contiguous_format)  # the operator writes into it
             return found
 
         numbered = any(mark is not None and mark.features is not None for mark in map(self.mark_of, leaves))

@@ -1,4 +1,7 @@
-"""Marks: what is known of a forward's tensors and the components of their features; and the events of a search."""
+"""Marks: what is known of a forward's tensors; the components of their features; and the events of a search.
+
+Components say which numbered features a forward computes with one another (union and find, by arrays).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.operators import ValuelessTracking
-from autopar.tools.derivation.components import Components, unique_pairs
 
 __all__ = [
     "ACTIVATION",
@@ -17,12 +19,91 @@ __all__ = [
     "INPUT",
     "INSIDE",
     "PARAMETER",
+    "Components",
     "Mark",
     "MarkedTensors",
     "Meeting",
     "Spoiled",
     "places_of",
+    "unique_pairs",
 ]
+
+
+def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the different pairs of numbers at the same places of two tensors (that broadcast): ``[pairs, 2]``."""
+    one, other = torch.broadcast_tensors(one, other)
+    for dim in range(one.ndim):
+        if one.shape[dim] > 1 and one.stride(dim) == 0 == other.stride(dim):
+            one, other = one.narrow(dim, 0, 1), other.narrow(dim, 0, 1)
+    a, b = one.reshape(-1).long(), other.reshape(-1).long()
+    size = int(b.max()) + 1 if len(b) else 1
+    keys = (a * size + b).unique()
+    return torch.stack([keys // size, keys % size], 1)
+
+
+class Components:
+    """Features, numbered from 1, and which of them belong together. 0 is no feature.
+
+    Arguments and results are integer tensors of any shape.
+
+    Attributes:
+        version: counts the changes of components.
+    """
+
+    def __init__(self) -> None:
+        self._root = torch.zeros(1, dtype=torch.int32)
+        self.version = 0
+
+    @property
+    def count(self) -> int:
+        """The number that the next feature gets."""
+        return len(self._root)
+
+    def new(self, count: int) -> int:
+        """Make ``count`` features, each a component of its own; returns the number of the first."""
+        first = len(self._root)
+        self._root = torch.cat([self._root, torch.arange(first, first + count, dtype=torch.int32)])
+        return first
+
+    def of(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the component of each feature: the smallest number in it."""
+        return self._root.index_select(0, features.reshape(-1)).reshape(features.shape)
+
+    def join(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Put features at the same places of two tensors (that broadcast) into the same component, but for zeros."""
+        one, other = torch.broadcast_tensors(self.of(one), self.of(other))
+        differ = (one != other) & (one != 0) & (other != 0)
+        if not differ.any():
+            return
+        self.version += 1
+        pairs = unique_pairs(one[differ], other[differ])
+        for left, right in pairs.tolist():
+            a, b = self._find(left), self._find(right)
+            if a != b:
+                self._root[max(a, b)] = min(a, b)
+        while True:
+            flat = self.of(self._root)
+            if torch.equal(flat, self._root):
+                return
+            self._root = flat
+
+    def join_along(self, features: torch.Tensor, dims: list[int]) -> torch.Tensor:
+        """Put all that lies along ``dims`` together; returns the component of each, with these dims 1 long."""
+        found = self.of(features)
+        dims = sorted(dim % found.ndim for dim in dims)
+        if found.numel() == 0 or not dims:
+            return found
+        kept = [dim for dim in range(found.ndim) if dim not in dims]
+        rows = found.permute(*kept, *dims).reshape(*(found.shape[dim] for dim in kept), -1)
+        largest = rows.amax(-1, keepdim=True)
+        self.join(rows, largest)
+        shape = [1 if dim in dims else size for dim, size in enumerate(found.shape)]
+        return self.of(largest).reshape(shape)
+
+    def _find(self, feature: int) -> int:
+        while (above := int(self._root[feature])) != feature:
+            feature = above
+        return feature
 
 
 CONSTANT, INPUT, PARAMETER, ACTIVATION, INSIDE = range(5)
@@ -39,6 +120,7 @@ class Mark:
         places: parameter -> for each of its dims the index of each element; of the tensor's shape.
         fresh: nothing but moves and scaling happened since the layer that numbered the features.
         partial: the sum over ranks is still to come (behind a bare parameter).
+        version: of the components when ``features`` were components, and not any of their features.
     """
 
     kind: int
@@ -47,6 +129,7 @@ class Mark:
     places: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     fresh: bool = False
     partial: bool = False
+    version: int = -1
 
 
 @dataclass(frozen=True)
@@ -157,7 +240,12 @@ class MarkedTensors(ValuelessTracking):
     def features_of(self, tensor: Any) -> torch.Tensor | None:
         """Return the components of a tensor's elements; None if no element has one."""
         mark = self.mark_of(tensor) if isinstance(tensor, torch.Tensor) else None
-        return None if mark is None or mark.features is None else self.components.of(mark.features)
+        if mark is None or mark.features is None:
+            return None
+        if mark.version != self.components.version:
+            mark = replace(mark, features=self.components.of(mark.features), version=self.components.version)
+            self._marks[tensor] = mark
+        return mark.features
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
         """Give what an operator has made its mark; integers and whole tensors have no features."""
@@ -171,7 +259,7 @@ class MarkedTensors(ValuelessTracking):
         """Give a tensor of which a part was written to the numbers of what was written."""
         known = self._marks.get(whole)
         if known is not None and known.features is not None:
-            features = known.features if known.features.is_contiguous() else known.features.contiguous()
+            features = known.features.clone(memory_format=torch.contiguous_format)  # other tensors may have them too
         else:
             features = torch.zeros(whole.shape, dtype=torch.int32)
         if features.stride() == whole.stride() and mark.features is not None:

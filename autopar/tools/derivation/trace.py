@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,8 +18,7 @@ from autopar.foreign.tensors import no_dispatch_modes
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.decisions import Decisions, Names, Trace, is_linear
 from autopar.tools.derivation.feature_tracking import FeatureTracking
-from autopar.tools.derivation.layer_marks import LayerMarks, is_depthwise, is_norm, is_over_features, mark_norm
-from autopar.tools.derivation.marks import ACTIVATION, INPUT, INSIDE, PARAMETER, Mark
+from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark
 
 __all__ = ["Traced", "trace", "traced"]
 
@@ -102,10 +102,6 @@ def trace(
     return seen
 
 
-def _path_in(root: nn.Module, wanted: nn.Module) -> str:
-    return next(path for path, module in root.named_modules() if module is wanted)
-
-
 def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
     own = [block for block in blocks if block.startswith(path + ".")]
     return bool(own) and seen.proven.issuperset(own)
@@ -117,30 +113,21 @@ def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) 
     Returns:
         outputs, and how many modules had run before it.
     """
-    before = len(seen.order)
-    try:
-        with tracking:
-            out = run(each.model, (), each.inputs)
-    except Exception as error:  # whatever it stumbles over without data
-        seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    else:
-        seen.runs.append((each.path, each.inputs))
-        return out, before
-    tracking.stack.clear()
-    tracking.suspended = 0
     base: Any = each.model.base_model
-    if base is each.model or each.path:
-        return None
-    before = len(seen.order)
-    try:
-        with tracking:
-            out = run(base, (), each.inputs)
-    except Exception:
-        tracking.stack.clear()
-        tracking.suspended = 0
-        return None
-    seen.runs.append((_path_in(root, base), each.inputs))
-    return out, before
+    for model in dict.fromkeys((each.model, each.model if each.path else base)):
+        before = len(seen.order)
+        try:
+            with tracking:
+                out = run(model, (), each.inputs)
+        except Exception as error:  # whatever it stumbles over without data
+            seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            tracking.stack.clear()
+            tracking.suspended = 0
+            continue
+        path = next(path for path, module in root.named_modules() if module is model)
+        seen.runs.append((path, each.inputs))
+        return out, before
+    return None
 
 
 def _hooks(
@@ -163,10 +150,11 @@ class _ModuleHooks:
     def __init__(
         self, path: str, module: nn.Module, starts: bool, inside: tuple[str, ...], decisions: Decisions, seen: Trace
     ) -> None:
-        self.path, self.starts, self.inside, self.decisions, self.seen = path, starts, inside, decisions, seen
+        self.path, self.module, self.starts, self.inside = path, module, starts, inside
+        self.decisions, self.seen = decisions, seen
         self.tracking = seen.tracking
-        self.layer = is_linear(module) or is_depthwise(module)
-        self.norm = not self.layer and is_norm(module)
+        self.layer = is_linear(module) or _is_depthwise(module)
+        self.norm = not self.layer and _is_norm(module)
         self.region = seen.names(path) in decisions.regions
         self._taken: list[bool] = []
         self._entered: list[list[tuple[Any, Mark]]] = []
@@ -188,7 +176,7 @@ class _ModuleHooks:
                     kind = INSIDE if self.region else ACTIVATION
                     producers = mark.producers if mark.kind == ACTIVATION else frozenset([self.path])
                     tracking.set_mark(x, Mark(kind, None, producers))
-        taken = self.layer or (self.norm and is_over_features(m, tensors, tracking))
+        taken = self.layer or (self.norm and _is_over_features(m, tensors, tracking))
         self._taken.append(taken)
         if taken:
             self.seen.suspended.add(self.path)
@@ -208,9 +196,9 @@ class _ModuleHooks:
         if taken:
             tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
             if self.layer:
-                LayerMarks(self.path, m, self.inside, self.decisions, self.seen).mark(tensors[0], results)
+                self._mark_layer(tensors[0], results)
             else:
-                mark_norm(self.path, m, tensors, results, self.seen)
+                _mark_norm(self.path, m, tensors, results, self.seen)
         elif self.region:
             for x in results:
                 features = tracking.features_of(x)
@@ -230,6 +218,147 @@ class _ModuleHooks:
                     self.tracking.set_mark(x, Mark(INSIDE))
                 else:
                     self.tracking.set_mark(x, replace(mark, producers=frozenset([self.path])))
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def _mark_layer(self, x: torch.Tensor, results: list[torch.Tensor]) -> None:
+        """Give its outputs their marks."""
+        tracking = self.tracking
+        mark = tracking.mark_of(x) or Mark(CONSTANT)
+        features = tracking.features_of(x)
+        channels = isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if features is not None and channels:
+            features = features.movedim(1 if features.ndim == self._dims() + 2 else 0, -1)
+        out, rest = results[0], results[1:]
+        for other in rest:
+            tracking.set_mark(other, Mark(PARAMETER))
+        made = self._made(mark, features, out, channels)
+        numbers = made.features
+        if numbers is not None:
+            shape = list(out.shape)
+            if channels:
+                at = 1 if out.ndim == self._dims() + 2 else 0
+                shape = [*shape[:at], *shape[at + 1 :], shape[at]]
+                made = replace(made, features=numbers.expand(shape).movedim(-1, at))
+            else:
+                made = replace(made, features=numbers.expand(shape))
+        tracking.set_mark(out, made)
+
+    def _dims(self) -> int:
+        return 1 if isinstance(self.module, nn.Conv1d) else 2 if isinstance(self.module, nn.Conv2d) else 3
+
+    def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor, channels: bool) -> Mark:
+        """The mark of its output; the features, if any, along the last dim alone."""
+        tracking, path, seen = self.tracking, self.path, self.seen
+        if _is_depthwise(self.module):
+            return self._per_channel(mark, features)
+        names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
+        if features is not None:
+            rows = features.reshape(-1, features.shape[-1])
+            line = tracking.components.join_along(rows, [0])[0]
+            if bool((line != line[0]).any()):
+                return self._row(mark, line)
+            tracking.inside.update(names)
+            return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
+        if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)):
+            width = out.shape[1 if out.ndim == self._dims() + 2 else 0] if channels else out.shape[-1]
+            first = tracking.number(path, width)
+            within = mark.kind == INSIDE
+            if seen.sources.setdefault(path, within) != within or path in seen.sinks:
+                seen.contradictory.add(path)
+            numbers = torch.arange(first, first + width, dtype=torch.int32)
+            return Mark(INSIDE, numbers, frozenset([path]), fresh=True)
+        if mark.kind == INSIDE:
+            tracking.inside.update(names)
+            return replace(mark, features=None, places={})
+        if self.seen.names(path) in self.decisions.enters:
+            seen.entered.add(path)
+            return Mark(INSIDE, None, frozenset([path]))
+        return Mark(ACTIVATION, None, frozenset([path]))
+
+    def _row(self, mark: Mark, line: torch.Tensor) -> Mark:
+        tracking, path, seen = self.tracking, self.path, self.seen
+        if bool((line == 0).any()):
+            tracking.spoil(f"{path} sums over sharded and whole features", line)
+        if mark.fresh:
+            tracking.spoil(f"{path} follows without anything between", line)
+        known = seen.sinks.setdefault(path, line)
+        tracking.components.join(known, line)
+        if path in seen.sources:
+            seen.contradictory.add(path)
+        if self.seen.names(path) in self.decisions.enters:
+            seen.entered.add(path)
+            return Mark(INSIDE, None, frozenset([path]))
+        return Mark(ACTIVATION, None, frozenset([path]))
+
+    def _per_channel(self, mark: Mark, features: torch.Tensor | None) -> Mark:
+        tracking = self.tracking
+        if features is None:
+            if mark.kind == INSIDE:
+                tracking.inside.update(
+                    f"{self.path}.{name}" for name, p in own_parameters(self.module).items() if p is not None
+                )
+                return replace(mark, places={})
+            return Mark(ACTIVATION, None, frozenset([self.path]))
+        line = tracking.components.join_along(features.reshape(-1, features.shape[-1]), [0])[0]
+        for name, parameter in own_parameters(self.module).items():
+            if parameter is not None:
+                tracking.shapes[f"{self.path}.{name}"] = tuple(parameter.shape)
+                tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
+        return replace(mark, features=line.to(torch.int32), places={})
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Conv1d | nn.Conv2d)
+        and module.groups == module.in_channels == module.out_channels
+        and module.groups > 1
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm with a weight for each feature."""
+    weight = own_parameters(module).get("weight")
+    if weight is None or weight.ndim != 1 or own_modules(module):
+        return False
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower()
+
+
+def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: FeatureTracking) -> bool:
+    """Return whether a norm is called with numbered features along what it takes a mean over."""
+    weight: Any = module.weight
+    for x in tensors:
+        features = tracking.features_of(x)
+        if features is not None and x.shape[-1] == weight.shape[0]:
+            rows = features.reshape(-1, features.shape[-1])  # not those of each head
+            differ = bool((features != features[..., :1]).any())
+            return differ and bool((features != 0).all()) and bool((rows == rows[0]).all())
+    return False
+
+
+def _mark_norm(
+    path: str, module: nn.Module, tensors: list[torch.Tensor], results: list[torch.Tensor], seen: Trace
+) -> None:
+    tracking = seen.tracking
+    weight: Any = module.weight
+    numbered = [x for x in tensors if tracking.features_of(x) is not None and x.shape[-1] == weight.shape[0]]
+    lines = []
+    for x in numbered:
+        features = tracking.features_of(x)
+        assert features is not None
+        lines.append(tracking.components.join_along(features.reshape(-1, x.shape[-1]), [0])[0])
+    for other in lines[1:]:
+        tracking.components.join(lines[0], other)
+    line = tracking.components.of(lines[0])
+    seen.norms[path] = line
+    for name, parameter in own_parameters(module).items():
+        if parameter is not None and parameter.ndim == 1:
+            tracking.shapes[f"{path}.{name}"] = tuple(parameter.shape)
+            tracking.touch(f"{path}.{name}", 0, torch.arange(len(line)), line)
+    mark = tracking.mark_of(numbered[0])
+    assert mark is not None
+    for out in results:
+        tracking.set_mark(out, replace(mark, features=line.to(torch.int32).expand(out.shape)))
 
 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:

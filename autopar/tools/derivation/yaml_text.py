@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
-from autopar.plan.matching import join
 from autopar.plan.plan import Plan
+from autopar.policy.extends import PolicyName, extended
 from autopar.policy.files import policy_folder
 from autopar.policy.load import read_user_policy
+from autopar.policy.yaml_reader import plain
 
 __all__ = ["composed", "yaml_text"]
 
@@ -56,37 +57,23 @@ def composed(model: PreTrainedModel, tree: dict[str, Any]) -> dict[str, Any]:
 
 def _fragments(tree: dict[str, Any]) -> list[str]:
     """Fragments that have rules for paths of the policy, those with most first."""
-    own = {_plain(path) for path in tree["blocks"]["modules"]} | {
-        _plain(path) for s in _SECTIONS for path in tree.get(s, {})
-    }
+    own = _paths(tree)
     scored = []
     for path in sorted((policy_folder() / "fragments").glob("*.yaml")):
         if path.stem.startswith("module_") or path.stem == "composite":
             continue
-        keys = set(_paths(path.stem))
-        common = sum(key in own for key in keys)
+        keys = _paths(plain(extended(PolicyName(path), {})))
+        common = len(keys & own)
         if common:
             scored.append((len(keys) - common, -common, f"fragments/{path.stem}"))
     return [name for _, _, name in sorted(scored)]
 
 
-def _paths(fragment: str) -> Iterator[str]:
-    """Yield the paths for which a fragment has rules, those of fragments that it extends too."""
-    tree = yaml.safe_load((policy_folder() / "fragments" / f"{fragment}.yaml").read_text(encoding="utf-8")) or {}
-    for section in _SECTIONS:
-        yield from map(_plain, tree.get(section) or {})
-    blocks = tree.get("blocks") or {}
-    yield from map(_plain, blocks.get("modules") or {})
-    for place, names in (("", tree.get("extends")), ("", blocks.get("extends"))):
-        mounted = names if isinstance(names, dict) else {place: names}
-        for mount, listed in mounted.items():
-            for name in [listed] if isinstance(listed, str) else listed or ():
-                if name.startswith("fragments/"):
-                    yield from (join(_plain(mount), path) for path in _paths(name.removeprefix("fragments/")))
-
-
-def _plain(path: str) -> str:
-    return path.replace("?", "")
+def _paths(tree: dict[str, Any]) -> set[str]:
+    """The paths for which a policy, or a fragment with all that it extends, has rules; without their marks."""
+    sections = [tree.get(section) or {} for section in _SECTIONS]
+    sections.append((tree.get("blocks") or {}).get("modules") or {})
+    return {path.replace("?", "") for rules in sections for path in rules}
 
 
 def _without_repeats(model: PreTrainedModel, tree: dict[str, Any], wanted: Any) -> dict[str, Any] | None:
