@@ -9,9 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.tools.verification.recording import Collective, record
+from autopar.tools.verification.recording import Collective, recording_of
 
 __all__ = ["Collective", "described", "record", "replay", "replay_on_axis"]
+
+
+def record(work: Callable[[], Any]) -> list[Collective]:
+    """Return the collectives that ``work`` calls on torch's process groups, in order."""
+    with recording_of() as found:
+        work()
+    return found
 
 
 def replay(collectives: Sequence[Collective]) -> Callable[[], None]:

@@ -90,11 +90,14 @@ def _vocabulary(model: PreTrainedModel) -> int:
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:  # towers without words
         rows = None
+    return int(rows or getattr(_text_config(model), "vocab_size", None) or 16)
+
+
+def _text_config(model: PreTrainedModel) -> Any:
     try:
-        config: Any = model.config.get_text_config()
+        return model.config.get_text_config()
     except ValueError:  # it has several
-        config = model.config
-    return int(rows or getattr(config, "vocab_size", None) or 16)
+        return model.config
 
 
 def _labels(
@@ -242,7 +245,7 @@ def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict
         if not patches:
             raise
         inputs = {}
-    width = _width(model)
+    width = int(getattr(_text_config(model), "hidden_size", 0) or 1)
     whole = _required(inputs, taken, rows, length, width)
     if inputs:
         yield whole
@@ -255,14 +258,6 @@ def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict
     if "inputs_embeds" in taken and "input_ids" in inputs:
         embedded = torch.empty(rows, length, width, device="meta", dtype=model.dtype)
         yield {**{name: value for name, value in whole.items() if name != "input_ids"}, "inputs_embeds": embedded}
-
-
-def _width(model: PreTrainedModel) -> int:
-    try:
-        config: Any = model.config.get_text_config()
-    except ValueError:  # it has several
-        config = model.config
-    return int(getattr(config, "hidden_size", 0) or 1)
 
 
 def _required(
@@ -284,7 +279,8 @@ def _patches(config: PretrainedConfig, rows: int, taken: Any) -> Iterator[dict[s
     """Patches of all images in one row, with the sizes of the images: as flat numbers, or as small pictures."""
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in taken), None)
     main = next((name for name in ("hidden_states", "pixel_values") if name in taken), None)
-    side, channels = getattr(config, "patch_size", None), _channels(config)
+    side = getattr(config, "patch_size", None)
+    channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
     if grid is None or main is None or type(side) is not int or "input_ids" in taken:
         return
     more = {"merge_sizes": torch.full((rows,), 2)} if "merge_sizes" in taken else {}
@@ -300,7 +296,3 @@ def _patches(config: PretrainedConfig, rows: int, taken: Any) -> Iterator[dict[s
     ]
     for shape in dict.fromkeys(shapes):
         yield {main: torch.empty(shape, device="meta"), grid: sizes, **more}
-
-
-def _channels(config: PretrainedConfig) -> int:
-    return int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)

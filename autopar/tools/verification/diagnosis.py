@@ -23,7 +23,7 @@ from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import generated, prompt_of
 
-__all__ = ["culprit_of_error", "culprit_of_found", "culprit_of_parameter", "diagnose", "lines_of"]
+__all__ = ["culprit_of_error", "diagnose"]
 
 
 def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
@@ -36,7 +36,7 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
     find = {"forward": _forward, "generate": _generation, "backward": _training}.get(check)
     found = None if find is None else first_difference(over_ranks(gathered(find(session))))
     if found is not None:
-        return culprit_of_found(found, session.plan, session.policy)
+        return _culprit_of_found(found, session.plan, session.policy)
     if check == "backward" and any(row.what == "loss" for row in failed):
         return Culprit(
             "", "the loss of the batch differs, and no module's output: its parts are weighed in another way"
@@ -48,21 +48,17 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
         return Culprit("", f"{what} of {named.failing} of {named.of} parameters differ{why}")
     if named is not None:
         what = {"worst gradient": "the gradient of", "worst change of a weight": "the step of"}.get(named.what, "")
-        return culprit_of_parameter(named.name, what, session.plan, session.policy)
+        return _culprit_of_parameter(named.name, what, session.plan, session.policy)
     drawn = next((row for row in failed if check == "dropout" and row.note), None)
     if drawn is not None:
         module = drawn.name if drawn.difference is None else ""  # else it is a tensor of the outputs
-        lines = tuple(lines_of(session.plan, (module,), session.policy)) if module else ()
+        lines = tuple(_lines_of(session.plan, (module,), session.policy)) if module else ()
         return Culprit(module, drawn.note, lines, (module,))
     return None
 
 
 def _parameters(session: Session) -> set[str]:
     return {name for name, _ in session.plain.named_parameters()}
-
-
-def _comparison(session: Session) -> Comparison:
-    return Comparison(session.plan, session.stages, session.slices, session.mpu.pp.rank, session.tolerance)
 
 
 def _forward(session: Session) -> list[Event]:
@@ -80,7 +76,7 @@ def _compare_runs(session: Session, run: Callable[[Any], Any]) -> list[Event]:
         run(session.plain)
     with recorded(session.parallel) as mine:
         run(session.parallel)
-    return _comparison(session).forward(plain, mine)
+    return Comparison(session).forward(plain, mine)
 
 
 def _training(session: Session) -> list[Event]:
@@ -89,7 +85,7 @@ def _training(session: Session) -> list[Event]:
     session.plain.train()
     session.parallel.train()
     plain, mine = _recorded_step(session)
-    comparison = _comparison(session)
+    comparison = Comparison(session)
     gradients = [p.grad for p in session.plain.parameters() if p.grad is not None]
     largest = max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
     backward = comparison.backward(plain, mine, (session.plain, session.parallel), largest)
@@ -124,7 +120,7 @@ _NOTHING = "no line of the policy: the module has no rule"
 _FOLLOWING = 3  # modules that are listed besides
 
 
-def culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
+def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     """Describe the first difference of two recordings."""
     event, module = found.event, found.module
     size = "" if math.isinf(event.difference) else f" by {event.difference:.1e}"
@@ -143,13 +139,13 @@ def culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     elif event.kind == "gradient" and event.readers:
         text += f": {', '.join(event.readers[:4])} read{'s' if len(event.readers) == 1 else ''} it"
     modules = tuple(dict.fromkeys((module, event.path, *event.readers, *reversed(found.since))))
-    return Culprit(module, text, tuple(lines_of(plan, modules, policy)), modules)
+    return Culprit(module, text, tuple(_lines_of(plan, modules, policy)), modules)
 
 
-def culprit_of_parameter(name: str, what: str, plan: Plan, policy: str) -> Culprit:
+def _culprit_of_parameter(name: str, what: str, plan: Plan, policy: str) -> Culprit:
     """Describe a parameter that differs, whatever its module computes."""
     module = name.rpartition(".")[0]
-    return Culprit(module, f"{what} {name} differs".strip(), tuple(lines_of(plan, (module,), policy)), (module,))
+    return Culprit(module, f"{what} {name} differs".strip(), tuple(_lines_of(plan, (module,), policy)), (module,))
 
 
 def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, policy: str) -> Culprit | None:
@@ -162,7 +158,7 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
     if plan is None:
         return None
     if isinstance(error, ConsistencyError) and error.parameter in plan.tensors:
-        return culprit_of_parameter(error.parameter, "", plan, policy)
+        return _culprit_of_parameter(error.parameter, "", plan, policy)
     paths = {id(module): path for path, module in model.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
@@ -171,11 +167,11 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
         if path is not None:
             text = f"{path or 'the model'} raises {type(error).__name__}: {clip(' '.join(str(error).split()), 200)}"
             modules = (path, path.rpartition(".")[0])
-            return Culprit(path, text, tuple(lines_of(plan, modules, policy)), modules)
+            return Culprit(path, text, tuple(_lines_of(plan, modules, policy)), modules)
     return None
 
 
-def lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
+def _lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
     """Yield the lines of the policy that concern these modules, ``file:line: path: rule``, without doubles.
 
     Attributes that the plan changes come with the module; where it has no rule, those of its children, or of what is

@@ -66,10 +66,12 @@ class _Draws(TensorTracking):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | kwargs
+            names = [each.name for each in schema_of(func).arguments]
+            named, fused = dict(zip(names, args, strict=False)) | kwargs, "dropout_p" in names
             tensors = list(tensors_in(list(named.values())))
-            if (rate := _rate(func.__name__, named)) is not None and tensors:
-                x, fused = tensors[0], "dropout_p" in named
+            rate = named.get("dropout_p", 0.0) if fused else _rate(func.__name__, named)
+            if tensors and (rate or not fused):
+                x = tensors[0]
                 shape = (*x.shape[:-1], tensors[1].shape[-2]) if fused else tuple(x.shape)  # of the scores
                 module = self.stack[-1] if self.stack else ""
                 draw = Draw(module, shape, generator_state(x.device), rate)
@@ -77,10 +79,8 @@ class _Draws(TensorTracking):
         return func(*args, **kwargs)
 
 
-def _rate(operator: str, named: Mapping[str, Any]) -> float | None:
-    """Return the probability of a zero that an operator draws with, 0 if it is no dropout; None: it draws nothing."""
-    if "dropout_p" in named:
-        return named["dropout_p"] or None
+def _rate(operator: str, named: Mapping[str, Any]) -> float:
+    """Return the probability of a zero that an operator draws with; 0: it is no dropout."""
     given = named.get("p")
     if type(given) is not float:
         return 0.0

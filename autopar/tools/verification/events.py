@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.plan.plan import ModulePlan, Plan
+from autopar.plan.plan import ModulePlan
 from autopar.plan.stages import StagePlan
-from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, measure
+from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, local, local_part, measure
 from autopar.tools.verification.recording import Entry, Recording
-from autopar.tools.verification.slices import Slices, local_part
+from autopar.tools.verification.session import Session
 
-__all__ = ["Comparison", "Event", "Found", "first_difference", "over_ranks", "owners", "parent_of"]
+__all__ = ["Comparison", "Event", "Found", "first_difference", "over_ranks"]
+
+_PARTIAL = ("region", "experts", "once")  # what runs inside of them has parts of sums
+_SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
 
 
 class Event(NamedTuple):
@@ -68,21 +71,21 @@ def first_difference(events: Sequence[Event]) -> Found | None:
     since = [event.path for event in events[max(last, 0) : place]]
     module = event.path
     if event.kind == "input":
-        module = parent_of(event.path)
+        module = _parent_of(event.path)
         since.append(event.path)  # what it is given may be made by the code that calls it
     elif event.kind == "gradient" and event.readers:
         module = event.readers[0] if len(event.readers) == 1 else _common(event.readers)
     return Found(event, module, tuple(dict.fromkeys(path for path in since if path != module)))
 
 
-def parent_of(path: str) -> str:
+def _parent_of(path: str) -> str:
     """Return the path of the module around a module."""
     return path.rpartition(".")[0]
 
 
 def _common(paths: Sequence[str]) -> str:
     """The innermost module that holds all of them."""
-    split = [parent_of(path).split(".") for path in paths]
+    split = [_parent_of(path).split(".") for path in paths]
     common: list[str] = []
     for names in zip(*split, strict=False):
         if len(set(names)) > 1:
@@ -91,26 +94,18 @@ def _common(paths: Sequence[str]) -> str:
     return ".".join(common)
 
 
-_PARTIAL = ("region", "experts", "once")  # what runs inside of them has parts of sums
-_SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
-
-
 class Comparison:
-    """Compares what was recorded of one rank's model with what was recorded of the plain one.
+    """Compares what was recorded of one rank's model with what was recorded of the plain one."""
 
-    Args:
-        rank: of the pipeline axis.
-        tolerance: what rounding explains.
-    """
-
-    def __init__(self, plan: Plan, stages: StagePlan, slices: Slices, rank: int, tolerance: float) -> None:
-        self.plan, self.stages, self.slices, self.rank, self.tolerance = plan, stages, slices, rank, tolerance
-        self._partial = [path for path, module in plan.modules.items() if module.rule in _PARTIAL]
+    def __init__(self, session: Session) -> None:
+        self.plan, self.stages, self.slices = session.plan, session.stages, session.slices
+        self.rank, self.tolerance = session.mpu.pp.rank, session.tolerance
+        self._partial = [path for path, module in self.plan.modules.items() if module.rule in _PARTIAL]
 
     def forward(self, plain: Recording, mine: Recording) -> list[Event]:
         """Return an event for each tensor that a module was given or returned, in the plain model's order."""
         pairs = _paired(plain, mine)
-        here = owners(plain.entries, self.stages)
+        here = _owners(plain.entries, self.stages)
         events: list[Event] = []
         for entry, owner in zip(plain.entries, here, strict=True):
             other = pairs.get(entry.key) if owner == self.rank else None
@@ -130,7 +125,7 @@ class Comparison:
             largest: element of all gradients of parameters.
         """
         pairs = _paired(plain, mine)
-        here = owners(plain.entries, self.stages)
+        here = _owners(plain.entries, self.stages)
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
         for entry, owner in reversed(list(zip(plain.entries, here, strict=True))):
@@ -160,7 +155,7 @@ class Comparison:
                 yield self._event(entry, "parameter", name, Distance(float("inf"), "has a gradient in one of both"))
             elif parameter.grad is not None and other.grad is not None:
                 expected = local_part(self.plan, name, parameter.grad, self.slices.mpu.tp.rank)
-                yield self._event(entry, "parameter", name, measure(_local(other.grad), expected, floor))
+                yield self._event(entry, "parameter", name, measure(local(other.grad), expected, floor))
 
     def _compare(self, path: str, actual: torch.Tensor, expected: torch.Tensor, floor: float) -> Distance | None:
         planned: ModulePlan | None = self.plan.modules.get(path)
@@ -188,7 +183,7 @@ class Comparison:
         return Event(entry.path, kind, verdict, name, difference, entry.call, readers)
 
 
-def owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
+def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
     """Return for each entry the pipeline rank that computes it: that of the last block that began before."""
     places = {path: place for place, path in enumerate(stages.elements) if place != stages.encoder}
     result: list[int] = []
@@ -227,10 +222,6 @@ def _paired(plain: Recording, mine: Recording) -> dict[Any, Entry]:
 def _innermost(paths: Sequence[str]) -> list[str]:
     listed = list(dict.fromkeys(paths))
     return [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:

@@ -29,8 +29,8 @@ from autopar.tools.verification.report import Report
 
 __all__ = ["Work", "run_on_ranks"]
 
-Work = Callable[[Callable[[Report], None]], Report]
-"""Done on each rank; it is given what to call with a report when the rank fails while others may wait for it."""
+Work = Callable[..., Report]
+"""Done on each rank; its ``alarm`` is to be called with a report when the rank fails while others may wait for it."""
 
 _GRACE = 20.0  # seconds that the others of a rank that failed get to come to the same verdict
 _PATIENCE = timedelta(minutes=10)
@@ -137,7 +137,7 @@ def _main(work: Work, rank: int, world: int, folder: str, device: str, pipe: Any
             backend = "cpu:gloo,cuda:nccl"
         place = f"file://{folder}/rendezvous"
         dist.init_process_group(backend, init_method=place, rank=rank, world_size=world, timeout=_PATIENCE)
-        pipe.send(("report", work(lambda report: pipe.send(("alarm", report)))))
+        pipe.send(("report", work(alarm=lambda report: pipe.send(("alarm", report)))))
         code = 0
     except AutoparError as error:
         pipe.send((type(error).__name__, str(error)))

@@ -15,10 +15,10 @@ from autopar.checks.forward import leaves
 from autopar.distributed.axis import Axis
 from autopar.foreign.autograd import in_backward
 from autopar.pipeline_parallel.outputs import complete
-from autopar.tensor_tracking import TensorTracking
+from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.report import Traffic
 
-__all__ = ["Collective", "Entry", "Recording", "counted", "record", "recorded", "recording_of", "running"]
+__all__ = ["Collective", "Entry", "Recording", "counted", "recorded", "recording_of", "running"]
 
 
 @dataclass
@@ -30,7 +30,6 @@ class Entry:
         call: how often the module was called before.
         tensors: by their names among arguments or results.
         gradients: of those that had one.
-        sources: name -> the entry of the module that made the tensor, for an input that is some module's output.
         readers: name -> paths of modules that were given the tensor, for an output.
     """
 
@@ -39,7 +38,6 @@ class Entry:
     call: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    sources: dict[str, Entry] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -75,7 +73,6 @@ class Recording:
         made = self._made.get(id(value))
         if entry.kind == "input" and made is not None:
             source, output = made
-            entry.sources[name] = source
             source.readers.setdefault(output, []).append(entry.path)
             return  # compared where it was made
         if entry.kind == "output" and made is None:
@@ -163,46 +160,32 @@ class _Recorder(TensorTracking):
 
     def note(self, name: str, args: Any) -> None:
         """Note a call: what a rank gives is the smallest of its tensors."""
-        tensors = [entry for entry in _flat(args) if isinstance(entry, torch.Tensor)]
-        if tensors:
+        if tensors := list(tensors_in(args)):
             own = min(tensors, key=lambda tensor: tensor.numel())
             self.found.append(Collective(name, own.numel(), own.dtype))
 
 
-class _Transport:
-    """A transport that notes each collective of an axis."""
-
-    def __init__(self, transport: Any, recorder: _Recorder) -> None:
-        self._transport, self._recorder = transport, recorder
-
-    def run(self, name: str, *args: Any) -> bool:
-        done: bool = self._transport.run(name, *args)
-        if done:
-            self._recorder.note(name, args)
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-def record(work: Callable[[], Any]) -> list[Collective]:
-    """Return the collectives that ``work`` calls on torch's process groups, in order."""
-    with _Recorder() as recorder:
-        work()
-    return recorder.found
-
-
 @contextmanager
-def recording_of(axis: Axis) -> Iterator[list[Collective]]:
+def recording_of(axis: Axis | None = None) -> Iterator[list[Collective]]:
     """Record inside what torch's process groups carry, and what memory that the ranks of ``axis`` share does."""
-    transport = axis.transport
+    transport: Any = None if axis is None else axis.transport
     with _Recorder() as recorder:
-        if transport is not None:
-            axis.transport = _Transport(transport, recorder)
+        if transport is None:
+            yield recorder.found
+            return
+        plain = transport.run
+
+        def run(name: str, *args: Any) -> bool:
+            done: bool = plain(name, *args)
+            if done:
+                recorder.note(name, args)
+            return done
+
+        transport.run = run
         try:
             yield recorder.found
         finally:
-            axis.transport = transport
+            del transport.run
 
 
 _KINDS = {  # torch's and the transport's names -> the field's
@@ -227,7 +210,3 @@ def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
         calls[kind] += 1
         sizes[kind] += each.bytes
     return tuple(Traffic(kind, calls[kind], size) for kind, size in sizes.most_common() if kind != "receive")
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for entry in value for leaf in _flat(entry)] if isinstance(value, list | tuple) else [value]

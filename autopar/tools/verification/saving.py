@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
-from autopar.tools.verification.outputs import Distance, measure, of_first
+from autopar.tools.verification.outputs import Distance, local, measure, of_first
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
-from autopar.tools.verification.training import Named, local, pairs, weights, worst_row
+from autopar.tools.verification.training import Named, pairs, weights, worst_row
 
 __all__ = ["reshard", "save"]
 

@@ -30,19 +30,13 @@ from autopar.tensor_parallel.hooks import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, part_of
 from autopar.tools.verification.dropout import Rate, switch_off
-from autopar.tools.verification.outputs import named, reseed, tolerance_of, total_loss
+from autopar.tools.verification.outputs import Slices, named, reseed, tolerance_of, total_loss
 from autopar.tools.verification.recording import Collective
 from autopar.tools.verification.report import RankMemory
-from autopar.tools.verification.slices import Slices
 
-__all__ = ["Batch", "PlainModelError", "Session", "make_optimizer"]
+__all__ = ["Batch", "PlainModelError", "Session"]
 
 _RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their rounding
-
-
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of both models."""
-    return torch.optim.AdamW(parameters, lr=_RATE)
 
 
 class PlainModelError(Exception):
@@ -79,10 +73,9 @@ class Session:
         given = None if policy in (None, DERIVE) else read_user_policy(policy)
         self.parts, self.config = fit(self.plain, config, self.batches, given)
         self.parallel: Any = copy.deepcopy(self.plain)
-        self.optimizers = (make_optimizer(self.plain.parameters()), make_optimizer(self.parallel.parameters()))
-        self.parallel, _ = autopar.api.initialize(
-            self.parallel, self.config, policy=policy, optimizer=self.optimizers[1]
-        )
+        plain, parallel = (torch.optim.AdamW(m.parameters(), lr=_RATE) for m in (self.plain, self.parallel))
+        self.optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] = plain, parallel
+        self.parallel, _ = autopar.api.initialize(self.parallel, self.config, policy=policy, optimizer=parallel)
         self.state, self.mpu = self.parallel._autopar, self.parallel.mpu
         draw_seeds_alike(self.plain)  # which each process would take for itself
         self.plain.to(self.mpu.device)

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
     Distance,
+    local,
+    local_part,
     measure,
     of_first,
     reseed,
@@ -23,19 +25,8 @@ from autopar.tools.verification.outputs import (
 from autopar.tools.verification.recording import recording_of
 from autopar.tools.verification.report import RankMemory, Row
 from autopar.tools.verification.session import Session
-from autopar.tools.verification.slices import local_part
 
-__all__ = [
-    "backward",
-    "forward",
-    "generate",
-    "generated",
-    "memory_of",
-    "prompt_of",
-    "step",
-    "weights",
-    "worst_row",
-]
+__all__ = ["backward", "forward", "generate", "generated", "memory_of", "prompt_of", "step", "weights", "worst_row"]
 
 _SMALL = 0.05  # of the largest gradient or step: what is smaller is measured by this
 _TOKENS = 6  # that are generated
@@ -83,12 +74,6 @@ def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     for name, mine in session.parallel.named_parameters():
         if not mine.is_meta:
             yield name, mine, plain[name]
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """Return the tensor, put together where FSDP has sharded it over replicas."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # -- forward ----------------------------------------------------------------------------------------------------------

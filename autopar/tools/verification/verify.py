@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,25 +86,11 @@ def verify(
     listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
     if not listed:
         raise ConfigError("batches is empty: give at least one dict of the model's arguments")
-    work = _Work(model, parsed, policy, listed, chosen)
+    work = partial(verify_on_ranks, model, parsed, policy, listed, chosen)
     if job == 1:
         return run_on_ranks(work, world, device=device, timeout=timeout)
     with kept():  # the script goes on with its own random states
         return work()
-
-
-@dataclass
-class _Work:
-    """The work of every rank; an object, so that it can be pickled."""
-
-    model: nn.Module
-    config: ParallelConfig
-    policy: Any
-    batches: list[Batch]
-    checks: tuple[str, ...]
-
-    def __call__(self, alarm: Callable[[Report], None] | None = None) -> Report:
-        return verify_on_ranks(self.model, self.config, self.policy, self.batches, self.checks, alarm=alarm)
 
 
 def _world(config: Any, dp: int) -> int:
