@@ -11,7 +11,7 @@ import transformers
 import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import AutoparError, ConfigError
-from autopar.tools.planner.model_states import RankBytes
+from autopar.tools.planner.model_states import ModelStates, RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.pool import pooled
 from tests.random_models import Case, build, cases, kind
@@ -55,14 +55,15 @@ def _held(model: Any, optimizer: Any) -> RankBytes:
 def _compare(case: Case, name: str) -> None:
     model = build(case, 6, 3)
     try:
-        planned = PlannedModel(model, sequence=8, fp32_gradients=False)
+        planned = PlannedModel(model, sequence=8)
         parsed = ParallelConfig.parse(CONFIGS[name])
-        states = planned.states(parsed.tensor_parallel_size, parsed.expert_parallel_size > 1)
+        plan = planned.plan(parsed.tensor_parallel_size, parsed.expert_parallel_size > 1)
+        states = ModelStates(model, planned.inner, plan, fp32_gradients=False)
         stages = planned.stages(parsed)
         if parsed.context_parallel_size > 1:
-            planned.row_plan(parsed.context_parallel_size)
+            planned.plans.rows(parsed.context_parallel_size)
         if parsed.sequence_parallel:
-            planned.sequence_plan(parsed.tensor_parallel_size)
+            planned.plans.sequence(parsed.tensor_parallel_size, planned.plans.stages(1))
     except AutoparError as refused:  # then initialize refuses it too
         with pytest.raises(type(refused)):
             autopar.initialize(model, CONFIGS[name])

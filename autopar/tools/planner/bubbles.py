@@ -100,20 +100,6 @@ class Played:
         """From the first action to the end of the last one."""
         return max((row[-1].end for row in self.ranks if row), default=0.0)
 
-    def busy(self, rank: int) -> float:
-        """Return for how long a rank computes."""
-        return sum(slot.end - slot.start for slot in self.ranks[rank])
-
-    def bubble(self) -> float:
-        """Return which part of the time the rank that works most waits; 0 to 1."""
-        longest = max(self.busy(rank) for rank in range(len(self.ranks)))
-        return 1 - longest / self.time if self.time else 0.0
-
-    def idle(self) -> float:
-        """Return which part of all ranks' time they wait; 0 to 1."""
-        total = self.time * len(self.ranks)
-        return 1 - sum(map(self.busy, range(len(self.ranks)))) / total if total else 0.0
-
 
 def play(
     lists: Sequence[Sequence[Action]],

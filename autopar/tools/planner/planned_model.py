@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
 from autopar.context_parallel import apply as context_parallel
-from autopar.context_parallel.state import RowPlan
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
@@ -31,7 +30,6 @@ from autopar.tensor_parallel import sequence_parallel
 from autopar.tensor_parallel.apply import keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel import SequencePlan
 from autopar.tools.planner.activations import count_forward
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.model_states import ModelStates
@@ -63,7 +61,6 @@ class PlannedModel:
         precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
         optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
         loss_chunk, method: as in the configuration; the method of context parallelism.
-        fp32_gradients: see :class:`~autopar.tools.planner.model_states.ModelStates`.
         dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
             one forward. A search does that for what it has found (:meth:`rehearse`).
 
@@ -81,7 +78,6 @@ class PlannedModel:
         optimizer: str = "adamw",
         loss_chunk: int = 0,
         method: str = "auto",
-        fp32_gradients: bool = True,
         dry_run: bool = True,
     ) -> None:
         own = given_policy(model, policy)
@@ -94,7 +90,7 @@ class PlannedModel:
             )
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
-        self._chunk, self._method, self._fp32_gradients, self._dry_run = loss_chunk, method, fp32_gradients, dry_run
+        self._chunk, self._method, self._dry_run = loss_chunk, method, dry_run
         self._shard: tuple[Rows, _Shard] | None = None
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, bool], ModelStates] = {}
@@ -125,18 +121,8 @@ class PlannedModel:
         """Return what the ranks hold of the model."""
         key = (tp, by_expert)
         if key not in self._states:
-            self._states[key] = ModelStates(
-                self.model, self.inner, self.plan(*key), self.optimizer, fp32_gradients=self._fp32_gradients
-            )
+            self._states[key] = ModelStates(self.model, self.inner, self.plan(*key), self.optimizer)
         return self._states[key]
-
-    def sequence_plan(self, tp: int, by_expert: bool = False) -> SequencePlan:
-        """Return what runs over rows with sequence parallelism. Raises ConfigError if the rehearsal refuses it."""
-        return self.plans.sequence(tp, self._one_stage, by_expert=by_expert)
-
-    def row_plan(self, cp: int) -> RowPlan:
-        """Return what runs over rows with context parallelism. Raises ConfigError if the rehearsal refuses it."""
-        return self.plans.rows(cp)
 
     def count(self, rows: Rows, batch: int) -> ForwardCount:
         """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
@@ -209,11 +195,11 @@ class PlannedModel:
             config.use_cache = False
         ends = set[str]()
         if rows.sequence_parallel:
-            sequence = self.sequence_plan(rows.tp, rows.by_expert)
+            sequence = self.plans.sequence(rows.tp, self._one_stage, by_expert=rows.by_expert)
             sequence_parallel.apply(shard, sequence, region)
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
-            context = self.row_plan(rows.cp)
+            context = self.plans.rows(rows.cp)
             context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
             ends = {paths[-1] for paths in context.lists}
         shard.train()
