@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from autopar.errors import AutoparError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.policy.extends import PolicyName, extended
-from autopar.policy.files import policy_folder
+from autopar.policy.files import PolicyName, extended, policy_folder
 from autopar.policy.load import read_user_policy
 from autopar.policy.yaml_reader import plain
 
