@@ -53,7 +53,7 @@ _SAVING: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_original_format": ((None, True), "merged files always have the names of the hub"),
     "distributed_checkpoint": ((None, False), "give autopar.checkpoint.to_dtensor_state_dict(model) to torch's savers"),
     "scheduler": ((), "its name here is lr_scheduler"),
-    "tokenizer": ((None,), "call tokenizer.save_pretrained(folder) on rank 0 afterwards"),
+    "processing_class": ((), "its name here is tokenizer"),
     "step": ((), "put it into extra={'step': ...}"),
     "epoch": ((), "put it into extra={'epoch': ...}"),
 }

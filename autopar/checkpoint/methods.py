@@ -54,6 +54,7 @@ def save_parallelized(
     keep_last: int | None = None,
     async_save: bool = False,
     adapter_only: bool = False,
+    tokenizer: Any = None,
     **others: Any,
 ) -> None:
     """Save the model, and what training needs to go on. Every rank calls it, with the same arguments.
@@ -75,14 +76,14 @@ def save_parallelized(
             are names of the model's tensors, and whose tensors have the shapes of this rank's shards (an EMA), is
             saved like the optimizer's state, and each rank gets its own shards back, on any mesh.
         keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
-            remain, the ones that were saved last whatever their numbers: first those that the run left behind when it
-            went back to an earlier one with ``from_parallelized``, then the oldest. Files in their folders that no
-            save has written stay there.
+            remain, the ones saved last: those that the run left behind when it went back to an earlier one go first,
+            then the oldest. Files in their folders that no save has written stay there.
         async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
         adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
             ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
             files in the folder stay there. Goes together with no argument but ``timeout``.
+        tokenizer: tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
         others: ``push_to_hub=True`` with ``merge_checkpoints=True`` uploads the files of the folder afterwards, once;
             ``repo_id`` (by default the folder's name), ``private``, ``token``, ``commit_message``, ``revision`` ... are
             then those of transformers. Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for
@@ -94,7 +95,7 @@ def save_parallelized(
     """
     how: dict[str, Any] = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size, "format": format}
     how |= {"keep_last": keep_last, "async_save": async_save}
-    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
+    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
     _save(self, directory, how, training, timeout, others, adapter_only=adapter_only)
 
 

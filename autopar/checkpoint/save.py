@@ -45,6 +45,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :meth:`SaveRequest.of`."""
     state = state_of(model)
@@ -61,10 +62,12 @@ def save(
             )
         if request.merge:
             check_merged(model)
+        if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+            raise CheckpointError(f"tokenizer= must have save_pretrained, which a {type(tokenizer).__name__} has not")
         local = snapshot(model, optimizer, lr_scheduler, extra)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"model": model_id, "saved with": given, **asdict(request)}
-        return call, _Writer(state, request, config_writer(model)), local
+        return call, _Writer(state, request, config_writer(model), tokenizer), local
 
     writer, local = prepare_alike(model, timeout, prepare)
     if local.fsdp:
@@ -123,8 +126,10 @@ def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
 class _Writer:
     """Write one save after all checks; can run in the background."""
 
-    def __init__(self, state: State, request: SaveRequest, write_config: Callable[[Path], None]) -> None:
-        self.state, self.request, self.write_config = state, request, write_config
+    def __init__(
+        self, state: State, request: SaveRequest, write_config: Callable[[Path], None], tokenizer: Any
+    ) -> None:
+        self.state, self.request, self.write_config, self.tokenizer = state, request, write_config, tokenizer
         self.staging: Staging | None = None
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
@@ -166,6 +171,8 @@ class _Writer:
         known = {path.name for path in temp.iterdir()}
         self.write_config(temp)
         along = {path.name: file_checksum(path) for path in temp.iterdir() if path.name not in known}
+        if self.tokenizer is not None:  # the user's files, as those that are there already: not checked
+            self.tokenizer.save_pretrained(temp)
         order = next_order(self.staging.target)
         resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +176,24 @@ def test_half_precision_is_saved_as_it_is_and_loading_converts_with_a_warning(tm
     assert torch.equal(other.embed.weight, model.embed.weight.float())
     model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
     assert load_file(tmp_path / "merged" / "model.safetensors")["qkv.weight"].dtype == torch.bfloat16
+
+
+class Words:
+    """Stand in for a tokenizer."""
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        (Path(folder) / "tokenizer.json").write_text("words")
+
+
+@pooled(world_size=2)
+def test_the_tokenizers_files_come_along(tmp_path):
+    model = tiny(MPU(tensor_parallel_size=2))
+    shards, whole = tmp_path / "ckpt", tmp_path / "whole"
+    model.save_parallelized(shards, tokenizer=Words())
+    model.save_parallelized(shards)  # they are the user's, and stay
+    model.save_parallelized(whole, merge_checkpoints=True, tokenizer=Words())
+    model.from_parallelized(shards)
+    if dist.get_rank() == 0:
+        merge_checkpoint(shards, tmp_path / "merged")
+        for folder in (shards, whole, tmp_path / "merged"):
+            assert (folder / "tokenizer.json").read_text() == "words"

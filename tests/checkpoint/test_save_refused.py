@@ -58,6 +58,7 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
         ({"directory": x, "scheduler": 3}, "does not take scheduler=3: its name here is lr_scheduler"),
         ({"directory": x, "max_shard_sise": 3}, "has no argument 'max_shard_sise'. Did you mean 'max_shard_size'?"),
         ({"directory": x, **({"optimiser": 3} if mpu.rank == 1 else {})}, "'optimiser'. Did you mean 'optimizer'?"),
+        ({"directory": x, "tokenizer": 3}, "tokenizer= must have save_pretrained, which a int has not"),
         ({"directory": 3}, "directory=3 must be a path"),
         ({"directory": ""}, "directory='' must be a path"),
         ({"directory": x, "merge_checkpoints": "yes"}, "merge_checkpoints='yes'"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks import tables
 from benchmarks.results import FOLDER, read_all
@@ -78,6 +78,7 @@ def test_the_loop_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("trained", "replicas", "alone"):
         found = load_file(tmp_path / name / "model.safetensors")
         assert found.keys() == wanted.keys()
+        assert AutoTokenizer.from_pretrained(tmp_path / name)("a shard")["input_ids"] == [3, 4]
         assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) < 2e-5, name
 
 

@@ -87,10 +87,7 @@ def plan(
             print(json.dumps(to_json(estimator, space, found), indent=1))
         else:
             _show(estimator, space, found)
-        if found.best:
-            _write(estimator, space, found, output, svg)
-    if not found.best:
-        raise typer.Exit(1)
+        _write(estimator, space, found, output, svg)
 
 
 def _estimator(
@@ -124,6 +121,8 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
     from autopar.tools.planner.report import gigabytes, yaml_of
     from autopar.tools.planner.svg import draw
 
+    if not found.best:
+        raise typer.Exit(1)
     best, model = found.best[0], estimator.model
     title = f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}"
     if output is not None:

@@ -121,8 +121,7 @@ def plan_memory(
         for t in range(tp)
     }
     kept = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(cp)}
-    by_rank = {(p, d, t): kept[t, d % cp][p] for p, d, t in ranks}
-    return MemoryPlan(ranks, by_rank, estimator.memory(candidate))
+    return MemoryPlan(ranks, {(p, d, t): kept[t, d % cp][p] for p, d, t in ranks}, estimator.memory(candidate))
 
 
 def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, cp: int) -> Sequence[int]:
