@@ -170,9 +170,10 @@ class _Writer:
         temp = self.staging.temp
         known = {path.name for path in temp.iterdir()}
         self.write_config(temp)
-        along = {path.name: file_checksum(path) for path in temp.iterdir() if path.name not in known}
-        if self.tokenizer is not None:  # the user's files, as those that are there already: not checked
+        if self.tokenizer is not None:
             self.tokenizer.save_pretrained(temp)
+        written = (path for path in temp.iterdir() if path.is_file() and path.name not in known)
+        along = {path.name: file_checksum(path) for path in written}
         order = next_order(self.staging.target)
         resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)

@@ -193,6 +193,10 @@ def test_the_tokenizers_files_come_along(tmp_path):
     model.save_parallelized(shards)  # they are the user's, and stay
     model.save_parallelized(whole, merge_checkpoints=True, tokenizer=Words())
     model.from_parallelized(shards)
+    for step in (1, 2):
+        model.save_parallelized(tmp_path / f"step-{step}", tokenizer=Words(), keep_last=1)
+    dist.barrier()
+    assert not (tmp_path / "step-1").exists(), "they are part of a checkpoint, and go with it"
     if dist.get_rank() == 0:
         merge_checkpoint(shards, tmp_path / "merged")
         for folder in (shards, whole, tmp_path / "merged"):
