@@ -47,7 +47,7 @@ def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
         if best.without_module:
             lines.append(f"  and from which rules must be deleted (NAME: ~): {_listed(best.without_module)}")
     lines.append(f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}")
-    lines.append(f"'autopar policy list' prints the {len(kinds)} model types that have one.")
+    lines.append("'autopar policy list' prints the model types that have one.")
     return "".join(f"\n  {line}" for line in lines)
 
 

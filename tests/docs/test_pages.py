@@ -68,6 +68,11 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
         assert f"](docs/{page.name}" in text, page.name
 
 
+def test_the_readme_counts_the_tutorials() -> None:
+    words = {19: "nineteen", 20: "twenty", 21: "twenty-one", 22: "twenty-two"}
+    assert f"{words[len(list((ROOT / 'tutorials').glob('[0-9]*.py')))]} scripts" in README.read_text()
+
+
 def test_anchors_are_those_of_headings() -> None:
     text = "# One `two`: three\n\n```python\n# no heading\n```\n\n### 2. Check it, now\n"
     assert anchors(text) == {"one-two-three", "2-check-it-now"}
