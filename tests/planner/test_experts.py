@@ -65,10 +65,10 @@ def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> 
 
 
 @pytest.mark.tier("all")
-def test_a_column_for_whole_experts_where_some_have_them(folder: Path) -> None:
+def test_a_row_for_whole_experts_where_some_have_them(folder: Path) -> None:
     table = run(folder / "mixtral", *SIZES, "--by-expert").stdout
-    assert " EP " in table and "whole experts" not in table.splitlines()[0]
-    assert " EP " not in run(folder / "llama", *SIZES).stdout
+    assert "\n whole experts " in table
+    assert "\n whole experts " not in run(folder / "llama", *SIZES).stdout
 
 
 def test_a_dense_model_has_none(folder: Path) -> None:
