@@ -34,13 +34,13 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 480,
-    "checkpoint": 5930,
+    "checkpoint": 5940,
     "checks": 2040,
     "config": 900,
     "context_parallel": 2430,
     "data_parallel": 2120,
     "deferred_init": 1100,
-    "distributed": 3650,
+    "distributed": 3670,
     "dry_run": 3360,
     "foreign": 910,
     "integrations": 1770,

@@ -26,6 +26,7 @@ from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import State, listed, local_tensors, parameters_elsewhere, state_of
 from autopar.distributed.agree import rank_zero
+from autopar.distributed.failures import waiting
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
@@ -173,12 +174,13 @@ class _Adapters:
 
     def write(self, target: Path, local: Mapping[str, torch.Tensor]) -> None:
         """Write what all ranks hold: their tensors, by canonical names. Collective."""
-        weights, rank = WholeWeights(self.state, dict(local)), self.state.mpu.rank
+        weights, mpu = WholeWeights(self.state, dict(local)), self.state.mpu
         whole = {}
-        for name in sorted(self.names):
-            tensor = weights.whole(name)
-            if rank == 0:
-                whole[name] = tensor.cpu()
+        with waiting(mpu, "gathering the adapters", range(mpu.world_size)):
+            for name in sorted(self.names):
+                tensor = weights.whole(name)
+                if mpu.rank == 0:
+                    whole[name] = tensor.cpu()
         untouched = f"The adapters in {target} are as they were."
         rank_zero(self.state.mpu, lambda: self._write(whole, target), lambda: untouched)
 

@@ -33,7 +33,7 @@ from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import Generators
+from autopar.distributed.rng import Generators, begun_stream
 from autopar.errors import ConsistencyError
 
 __all__ = ["ForwardCheck", "leaves", "named_arguments", "parameters_of"]
@@ -152,8 +152,9 @@ class ForwardCheck:
         before, self._before = self._before, None
         if before is None:
             return
-        now = Generators.now().digests()
-        new = {name for name, state in now.items() if before.get(name, state) != state} - self._drawn[model.training]
+        now, begun = Generators.now().digests(), begun_stream()
+        new = {name for name, state in now.items() if state not in (before.get(name, state), begun.get(name))}
+        new -= self._drawn[model.training]
         if new:
             self._drawn[model.training] |= new
             states = {name: before[name] for name in sorted(new)}

@@ -275,7 +275,7 @@ class ResumableSampler(DistributedSampler[Any]):
     """A ``DistributedSampler`` that can go on in the middle of an epoch, on any number of replicas.
 
     Replicas take turns along one order of all samples, so what any number of them has seen is a beginning of it. The
-    rest is dealt out in the same way.
+    rest is split in the same way.
 
     Attributes:
         samples: of the epoch's order, those that were given out so far; the loader counts.

@@ -23,6 +23,7 @@ __all__ = [
     "Generators",
     "TorchGenerators",
     "base_seed",
+    "begun_stream",
     "follow_streams",
     "kept",
     "same_draws",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _followers: list[Callable[[], None]] = []  # called when another stream begins
+_begun: list[TorchGenerators] = []  # the states with which the last stream began
 
 
 class TorchGenerators(NamedTuple):
@@ -60,6 +62,11 @@ class TorchGenerators(NamedTuple):
         cpu = torch.Generator().manual_seed(seed).get_state()
         found = accelerator() if cuda else None
         return cls(cpu, None if found is None else found.seeded(seed))
+
+    def digests(self) -> dict[str, str]:
+        """Hash each state: name for messages -> 12 characters."""
+        states = {"random state of torch": self.cpu, "random state of torch (GPU)": self.cuda}
+        return {name: _digest(state.numpy().tobytes()) for name, state in states.items() if state is not None}
 
     def restore(self) -> None:
         """Go on from these states; a GPU's is left alone if there is none."""
@@ -94,13 +101,14 @@ class Generators(NamedTuple):
 
     def digests(self) -> dict[str, str]:
         """Hash each state: name for messages -> 12 characters."""
-        digests = {
-            "random state of torch": self.torch.cpu.numpy().tobytes(),
-            "random state of torch (GPU)": b"" if self.torch.cuda is None else self.torch.cuda.numpy().tobytes(),
-            "random state of Python's random": repr(self.python).encode(),
-            "random state of numpy": repr(_plain(self.numpy)).encode(),
+        return self.torch.digests() | {
+            "random state of Python's random": _digest(repr(self.python).encode()),
+            "random state of numpy": _digest(repr(_plain(self.numpy)).encode()),
         }
-        return {name: hashlib.blake2b(data, digest_size=6).hexdigest() for name, data in digests.items() if data}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
 def _plain(state: Any) -> Any:
@@ -131,6 +139,12 @@ def switch_stream(seed: int) -> None:
     seed_torch(seed)
     for follow in list(_followers):
         follow()
+    _begun[:] = [TorchGenerators.now()]
+
+
+def begun_stream() -> dict[str, str]:
+    """Hash the states with which the last stream began, by their names in messages: a switch is no draw."""
+    return _begun[0].digests() if _begun else {}
 
 
 def follow_streams(follow: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -301,7 +302,7 @@ def _entries_of(plan: Plan, blocks: Sequence[str]) -> tuple[set[str], set[str]]:
     return _outermost(entries, wholes), _outermost(wholes)
 
 
-def _outermost(paths: set[str], others: set[str] = frozenset()) -> set[str]:  # type: ignore[assignment]
+def _outermost(paths: set[str], others: AbstractSet[str] = frozenset()) -> set[str]:
     """Return the paths that do not lie below another one of them, nor below or among the others."""
     return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
 

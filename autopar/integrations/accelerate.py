@@ -189,7 +189,7 @@ def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
 
 
 def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.process_index``, the rank in the world but where batches are dealt out."""
+    """The body of ``Accelerator.process_index``, the rank in the world; of the replica where batches are split."""
     mpu = mesh_of(accelerator) if _dealing.get() else None
     return plain(accelerator) if mpu is None else mpu.dp.rank
 
