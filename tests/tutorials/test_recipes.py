@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,22 +107,46 @@ def test_the_recipe_for_ray_compiles_and_imports_ray_at_the_top_alone() -> None:
     assert {"ray.train", "ray.train.torch"} < top and not {"torch", "autopar"} & top
 
 
-@pytest.mark.tier("all")
-def test_ray_trains_and_goes_on(tmp_path: Path) -> None:
+def ray_train(folder: Path, steps: int, workers: int = 2) -> subprocess.Popen[str]:
+    """Start the recipe for Ray, with all workers in one replica."""
     pytest.importorskip("ray.train", reason="Ray Train is not installed: pip install 'ray[train]'")
-    for steps, first in ((4, 2), (8, 6)):
-        done = subprocess.run(
-            [sys.executable, RECIPES / "ray_train.py", "--folder", tmp_path / "run", "--steps", str(steps)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed = re.findall(r"step (\d+): loss", done.stdout + done.stderr)
-        assert [int(step) for step in printed] == [first, first + 2]
+    sizes = ["--steps", str(steps), "--workers", str(workers), "--tensor-parallel-size", str(workers)]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, RECIPES / "ray_train.py", "--folder", folder, *sizes],
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Wait for the end, and return the loss of each step that was printed. (Ray prints some lines twice.)"""
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
+    return dict(re.findall(r"step (\d+): loss ([\d.]+)", text))
+
+
+@pytest.mark.tier("all")
+def test_ray_trains_as_one_process_and_goes_on(tmp_path: Path) -> None:
+    alone = losses(ray_train(tmp_path / "alone", 8, workers=1))
+    first, second = (losses(ray_train(tmp_path / "run", steps)) for steps in (4, 8))
+    assert list(first) == ["2", "4"] and list(second) == ["6", "8"]
+    assert first | second == alone
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-6", "step-8"}
+
+
+@pytest.mark.tier("all")
+def test_ray_goes_on_after_a_worker_is_killed(tmp_path: Path) -> None:
+    process = ray_train(tmp_path / "run", 200)
+    deadline = time.monotonic() + 120
+    while not any((tmp_path / "run").glob("step-*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    workers = subprocess.run(["pgrep", "-f", "ray::RayTrainWorker"], capture_output=True, text=True, check=True)
+    os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+    assert list(losses(process))[-1] == "200"
 
 
 @pytest.mark.tier("sweep")

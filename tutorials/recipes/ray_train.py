@@ -24,7 +24,10 @@ def train(config: dict[str, Any]) -> None:
     import autopar
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128))
+    config_of_model = GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = GPT2LMHeadModel(config_of_model)  # yours; without dropout its losses are those of one process
     model = autopar.initialize(model, {"tp": config["tp"]})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     extra: dict[str, Any] = {"step": 0}
