@@ -38,7 +38,7 @@ class Call(NamedTuple):
     Attributes:
         prefix, inner: path and object of the Hugging Face model; of a plain module ``""`` and itself.
         policy: the one that fits; ``own_policy``: the user gave it.
-        optimizer: parameters of each of its groups, by name.
+        optimizer: of each of its groups, how it is stepped, and its parameters by name.
     """
 
     config: ParallelConfig
@@ -125,7 +125,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
     def check(plan: Plan) -> None:
         check_forwards(model, plan)
         if optimizer is not None:
-            check_state(optimizer, model, plan, call.config.zero_stage)
+            check_state(optimizer, model, plan, call.config)
 
     def make() -> tuple[Plans, Materializer]:
         plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from autopar.checkpoint.dtensor import as_dtensor, to_dtensor_state_dict
 from autopar.checkpoint.optimizer_metadata import COUNTERS
 from autopar.checkpoint.optimizer_state import named_groups, new_option, take
-from autopar.checkpoint.optimizer_weights import owns, step_of
+from autopar.checkpoint.optimizer_weights import keeps_state, step_of
 from autopar.checkpoint.state import State, listed, state_of
 from autopar.errors import CheckpointError
 
@@ -138,7 +138,7 @@ def _add_state(optimizer: Optimizer, groups: list[list[tuple[str, nn.Parameter]]
         for name, parameter in named:
             if isinstance(parameter, DTensor):
                 raise CheckpointError(f"{name} is sharded over the replicas (fully_shard).\n{_INSTEAD}")
-            if parameter.requires_grad and not optimizer.state.get(parameter) and owns(optimizer, parameter):
+            if parameter.requires_grad and not optimizer.state.get(parameter) and keeps_state(optimizer, parameter):
                 first = _first_state(optimizer, group, parameter)
                 if first:
                     made[parameter] = first
@@ -147,8 +147,10 @@ def _add_state(optimizer: Optimizer, groups: list[list[tuple[str, nn.Parameter]]
 
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """Return the state that an optimizer of the same class makes for a parameter of zeros with gradients of zero."""
-    zeros = nn.Parameter(torch.zeros_like(parameter))
-    zeros.grad = torch.zeros_like(parameter)
+    step = step_of(optimizer)
+    shape = parameter.shape if step is None else step.whole.shape(parameter)
+    zeros = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
+    zeros.grad = torch.zeros_like(zeros)
     twin: Any = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     for hooks in _HOOKS:

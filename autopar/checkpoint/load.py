@@ -16,7 +16,7 @@ from autopar.checkpoint.arguments import absolute, check_same_call, check_timeou
 from autopar.checkpoint.extra import SavedShards
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_state import Restoration, prepare
-from autopar.checkpoint.optimizer_weights import TrainingWeights, owns, parameters_by_name
+from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
@@ -135,7 +135,7 @@ class _Loader:
                 self.state.mpu.tp.rank,
                 saved["optimizer"],
                 self.weights.states,
-                owns=lambda name: owns(optimizer, parameters[name]),
+                owns=lambda name: keeps_state(optimizer, parameters[name]),
                 dtype_here=self.weights.state_dtype,
             )
 

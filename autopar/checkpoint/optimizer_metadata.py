@@ -26,12 +26,13 @@ __all__ = ["COUNTERS", "OptimizerMetadata", "StateEntry", "is_sharded", "merge_m
 
 # 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
 # may be statistics.
+_LONGEST = 100_000  # of a list
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One state of one parameter: its kind, the parameter's layout if that is ``own``, its value if it is ``value``."""
+    """One state of one parameter: its kind, the parameter's layout if that is ``own``, its value or length if any."""
 
     kind: str
     layout: Layout | None
@@ -41,12 +42,15 @@ class StateEntry:
     def parse(cls, data: Mapping[str, Any], where: str, tp: int) -> StateEntry:
         """Check one. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
         kind = data["kind"]
-        if kind not in ("like", "whole", "own", "value"):
+        if kind not in ("like", "whole", "own", "value", "list"):
             raise ValueError(f"{where} is of kind {kind!r}")
         layout = Layout.from_json(data["layout"]) if kind == "own" else None
         if layout is not None and layout.axis_size != tp:
             raise ValueError(f"{where} is sharded over {layout.axis_size} ranks, the rest over {tp}")
-        return cls(kind, layout, data["value"] if kind == "value" else None)
+        value: Any = data["value"] if kind in ("value", "list") else None
+        if kind == "list" and not 0 <= int(value) < _LONGEST:
+            raise ValueError(f"{where} is a list of {value}")
+        return cls(kind, layout, value)
 
     def name(self, parameter: str, key: str, tp_rank: int) -> str:
         """Return the name of its tensor."""
@@ -82,7 +86,8 @@ class StateEntry:
                 f"{what} was saved of the whole parameter with tensor_parallel_size={saved_tp}, the model runs with "
                 f"tensor_parallel_size={tp}, which shards the parameter\n"
                 "  It is statistics of all of it and does not become that of shards.\n"
-                f"  Use tensor_parallel_size={saved_tp}, or load without optimizer."
+                "  Give the optimizer to autopar.initialize(model, config, optimizer=optimizer), which steps whole\n"
+                f"  parameters then; or use tensor_parallel_size={saved_tp}, or load without optimizer."
             )
         return source.shape, None
 
@@ -195,7 +200,7 @@ class OptimizerMetadata:
             entry.name(name, key, rank)
             for name, keys in self.state.items()
             for key, entry in keys.items()
-            if entry.kind != "value"
+            if entry.kind not in ("value", "list")
             for rank in range(self.tp if entry.kind == "own" else 1)
         }
         missing, unexpected = sorted(due - set(saved)), [name for name in saved if name not in due]

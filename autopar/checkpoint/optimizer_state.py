@@ -1,17 +1,19 @@
 """The state of an optimizer as tensors under canonical names and metadata, for any tensor-parallel size.
 
-A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are four kinds of state:
+A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are five kinds of state:
 
 * **like** its parameter: it has the parameter's shape, and is sharded by the parameter's own layout.
-* **whole**: of a parameter that is replicated, of any shape; and counters of steps.
+* **whole**: of a parameter that is replicated, or stepped whole, of any shape; and counters of steps.
 * **own**: any other tensor of a sharded parameter, such as Adafactor's row and column statistics: numbers about this
   rank's shard, that no other sharding has. ``{parameter}::{key}@tp{rank}``; it fits the same sharding only.
 * **value**: a number, a text or None, which lies in the metadata (:mod:`autopar.checkpoint.optimizer_metadata`).
+* **list**: its items are states of their own, ``{key}[0]`` and so on (SOAP's matrices).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.checkpoint.optimizer_metadata import COUNTERS, OptimizerMetadata, is_sharded
+from autopar.checkpoint.optimizer_weights import as_stepped
 from autopar.checkpoint.state import canonical_names
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -33,6 +36,7 @@ __all__ = ["OptimizerState", "Restoration", "Target", "alike", "named_groups", "
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
 _VALUES = (type(None), bool, int, float, str)
+_ITEM = re.compile(r"(.+)\[(\d+)\]")  # of a list
 
 _Named = list[tuple[str, nn.Parameter]]
 
@@ -102,16 +106,19 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     plans: dict[str, TensorPlan] = {}
     entries: dict[str, dict[str, Any]] = {}
     for name, parameter in (pair for group in groups for pair in group):
-        due = plan.tensors[name]
-        for key, value in optimizer.state.get(parameter, {}).items():
+        due = as_stepped(optimizer, parameter, plan.tensors[name])
+        for key, value in _flat(optimizer.state.get(parameter, {})):
             what = f"state {key!r} of {name}"
             entry: dict[str, Any] = {}
             if type(value) in _VALUES and isinstance(key, str):
                 entry = {"kind": "value", "value": value}
+            elif isinstance(value, list) and isinstance(key, str) and not isinstance(optimizer, torch.optim.LBFGS):
+                entry = {"kind": "list", "value": len(value)}
             elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not alike(value, parameter):
                 raise CheckpointError(
-                    f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors and "
-                    "numbers only\n  Save without this optimizer, or use one whose state has the parameters' shapes."
+                    f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors, "
+                    "numbers and lists of them only\n"
+                    "  Save without this optimizer, or use one whose state has the parameters' shapes."
                 )
             else:
                 saved, entry = _describe(key, value, due, tp_rank, plan.tp, title)
@@ -167,12 +174,13 @@ def prepare(
     for group, options in zip(groups, before.options, strict=True):
         for name, parameter in group:
             mine: dict[str, Any] = {}
+            due = as_stepped(optimizer, parameter, plan.tensors[name])
             for key, entry in before.state.get(name, {}).items() if owns(name) else ():
-                if entry.kind == "value":
-                    mine[key] = entry.value
+                if entry.kind in ("value", "list"):
+                    mine[key] = entry.value if entry.kind == "value" else [None] * entry.value
                     continue
                 source = saved[entry.name(name, key, tp_rank)]
-                shape, layout = entry.shape_on(tp_rank, key, source, plan.tensors[name], before.tp, title)
+                shape, layout = entry.shape_on(tp_rank, key, source, due, before.tp, title)
                 device = parameter.device
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
@@ -183,7 +191,7 @@ def prepare(
                     mine[key] = torch.empty(shape, dtype=dtype, device=device)
                 targets[source.name] = Target(mine[key], layout)
             if mine:
-                state.append((parameter, mine))
+                state.append((parameter, _folded(mine)))
     return Restoration(targets, optimizer, before.options, state, before.other)
 
 
@@ -284,6 +292,22 @@ def _describe(
         )
     assert due.layout is not None
     return TensorPlan(f"{name}@tp{tp_rank}", shape, dtype), {"kind": "own", "layout": due.layout.to_json()}
+
+
+def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each state, and the items of those that are lists behind them: ``Q``, ``Q[0]``, ``Q[1]``."""
+    for key, value in state.items():
+        yield key, value
+        if isinstance(value, list):
+            yield from _flat({f"{key}[{index}]": item for index, item in enumerate(value)})
+
+
+def _folded(flat: dict[str, Any]) -> dict[str, Any]:
+    """Put items into their lists again: the inverse of :func:`_flat`."""
+    items = {key: match for key in flat if (match := _ITEM.fullmatch(key)) and isinstance(flat.get(match[1]), list)}
+    for key, match in items.items():
+        flat[match[1]][int(match[2])] = flat[key]
+    return {key: value for key, value in flat.items() if key not in items}
 
 
 def _dtype(source: TensorPlan) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 __all__ = [
     "LOSS_SCALE",
     "TrainingWeights",
+    "as_stepped",
     "has_master_weights",
+    "keeps_state",
     "owns",
     "parameters_by_name",
     "saved_master_weights",
     "states_only",
     "step_of",
+    "writer_of",
 ]
 
 LOSS_SCALE = "loss_scale"
@@ -45,9 +49,27 @@ def step_of(optimizer: torch.optim.Optimizer) -> ParallelStep | None:
 
 
 def owns(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Tell whether this rank keeps the optimizer's state of a parameter; with ZeRO-1 one replica does."""
+    """Tell whether this replica keeps the optimizer's state of a parameter; with ZeRO-1 one does."""
     step = step_of(optimizer)
     return step is None or step.owns(parameter)
+
+
+def keeps_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Tell whether this rank keeps the optimizer's state of a parameter."""
+    step = step_of(optimizer)
+    return step is None or step.keeps_state(parameter)
+
+
+def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: TensorPlan) -> TensorPlan:
+    """Return the plan of what the optimizer steps for a parameter: without layout, if it steps whole ones."""
+    step = step_of(optimizer)
+    return due if step is None or parameter not in step.whole else replace(due, layout=None)
+
+
+def writer_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Return the tensor-parallel rank that writes the state of a parameter that is no shard."""
+    step = step_of(optimizer)
+    return 0 if step is None else step.whole.writer(parameter)
 
 
 def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:

@@ -23,6 +23,7 @@ from autopar.checkpoint.optimizer_weights import (
     parameters_by_name,
     saved_master_weights,
     step_of,
+    writer_of,
 )
 from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, replica_rows, state_of
 from autopar.data_parallel.gradients import local_part
@@ -139,7 +140,8 @@ def _optimizer_tensors(
     tensors, plans = {}, {}
     for name, (tensor, due) in held.items():
         parameter, _, key = name.partition("::")
-        here = due.layout is not None or mpu.tp.rank == 0 or key.endswith(f"@tp{mpu.tp.rank}")
+        writer = writer_of(optimizer, parameters[parameter])
+        here = due.layout is not None or mpu.tp.rank == writer or key.endswith(f"@tp{mpu.tp.rank}")
         replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp_cp.rank == 0
         if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
             tensors[name], plans[name] = tensor, due

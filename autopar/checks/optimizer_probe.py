@@ -1,8 +1,9 @@
 """Ask an optimizer how it works, not for its name: a copy of it steps a small matrix, whole and in parts.
 
 A tensor-parallel rank holds parts of matrices. An optimizer that works element by element steps them as one process
-steps the whole ones; one that looks at a whole matrix (Muon, Shampoo, LAMB, Adafactor, 8-bit blocks) does not. One that
-takes statistics over several parameters (Prodigy, D-Adaptation) needs all of them on one rank.
+steps the whole ones; one that looks at a whole matrix (Muon, Shampoo, LAMB, Adafactor, 8-bit blocks) does not, and has
+to get whole ones (:mod:`autopar.data_parallel.whole_parameters`). One that takes statistics over several parameters
+(Prodigy, D-Adaptation), or draws random numbers, needs all of them on one rank.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch.optim.optimizer import Optimizer
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
-__all__ = ["Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "warn_of_fp16"]
+__all__ = ["Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "stepping", "warn_of_fp16"]
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
-_STEPS = 4
+_STEPS = (4, 32)  # the second run sees what begins later: preconditioners after a warm-up, say
 _SAME = 1e-3  # of the largest update: what the order of sums may change
 _LR = 1e-2  # where a warm-up begins with 0
 _Part = tuple[int, int, int, int]  # first row, last one, first column, last one
@@ -36,13 +37,19 @@ _Part = tuple[int, int, int, int]  # first row, last one, first column, last one
 class Behaviour:
     """How far the updates of a matrix are others, as a share of the largest, ``0.0`` for not at all.
 
+    Numbers that it keeps in its groups count as updates: they tell of what moves weights later.
+
     Attributes:
         in_parts: where its halves are stepped by themselves.
         beside: where another parameter is stepped, too.
+        draws: it draws random numbers, so that nothing can be said about the others.
+        keeps: its state has numbers or tensors about the whole matrix, which may move weights later.
     """
 
     in_parts: float
     beside: float
+    draws: bool = False
+    keeps: bool = False
 
 
 _log = logging.getLogger(__name__)
@@ -52,46 +59,82 @@ _OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_o
 _known: dict[tuple[type, str], Behaviour | None] = {}
 
 
-def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int, stages: int, zero: int) -> None:
-    """Raise where steps would be others than those of one process.
+def stepping(optimizer: Optimizer, group: dict[str, Any], *, tp: int, stages: int, zero: int, whole: str = "") -> str:
+    """Return how a rank has to step the sharded parameters of a group, for steps as those of one process.
+
+    ``parts``: its shards. ``owned``: whole ones, each on one of the tensor-parallel ranks. ``duplicated``: whole ones,
+    all of them on each rank, as for statistics over all parameters and random numbers.
+
+    Args:
+        tp, stages: sizes of the axes.
+        zero: stage.
+        whole: ``owned`` or ``duplicated``, for optimizers that look at whole matrices; empty: they are refused.
+
+    Raises:
+        ConfigError: no way is right.
+    """
+    found = probe(optimizer, group)
+    if found is None:
+        return "parts"
+    name = type(optimizer).__name__
+    if found.beside > 0:
+        _refuse_beside(name, found, tp if not whole or zero == 3 else 1, stages, zero)
+    if tp == 1 or not (found.in_parts or found.beside or found.draws or found.keeps):
+        return "parts"
+    if found.in_parts > 0 and (not whole or zero == 3):
+        raise ConfigError(_whole_text(name, found, tp, zero))
+    if not whole or zero == 3:
+        return "parts"
+    return "duplicated" if found.beside or found.draws else whole
+
+
+def _whole_text(name: str, found: Behaviour, tp: int, zero: int) -> str:
+    instead = (
+        "Use zero.stage 1, where a rank steps whole matrices; an"
+        if zero == 3
+        else "Give it to autopar.initialize(model, config, optimizer=optimizer), which steps whole ones; or use an"
+    )
+    return (
+        f"{name} looks at whole matrices: the update of a matrix in two parts differs by "
+        f"{100 * found.in_parts:.2g} % from that of the whole one.\n"
+        f"  With tensor_parallel_size={tp} a rank has parts, and its steps would be others than on one process.\n"
+        f"  {instead} optimizer that works element by element (AdamW, SGD, Adagrad ...)."
+    )
+
+
+def _refuse_beside(name: str, found: Behaviour, tp: int, stages: int, zero: int) -> None:
+    spread = (
+        [f"tensor_parallel_size={tp}"] * (tp > 1)
+        + [f"pipeline_parallel_size={stages}"] * (stages > 1)
+        + ["zero.stage=1"] * (zero == 1)
+    )
+    if spread:
+        given = " With tensor_parallel_size alone, give it to autopar.initialize(..., optimizer=optimizer)." * (
+            stages == 1 and tp > 1
+        )
+        raise ConfigError(
+            f"{name} takes statistics over all parameters: the update of one differs by {100 * found.beside:.2g} % "
+            f"beside another one.\n  With {', '.join(spread)} a rank steps some of them, or parts, and its steps "
+            f"would be others than on one process.\n {given} Use an optimizer that steps each parameter by itself "
+            "(AdamW, SGD, Adagrad ...), or replicas without ZeRO."
+        )
+
+
+def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int, stages: int) -> None:
+    """Raise where an optimizer that ``initialize`` was not given makes other steps than one process.
 
     Args:
         held: parameters of the model; param groups without any are not looked at.
         tp, stages: sizes of the axes.
-        zero: stage.
 
     Raises:
         ConfigError: a param group's settings make steps that are not element by element, with ``tp`` above 1, or that
-            depend on other parameters, with ``tp`` or ``stages`` above 1 or ZeRO-1.
+            depend on other parameters, with ``tp`` or ``stages`` above 1.
     """
     ids = {id(parameter) for parameter in held}
     for group in optimizer.param_groups:
-        if not any(id(parameter) in ids for parameter in group["params"]):
-            continue
-        found = probe(optimizer, group)
-        if found is None:
-            continue
-        name = type(optimizer).__name__
-        if tp > 1 and found.in_parts > 0:
-            raise ConfigError(
-                f"{name} looks at whole matrices: the update of a matrix in two parts differs by "
-                f"{100 * found.in_parts:.2g} % from that of the whole one.\n"
-                f"  With tensor_parallel_size={tp} a rank has parts, and its steps would be others than on one "
-                "process.\n  Use an optimizer that works element by element (AdamW, SGD, Adagrad ...), or "
-                "tensor_parallel_size 1: pipeline stages and replicas hold whole matrices."
-            )
-        spread = (
-            [f"tensor_parallel_size={tp}"] * (tp > 1)
-            + [f"pipeline_parallel_size={stages}"] * (stages > 1)
-            + ["zero.stage=1"] * (zero == 1)
-        )
-        if spread and found.beside > 0:
-            raise ConfigError(
-                f"{name} takes statistics over all parameters: the update of one differs by {100 * found.beside:.2g} % "
-                f"beside another one.\n  With {', '.join(spread)} a rank steps some of them, or parts, and its steps "
-                "would be others than on one process.\n  Use an optimizer that steps each parameter by itself (AdamW, "
-                "SGD, Adagrad ...), or replicas without ZeRO."
-            )
+        if any(id(parameter) in ids for parameter in group["params"]):
+            stepping(optimizer, group, tp=tp, stages=stages, zero=0)
 
 
 def warn_of_fp16(optimizer: Optimizer, held: Iterable[nn.Parameter]) -> None:
@@ -124,28 +167,59 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _compared(lambda parts, seed=0: _trajectory(optimizer, group, parts, seed))
+            found = None
+            for steps in _STEPS:
+                found = _compared(lambda parts, seed=0, n=steps: _trajectory(optimizer, group, parts, seed, n))
+                if found is not None and (found.in_parts or found.beside or found.draws):
+                    break
+            return found
     except Exception:  # attributes that a copy has not, or whatever else a step stumbles over
         return None
 
 
-def _compared(run: Callable[..., list[torch.Tensor] | None]) -> Behaviour | None:
+@dataclass(frozen=True)
+class _Run:
+    """What one copy has done: the update of its first parameter, and what it keeps.
+
+    Attributes:
+        numbers: those in the first parameter's state.
+        of_group: those in its group.
+        apart: whether the state has tensors of another shape than the parameter.
+    """
+
+    update: torch.Tensor
+    numbers: dict[str, float]
+    of_group: dict[str, float]
+    apart: bool
+
+    def differs(self, other: _Run, update: torch.Tensor | None = None) -> float:
+        """Return how far another one's update is from this one's, or a number that both keep in their groups."""
+        found = _difference(other.update if update is None else update, self.update)
+        return max(found, _numbers_apart(self.of_group, other.of_group))
+
+
+def _compared(run: Callable[..., _Run | None]) -> Behaviour | None:
     rows, columns = _SHAPE
     whole, again = run([(0, rows, 0, columns)]), run([(0, rows, 0, columns)], 1)
-    if whole is None or again is None or not torch.equal(whole[0], again[0]):
-        return None  # it does not step such a matrix, or draws: noise is another one for each shape
+    if whole is None or again is None:
+        return None  # it does not step such a matrix
+    if not torch.equal(whole.update, again.update):
+        return Behaviour(0.0, 0.0, draws=True)  # noise is another one for each shape
     halves = (
         [(0, rows // 2, 0, columns), (rows // 2, rows, 0, columns)],
         [(0, rows, 0, columns // 2), (0, rows, columns // 2, columns)],
     )
-    in_parts = 0.0
+    in_parts, keeps = 0.0, whole.apart
     for dim, parts in enumerate(halves):
         stepped = [run([part]) for part in parts]
         if any(part is None for part in stepped):
             return None
-        in_parts = max(in_parts, _difference(torch.cat([part[0] for part in stepped if part], dim), whole[0]))
-    beside = run([(0, rows, 0, columns)] * 2)
-    return None if beside is None else Behaviour(in_parts, _difference(beside[0], whole[0]))
+        found = [part for part in stepped if part is not None]
+        update = torch.cat([part.update for part in found], dim)
+        keeps = keeps or any(_numbers_apart(whole.numbers, part.numbers) for part in found)
+        in_parts = max(in_parts, whole.differs(found[0], update))
+    beside = run([(0, rows, 0, columns), (0, rows // 2, 0, columns // 2)])
+    return None if beside is None else Behaviour(in_parts, whole.differs(beside), keeps=keeps)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -153,23 +227,41 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return share if not share <= _SAME else 0.0  # also where it is no number
 
 
+def _numbers_apart(one: dict[str, float], other: dict[str, float]) -> float:
+    pairs = [(value, other.get(key, value)) for key, value in one.items()]
+    return max((min(abs(a - b) / abs(a), 1.0) for a, b in pairs if abs(a - b) > _SAME * abs(a) > 0), default=0.0)
+
+
+def _numbers(values: dict[Any, Any]) -> dict[str, float]:
+    """Return the numbers among these values; tensors of one element count."""
+    found = {key: value for key, value in values.items() if isinstance(value, float)}
+    single = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.ndim == 0 and v.is_floating_point()}
+    return {str(key): value for key, value in found.items()} | {str(key): float(v) for key, v in single.items()}
+
+
 def _trajectory(
-    optimizer: Optimizer, group: dict[str, Any], parts: Sequence[_Part], seed: int
-) -> list[torch.Tensor] | None:
-    """Return the updates of parts of the matrix that one copy steps; None if the first does not move."""
+    optimizer: Optimizer, group: dict[str, Any], parts: Sequence[_Part], seed: int, steps: int
+) -> _Run | None:
+    """Step parts of the matrix with one copy; None if the first does not move."""
     torch.default_generator.manual_seed(seed)  # that of the CPU, which is put back; a GPU's stays as it is
-    weight, gradients = _drawn()
+    closures = _wants_closure(optimizer)  # each of whose steps is many
+    weight, gradients = _drawn(1 if closures else steps)
     parameters = [nn.Parameter(weight[a:b, c:d].clone()) for a, b, c, d in parts]
     fresh = _fresh(optimizer, group, parameters)
-    before = [parameter.detach().clone() for parameter in parameters]
-    closures = _wants_closure(optimizer)  # each of whose steps is many
-    for gradient in gradients[: 1 if closures else _STEPS]:
+    first = parameters[0]
+    before = first.detach().clone()
+    for gradient in gradients:
         for parameter, (a, b, c, d) in zip(parameters, parts, strict=True):
             parameter.grad = gradient[a:b, c:d].clone()
         step: Callable[..., Any] = type(optimizer).step
         step(fresh, *[_bowl(parameters)] * closures)
-    updates = [p.detach() - was for p, was in zip(parameters, before, strict=True)]
-    return updates if updates[0].abs().max() > 0 else None
+    update = first.detach() - before
+    state = fresh.state.get(first)
+    kept = state if isinstance(state, dict) else {}
+    apart = any(isinstance(v, torch.Tensor) and v.numel() > 1 and v.shape != first.shape for v in kept.values())
+    settings = {key: value for key, value in fresh.param_groups[0].items() if key != "params"}
+    run = _Run(update, _numbers(kept), _numbers(settings), apart and not closures)
+    return run if update.abs().max() > 0 else None
 
 
 def _wants_closure(optimizer: Optimizer) -> bool:
@@ -193,15 +285,20 @@ def _bowl(parameters: Sequence[nn.Parameter]) -> Callable[[], torch.Tensor]:
     return closure
 
 
-def _drawn() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a matrix, and gradients, whose halves are of other sizes: where one is large the other is small."""
+def _drawn(steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a matrix, and gradients, whose halves are of other sizes: where one is large the other is small.
+
+    The gradients have one direction in common, along which estimates of a distance (Prodigy) grow.
+    """
     generator = torch.Generator().manual_seed(0)
     rows, columns = (
         torch.where(torch.arange(size) < size // 2, 0.1, 3.0).view(shape)
         for size, shape in zip(_SHAPE, ((-1, 1), (1, -1)), strict=True)
     )
     weight = torch.randn(_SHAPE, generator=generator) * rows * columns
-    return weight, [torch.randn(_SHAPE, generator=generator) / (rows * columns) for _ in range(_STEPS)]
+    common = torch.randn(_SHAPE, generator=generator)
+    drawn = [torch.randn(_SHAPE, generator=generator) for _ in range(steps)]
+    return weight, [(common + each) / (rows * columns) for each in drawn]
 
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:

@@ -186,7 +186,7 @@ class StepCheck:
             held = [p for _, p in progress.held if not isinstance(p, DTensor)]
             if "_autopar" in vars(model):
                 refuse_whole_state(optimizer, progress.held, vars(model)["_autopar"].plan)
-            refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size, zero=0)
+            refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size)
             if self.mpu.is_master:
                 warn_of_fp16(optimizer, held)
         if self._compare:

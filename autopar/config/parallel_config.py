@@ -66,6 +66,8 @@ class ParallelConfig:
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
+        optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
+            tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each.
         gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
         policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
         precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
@@ -110,6 +112,7 @@ class ParallelConfig:
     cpu_checkpointing: bool = False
     zero_stage: int = 0
     zero_cpu_offload: bool = False
+    optimizer_whole: str = "owned"
     gradient_clipping: float = 0.0
     policy: str = ""
     precision: str = "fp32"
@@ -160,6 +163,8 @@ class ParallelConfig:
             known = SECTIONS.get(section) if isinstance(section, str) else None
             if content is None and (known or section in PLAIN):
                 continue
+            if section == "optimizer" and not (isinstance(content, Mapping) and "whole" in content):
+                known = None  # another library's section of that name
             if section in PLAIN:
                 problem = check_value(section, content, PLAIN[section])
                 problems += [problem] if problem else []

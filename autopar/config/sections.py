@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
     "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
+    "optimizer": {"whole": str},
     "precision": {
         "enable": bool,
         "dtype": str,
@@ -77,6 +78,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 3),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision": ("fp32", "bf16", "fp16"),
+    "optimizer.whole": ("owned", "duplicated"),
+    "optimizer_whole": ("owned", "duplicated"),
     "compile.mode": _MODES,
     "compile_mode": _MODES,
     "loss.gather_logits": ("on_read", "always"),
@@ -93,6 +96,7 @@ _CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "mod
 FIELDS = {
     ("zero", "stage"): "zero_stage",
     ("zero", "cpu_offload"): "zero_cpu_offload",
+    ("optimizer", "whole"): "optimizer_whole",
     ("precision", "dtype"): "precision",
     ("consistency_check", "inputs"): "consistency_inputs",
     ("consistency_check", "parameters"): "consistency_parameters",

@@ -23,7 +23,7 @@ from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
-from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state
+from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state, stepped_whole
 from autopar.data_parallel.precision import DTYPES
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.failures import FailureLog
@@ -77,7 +77,7 @@ class DataParallel:
         model, inner, plan, mpu, config = self.model, self.inner, self.plan, self.mpu, self.config
         if optimizer is not None:
             keep_stage(optimizer, model)
-            shard_state(optimizer, self.names, plan, mpu.tp.rank)
+            shard_state(optimizer, self.names, plan, mpu.tp.rank, stepped_whole(optimizer, config))
         if config.zero_stage == 3:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
             fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)

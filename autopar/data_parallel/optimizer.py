@@ -2,14 +2,15 @@
 
 The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
 hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a proxy: an
-object of the same class whose groups hold what this rank has to step, the parameters that it owns or their fp32
-weights. The user's optimizer and model are never in a state in between, not even if ``step`` raises (only gradients are
-unscaled and clipped in place by then).
+object of the same class whose groups hold what this rank has to step: the parameters that it owns, their fp32 weights,
+or whole ones where the optimizer is not element by element. The user's optimizer and model are never in a state in
+between, not even if ``step`` raises (only gradients are unscaled and clipped in place by then).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm, local_part
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
+from autopar.data_parallel.optimizer_state import stepping_of
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
@@ -29,11 +31,12 @@ from autopar.data_parallel.precision import (
     to_fp32,
     to_half,
 )
+from autopar.data_parallel.whole_parameters import WholeParameters
 from autopar.data_parallel.zero1 import OwnedParameters
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, TensorPlan
 
 __all__ = ["ParallelStep"]
 
@@ -67,8 +70,10 @@ class ParallelStep(OwnedParameters):
         counted: frozenset[str],
         failures: FailureLog,
     ) -> None:
+        self.plan, self.mpu, self.counted, self._failures, self._config = plan, mpu, counted, failures, config
+        self._canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in tensor.aliases}
+        self.whole = WholeParameters(mpu.tp)
         super().__init__(optimizer, model, mpu.dp_cp, sharded=config.zero_stage == 1)
-        self.plan, self.mpu, self.counted, self._failures = plan, mpu, counted, failures
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
         self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
@@ -76,9 +81,10 @@ class ParallelStep(OwnedParameters):
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
         self._running: OptimizerProxy | None = None
-        self._looked = config.precision == "fp32"  # whether a step has changed half-precision weights themselves
+        self._gathered: dict[torch.Tensor, torch.Tensor] = {}  # shards of what is stepped whole in this step
+        self._looked = config.precision == "fp32" and not self.whole  # whether a step changed weights past its groups
         self._saved: Mapping[str, Any] = {}
-        for parameter in [p for p in optimizer.state if p in self.names and not self.owns(p)]:
+        for parameter in [p for p in optimizer.state if p in self.names and not self.keeps_state(p)]:
             del optimizer.state[parameter]
         if self.masters is not None:
             self._halve(inner, DTYPES[config.precision], self.masters)
@@ -95,7 +101,34 @@ class ParallelStep(OwnedParameters):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelStep:
         return self  # a copied model is not what the optimizer steps
 
+    def update(self) -> None:
+        """Assign owners to parameters that have none, among the replicas and, of whole ones, among the tp ranks too."""
+        known = set(self.names)
+        super().update()
+        for group in self.optimizer.param_groups:
+            new = {p: self._plan_of(self.names[p]) for p in group["params"] if p not in known}
+            sharded = {p: plan for p, plan in new.items() if plan is not None and plan.layout is not None}
+            whole = bool(sharded) and self.mpu.tp.size > 1
+            how = stepping_of(self.optimizer, group, self._config) if whole else "parts"
+            if how == "parts":
+                continue
+            for replica in range(self.axis.size) if self.sharded else (0,):
+                mine = {p: plan for p, plan in sharded.items() if self.owner(p) in (None, replica)}
+                self.whole.add(mine, replica, duplicated=how == "duplicated")
+
+    def size_of(self, parameter: torch.Tensor, name: str) -> int:
+        """Return the elements of a parameter on all ranks, so that its shards have one owner."""
+        plan = self._plan_of(name)
+        return parameter.numel() if plan is None else math.prod(plan.shape)
+
+    def _plan_of(self, name: str) -> TensorPlan | None:
+        return self.plan.tensors.get(self._canonical.get(name, name))
+
     # -- what checkpoints ask --------------------------------------------------------------------------------------
+
+    def keeps_state(self, parameter: torch.Tensor) -> bool:
+        """Return whether this rank keeps the optimizer's state of ``parameter``."""
+        return self.owns(parameter) and (parameter not in self.whole or self.whole.steps_here(parameter))
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the fp32 weight that the optimizer steps instead of ``parameter``; None if it steps the parameter.
@@ -164,8 +197,13 @@ class ParallelStep(OwnedParameters):
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
             self._running = OptimizerProxy(optimizer, None)
         else:
-            watched, self._looked = {} if self._looked else self.names, True
-            self._running = OptimizerProxy(optimizer, self._stepped(multiplier), watched)
+            stepped = self._stepped(multiplier)
+            self._gathered = {p: tensor for p, tensor in stepped.items() if p in self.whole}
+            whole = self._gather()
+            stepped = {p: whole.get(p, t) for p, t in stepped.items() if p in whole or p not in self.whole}
+            watched = {} if self._looked else {p: n for p, n in self.names.items() if _is_half(p) or p in self.whole}
+            self._looked = True
+            self._running = OptimizerProxy(optimizer, stepped, watched, apart=whole)
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -174,12 +212,32 @@ class ParallelStep(OwnedParameters):
         if running is None:
             return
         running.write_back()
+        self._scatter()
         if self.sharded and not self.step_was_skipped:
             with self._together(self.axis.ranks):
                 self.broadcast()
         if self.scale is not None:
             self._update_scale(self.scale)
         self.publish()
+
+    def _gather(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what this rank steps whole."""
+        if not self._gathered:
+            return {}
+        with self._together(self.mpu.tp.ranks):
+            return self.whole.gather(self._gathered)
+
+    def _scatter(self) -> None:
+        """Give each rank its shards of what was stepped whole, fp32 weights first."""
+        shards, self._gathered = self._gathered, {}
+        if not shards:
+            return
+        with self._together(self.mpu.tp.ranks):
+            self.whole.scatter(shards)
+        for parameter, shard in shards.items():
+            if shard is not parameter:
+                parameter.data.copy_(shard)
+                shard.grad = None
 
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -300,21 +358,25 @@ class ParallelStep(OwnedParameters):
         saved, self._saved = self._saved, {}
         ours = saved.get("autopar") or {}
         for index, parameter in self._indexed().items():
-            if not self.owns(parameter):
+            keeps = self.keeps_state(parameter)
+            if not keeps:
                 optimizer.state.pop(parameter, None)
-                continue
-            weight = self.master(parameter)
+            weight = self.master(parameter) if self.owns(parameter) else None
             if weight is None:
                 continue
             if index in ours.get("masters", {}):
                 weight.copy_(ours["masters"][index])
-            for key, value in saved["state"].get(index, {}).items():
+            for key, value in saved["state"].get(index, {}).items() if keeps else ():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     now = optimizer.state[parameter][key]
                     optimizer.state[parameter][key] = value.to(now.device, torch.float32, copy=True)
         if self.scale is not None and ours.get("loss_scale"):
             self.scale.load_state_dict(ours["loss_scale"])
         self.publish()
+
+
+def _is_half(parameter: torch.Tensor) -> bool:
+    return parameter.itemsize == 2
 
 
 def _overflow(tensors: list[torch.Tensor]) -> torch.Tensor | bool:

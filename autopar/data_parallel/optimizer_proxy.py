@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,8 @@ class OptimizerProxy:
         stepped: parameter -> the tensor that is stepped instead; parameters that are not in it are left out, and groups
             of which nothing is left too. None: the step is to be skipped, and nothing that it does stays.
         watched: parameter -> its name. An optimizer inside of ``plain``, or a list of its own, does not see the groups
-            here and steps parameters themselves, and fp32 weights would be written over them.
+            here and steps parameters themselves, and what stands for them would be written over them.
+        apart: parameters into which the caller writes what was stepped for them.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class OptimizerProxy:
         plain: Any,
         stepped: Mapping[torch.Tensor, torch.Tensor] | None,
         watched: Mapping[torch.Tensor, str] = MappingProxyType({}),
+        apart: Container[torch.Tensor] = (),
     ) -> None:
-        self.plain, self.stepped, self.skips = plain, stepped or {}, stepped is None
+        self.plain, self.stepped, self.skips, self._apart = plain, stepped or {}, stepped is None, apart
         groups = [(g, [self.stepped[p] for p in g["params"] if p in self.stepped]) for g in plain.param_groups]
         self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if tensors]
         self.optimizer = object.__new__(type(plain))
@@ -48,7 +50,7 @@ class OptimizerProxy:
         self._shares = not self.skips and all(tensor is parameter for parameter, tensor in self.stepped.items())
         if not self._shares:
             self.optimizer.state = self._state()
-        self._watched = {p: name for p, name in watched.items() if p.itemsize == 2 and p.requires_grad}
+        self._watched = {p: name for p, name in watched.items() if p.requires_grad}
         self._sums = _sums(self._watched)
         self._gradients = {p: p.grad for p in self._watched if p.grad is not None and p.grad.dtype != p.dtype}
         for parameter, gradient in self._gradients.items():  # one of fp32 would be torch's error, in its words
@@ -85,7 +87,7 @@ class OptimizerProxy:
                 del self.plain.state[key]
             self.plain.state.update({parameters.get(key, key): entry for key, entry in state.items()})
         for parameter, tensor in self.stepped.items():
-            if tensor is not parameter:
+            if tensor is not parameter and parameter not in self._apart:
                 parameter.data.copy_(tensor)
                 tensor.grad = None
 
@@ -101,10 +103,10 @@ class OptimizerProxy:
 
 def _moved_text(kind: str, moved: list[str], count: int) -> str:
     return (
-        f"{kind}.step() changed half-precision weights of the model itself, past their fp32 weights.\n"
-        f"  They are {len(moved)} of {count}, {moved[0]} first. With precision the optimizer's groups hold fp32\n"
-        "  weights while it steps, then written into the model: what an optimizer inside of it, a list of its own or\n"
-        "  a hook of the step wrote there would be lost.\n"
+        f"{kind}.step() changed weights of the model itself, past those that its groups hold instead.\n"
+        f"  They are {len(moved)} of {count}, {moved[0]} first. While it steps, the groups hold fp32 weights (with\n"
+        "  precision) or whole matrices (of which tensor-parallel ranks have shards), then written into the model:\n"
+        "  what an optimizer inside of it, a list of its own or a hook of the step wrote there would be lost.\n"
         "  Wrap the optimizer after initialize: model, inner = autopar.initialize(model, config, optimizer=inner);\n"
         f"  {kind}(inner). Register hooks of the step after it, too. Or leave precision out."
     )

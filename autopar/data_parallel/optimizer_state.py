@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.optimizer_probe import refuse_unlike
+from autopar.checks.optimizer_probe import stepping
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
@@ -19,16 +19,18 @@ __all__ = [
     "keep_stage",
     "rebind",
     "shard_state",
+    "stepped_whole",
+    "stepping_of",
 ]
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
-    """Return the names of the parameters in each of the optimizer's groups; nothing is changed.
+    """Return of each of the optimizer's groups how it is stepped, and the names of its parameters; nothing is changed.
 
     Raises:
         ConfigError: the config asks for what only an optimizer can do and there is none, it is no torch optimizer, it
-            has parameters that the model has not, its steps of shards would be others than of whole parameters, or the
-            scheduler drives another optimizer.
+            has parameters that the model has not, its steps could not be those of one process, or the scheduler drives
+            another optimizer.
     """
     if optimizer is None:
         _refuse_without(config, lr_scheduler)
@@ -54,15 +56,26 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
                 f"are not parameters of {type(model).__name__}; the first has shape {list(foreign[0].shape)}.\n"
                 "  Make the optimizer from model.parameters() of the model that is passed to initialize."
             )
-        groups.append([names[id(parameter)] for parameter in group["params"]])
-    refuse_unlike(
-        optimizer,
-        model.parameters(),
-        tp=config.tensor_parallel_size,
-        stages=config.pipeline_parallel_size,
-        zero=config.zero_stage,
-    )
+        how = stepping_of(optimizer, group, config) if group["params"] else ""
+        groups.append([how, *(names[id(parameter)] for parameter in group["params"])])
     return groups
+
+
+def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
+    """Return how a group of an optimizer that ``initialize`` is given is stepped: ``parts``, ``owned``, ``duplicated``.
+
+    Raises:
+        ConfigError: no way is right.
+    """
+    tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    return stepping(optimizer, group, tp=tp, stages=stages, zero=config.zero_stage, whole=config.optimizer_whole)
+
+
+def stepped_whole(optimizer: Any, config: ParallelConfig) -> set[int]:
+    """Return ``id`` of the parameters of groups whose sharded ones are stepped whole, and have state of whole ones."""
+    groups = optimizer.param_groups if config.tensor_parallel_size > 1 else ()
+    whole = [group for group in groups if group["params"] and stepping_of(optimizer, group, config) != "parts"]
+    return {id(parameter) for group in whole for parameter in group["params"]}
 
 
 def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
@@ -84,22 +97,21 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
         )
 
 
-def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> None:
+def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
     """Check that the state of an optimizer that has stepped can be sharded like the weights; nothing is changed.
 
-    Args:
-        stage: of ZeRO.
-
     Raises:
-        ConfigError: a state tensor of a sharded parameter is neither of the parameter's shape nor a single number;
-            or there is state at all and ``stage`` is 3, or state of a model that has no values yet (except Adagrad's).
+        ConfigError: a state tensor of a parameter that is stepped in shards is neither of the parameter's shape nor a
+            single number; or there is state at all and ZeRO's stage is 3, or state of a model that has no values yet
+            (except Adagrad's).
     """
+    whole = stepped_whole(optimizer, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, entries in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:  # of no parameter
             continue
-        if stage == 3 and entries:
+        if config.zero_stage == 3 and entries:
             raise ConfigError(
                 f"{type(optimizer).__name__} has state of {name} already: with zero.stage 3 the optimizer must not "
                 "have stepped, and one that makes its state when it is built (Adagrad) does not work"
@@ -112,7 +124,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
                 "  Build the model in memory, or the optimizer from the model that initialize has returned."
             )
         layout = plan.tensors[plan.canonical(name)].layout
-        if layout is None:
+        if layout is None or id(parameter) in whole:
             continue
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape:
@@ -123,7 +135,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
                 )
 
 
-def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int) -> None:
+def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int, whole: set[int]) -> None:
     """Shard the state of each parameter as the parameter was sharded.
 
     What Adagrad made from parameters without values gets the values that it begins with.
@@ -131,6 +143,7 @@ def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int)
     Args:
         names: ``id(parameter)`` -> name.
         rank: in the tp axis.
+        whole: ``id`` of parameters whose state stays whole.
     """
     options = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter, entries in optimizer.state.items():
@@ -139,7 +152,7 @@ def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int)
         tensor = plan.tensors[plan.canonical(names[id(parameter)])]
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and (value.ndim or value.is_meta):
-                sharded = tensor.layout is not None and value.shape == tensor.shape
+                sharded = tensor.layout is not None and value.shape == tensor.shape and id(parameter) not in whole
                 shard = tensor.layout.shard(value, rank) if sharded and tensor.layout else value
                 if value.is_meta:
                     first = options[id(parameter)]["initial_accumulator_value"] if key == "sum" else 0

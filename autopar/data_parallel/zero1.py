@@ -47,10 +47,14 @@ class OwnedParameters:
                     f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
                     f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
                 )
-        sizes = [parameter.numel() for parameter in new]
+        sizes = [self.size_of(parameter, names[parameter]) for parameter in new]
         for parameter, size, owner in zip(new, sizes, assign(sizes, self.axis.size, self._loads), strict=True):
             self._owners[parameter], self.names[parameter] = owner, names[parameter]
             self._loads[owner] += size
+
+    def size_of(self, parameter: torch.Tensor, name: str) -> int:
+        """Return by how many elements an owner is loaded."""
+        return parameter.numel()
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """Return the dp rank that owns ``parameter``; None if every replica does (no ZeRO-1)."""

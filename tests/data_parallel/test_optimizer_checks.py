@@ -70,21 +70,6 @@ def test_ranks_whose_groups_differ():
         autopar.initialize(model, {}, optimizer=optimizer)
 
 
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_optimizers_that_need_whole_matrices_are_refused():
-    two = {"model_parallelism": {"tensor_parallel_size": 2}}
-
-    def matrices(model):
-        return [parameter for parameter in model.parameters() if parameter.ndim == 2]
-
-    for name, make in (
-        ("Muon", lambda m: torch.optim.Muon(matrices(m))),
-        ("Adafactor", lambda m: torch.optim.Adafactor(m.parameters())),
-    ):
-        refused(f"{name} looks at whole matrices", two, optimizer=make)
-
-
 @pooled(world_size=2)
 def test_a_step_whose_last_call_was_not_averaged():
     model = gpt2()

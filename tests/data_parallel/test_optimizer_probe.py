@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.checks.optimizer_probe import probe
+from autopar.checks.optimizer_probe import Behaviour, probe
 from autopar.errors import ConfigError
+from tests.data_parallel.whole_optimizers import ACROSS, MATRICES
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2
@@ -111,11 +112,22 @@ def test_what_is_given_a_closure(settings: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_told_is_not_refused() -> None:
-    for optimizer in (
-        torch.optim.SparseAdam(_parameters()),  # wants sparse gradients
-        Own(_parameters(), lambda o, p: p.grad + torch.randn_like(p)),  # draws: noise is another for each shape
-    ):
-        assert probe(optimizer, optimizer.param_groups[0]) is None
+    optimizer = torch.optim.SparseAdam(_parameters())  # wants sparse gradients
+    assert probe(optimizer, optimizer.param_groups[0]) is None
+
+
+def test_noise_is_another_for_each_shape() -> None:
+    optimizer = Own(_parameters(), lambda o, p: p.grad + torch.randn_like(p))
+    assert probe(optimizer, optimizer.param_groups[0]) == Behaviour(0.0, 0.0, draws=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "across"), [*((kind, False) for kind in MATRICES), ("AdaGradNorm", True), ("Prodigy", True)]
+)
+def test_what_papers_propose(kind: str, across: bool) -> None:
+    optimizer = {**MATRICES, **ACROSS}[kind](_parameters()[:1])
+    found = probe(optimizer, optimizer.param_groups[0])
+    assert found is not None and found.in_parts > 0 and (found.beside > 0) == across
 
 
 def test_an_optimizer_around_another_one_and_its_state_is_left_alone() -> None:
@@ -154,8 +166,8 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
     whole, every = UPDATES["trust ratio"][0], UPDATES["by the norm of all"][0]
     tp, pp = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
     for sizes, more, update, text in (
-        (tp, {}, whole, "With tensor_parallel_size=2 a rank has parts"),
-        (tp, {}, every, "With tensor_parallel_size=2 a rank has parts"),
+        (tp, {"zero": {"stage": 3}}, whole, "Use zero.stage 1, where a rank steps whole matrices"),
+        (tp, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),
         (pp, {}, every, "With pipeline_parallel_size=2 a rank steps some of them"),
         ({}, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),
     ):
@@ -164,11 +176,12 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
             config = {"model_parallelism": sizes, **more}
             autopar.initialize(model, config, optimizer=Own(model.parameters(), update))
         assert not hasattr(model, "mpu"), "nothing has changed"
-    for update in (whole, every):
+    for update, text in ((whole, WHOLE), (every, ALL)):
         model = autopar.initialize(gpt2(), {"model_parallelism": tp})
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ConfigError, match=WHOLE):
+        with pytest.raises(ConfigError, match=text) as caught:
             _step(model, Own(model.parameters(), update))
+        assert "ive it to autopar.initialize(" in str(caught.value)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     model = autopar.initialize(gpt2(), {"model_parallelism": tp})
     before = copy.deepcopy(model.state_dict())

@@ -81,7 +81,7 @@ class Listing(Optimizer):
 
 
 MOVED = (
-    "{}.step() changed half-precision weights of the model itself, past their fp32 weights",
+    "{}.step() changed weights of the model itself, past those that its groups hold instead",
     "transformer.",
     "Wrap the optimizer after initialize: model, inner = autopar.initialize(model, config, optimizer=inner)",
     "{}(inner)",

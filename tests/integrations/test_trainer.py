@@ -32,6 +32,7 @@ pytest.importorskip("accelerate")
 MODES = {
     "plain": {},
     "smoothed": {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length", "max_grad_norm": 0.0},
+    "matrices": {"optim": "adafactor"},  # looks at whole matrices
     "epochs": {  # the last step has one batch; the loss of each batch is its own mean
         "max_steps": -1,
         "num_train_epochs": 1,
@@ -108,7 +109,7 @@ def on_four_ranks(folder, name, tp, pp, parallel):
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("name", ["plain", "smoothed"])
+@pytest.mark.parametrize("name", ["plain", "smoothed", "matrices"])
 def test_tensor_and_data_parallel(folder, name):
     on_four_ranks(folder, name, 2, 1, {})
 

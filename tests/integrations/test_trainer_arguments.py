@@ -155,8 +155,8 @@ REFUSED = {
     "eval_use_gather_object": {"eval_use_gather_object": True},
     "args ask for bf16, and precision.dtype=fp16": {"bf16": True, "parallel": {"precision": {"dtype": "fp16"}}},
     "gradient_clipping=2 and args.max_grad_norm=0.5": {"parallel": {"gradient_clipping": 2.0}},
-    "args.optim=stable_adamw": {"optim": "stable_adamw"},
-    "args.optim=galore_adamw": {"optim": "galore_adamw", "optim_target_modules": "all-linear"},
+    "args.optim=galore_adamw_layerwise": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
+    "args.optim=lomo": {"optim": "lomo"},
 }
 IN_STAGES = {
     "label_smoothing_factor=0.1 with pipeline_parallel_size=2": {"label_smoothing_factor": 0.1},
@@ -179,7 +179,10 @@ def test_what_is_refused(tmp_path):
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         with raises_everywhere(ConfigError, "Muon looks at whole matrices"):
             ParallelTrainer(
-                model, arguments(tmp_path, 1), parallel_config=config(2), optimizers=(torch.optim.Muon(matrices), None)
+                model,
+                arguments(tmp_path, 1),
+                parallel_config=config(2, zero={"stage": 3}),
+                optimizers=(torch.optim.Muon(matrices), None),
             )
         for text, changes in IN_STAGES.items():
             with raises_everywhere(ConfigError, text, "Use tensor parallelism"):

@@ -320,3 +320,10 @@ def test_19_the_derived_policy_is_proven_and_trains(runs: Runs) -> None:
     assert "verify: 6 comparisons hold, 0 do not" in text
     assert number(text, "-> #") < number(text, "loss #")
     assert "merged checkpoint, plain model: logits differ by less than 1e-5: True" in text
+
+
+def test_20_an_optimizer_of_whole_matrices_makes_the_weights_of_one_process(printed: dict[str, str]) -> None:
+    text = printed["20_any_optimizer"]
+    assert number(text, "weights: at most #") < 1e-5
+    assert re.search(r"momenta on 1 rank, from \d: at most ", text)
+    assert "tensor parallel 1 " in text or re.search(r"a shard of \[1024, \d+\], its momentum \[2048, \d+\]", text)

@@ -15,7 +15,6 @@ import torch
 
 from autopar.checkpoint.format import PARTS, Manifest, versions
 from autopar.checkpoint.offline.output import copy_small_files, output_folder, progress_bar
-from autopar.checkpoint.optimizer_metadata import COUNTERS
 from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import Staging
@@ -142,20 +141,13 @@ def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
 
 def _refuse_own_statistics(parts: Mapping[str, Part], before: int, tp: int) -> None:
     tensors = parts["optimizer"].tensors if "optimizer" in parts else {}
-    own = [name for name, tensor in tensors.items() if _is_statistics(tensor, parts["model"].tensors)]
+    own = [name for name in tensors if _OWN.search(name)]
     if own and before != tp:
         raise CheckpointError(
             f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's shard at "
             f"tensor_parallel_size={before}; they cannot be resharded for {tp}\n"
             "  Pass optimizer=False (--no-optimizer) to leave the optimizer's state out."
         )
-
-
-def _is_statistics(state: TensorPlan, model: Mapping[str, TensorPlan]) -> bool:
-    """Tell whether a state of the optimizer is not element by element that of a sharded parameter."""
-    parameter, _, key = state.name.partition("::")
-    sharded = parameter in model and model[parameter].layout is not None
-    return sharded and state.layout is None and not (state.shape == () and key in COUNTERS)
 
 
 def write_part(

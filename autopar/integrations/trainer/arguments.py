@@ -10,9 +10,19 @@ from typing import Any
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 
-__all__ = ["check_arguments", "check_parallelized", "check_stages", "merge_arguments", "parse_parallel_config"]
+__all__ = [
+    "check_arguments",
+    "check_parallelized",
+    "check_stages",
+    "merge_arguments",
+    "parse_parallel_config",
+    "wants_whole_model",
+]
 
-_OF_WHOLE_MATRICES = ("galore", "apollo", "lomo", "adalomo", "stable_adamw")
+# Of args.optim: what steps in backward; and what works element by element, and may be made of shards.
+_LAYERWISE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+_IN_BACKWARD = ("lomo", "adalomo", *(f"{name}_layerwise" for name in _LAYERWISE))
+_OF_ELEMENTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "lion_32bit", "ademamix")
 
 
 def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelConfig:
@@ -175,12 +185,21 @@ def _not_made_right(args: Any) -> Iterator[str]:
         yield "accelerator_config.even_batches=False: a replica with fewer batches would keep the others waiting"
     if args.eval_use_gather_object:
         yield "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded"
-    optim = getattr(args.optim, "value", args.optim)
-    if optim.startswith(_OF_WHOLE_MATRICES):
+    if optim_of(args) in _IN_BACKWARD:
         yield (
-            f"args.optim={optim} makes its steps from whole matrices, or inside of backward, and a rank has shards: "
-            "take one that works element by element (adamw_torch, sgd ...)"
+            f"args.optim={optim_of(args)} steps inside of backward, before gradients are averaged and clipped: take "
+            "one that steps after it"
         )
+
+
+def optim_of(args: Any) -> str:
+    """Return the name of the optimizer that ``args`` ask for."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def wants_whole_model(args: Any) -> bool:
+    """Return whether the optimizer of ``args`` has to be made of the plain model: it may look at whole matrices."""
+    return optim_of(args) not in _OF_ELEMENTS
 
 
 def check_stages(config: ParallelConfig, trainer: Any) -> None:

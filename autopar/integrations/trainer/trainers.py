@@ -16,6 +16,7 @@ from transformers import Seq2SeqTrainer, Trainer
 
 from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
+from autopar.checks.optimizer_probe import refuse_unlike
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_state import check_optimizer
 from autopar.distributed.mesh import MPU
@@ -27,6 +28,7 @@ from autopar.integrations.trainer.arguments import (
     check_stages,
     merge_arguments,
     parse_parallel_config,
+    wants_whole_model,
 )
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.evaluation import EvaluationMixin
@@ -140,7 +142,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         config = self.autopar_config
         check_stages(config or model._autopar.config, self)
         if config is not None:
-            if self.optimizer is None and (config.zero_stage or config.precision != "fp32"):
+            whole = config.tensor_parallel_size > 1 and wants_whole_model(self.args)
+            if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or whole):
                 self.create_optimizer()
             initialize(model, config, policy=policy, optimizer=self.optimizer)
         state = model._autopar
@@ -166,7 +169,9 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         given = self.optimizer
         made = super().create_optimizer(*args, **kwargs)
         if self.autopar_ready and given is None:
-            check_optimizer(made, None, self.model, self.model._autopar.config)
+            state = self.model._autopar
+            check_optimizer(made, None, self.model, state.config)
+            refuse_unlike(made, self.model.parameters(), tp=self.mpu.tp.size, stages=self.mpu.pp.size)
         return made
 
     # -- what the trainer counts --------------------------------------------------------------------------------------

@@ -1,0 +1,251 @@
+"""Optimizers that are not element by element, on shards: the weights are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import autopar
+from autopar.errors import ConfigError
+from tests.compare import same_weights
+from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, MATRICES_ONLY, Own, orthogonal
+from tests.pool import pooled
+from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
+
+IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
+_MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: gpt2(n_layer=1),  # fused q | k | v as in a Conv1D, tied embeddings, 9 heads
+    "llama": lambda: llama(num_hidden_layers=1, num_key_value_heads=1),  # one KV head on all ranks
+}
+
+
+def stepped(model: nn.Module, kind: str) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2 or kind not in MATRICES_ONLY]
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    """Give each parameter its part of the same whole gradient."""
+    state = vars(model).get("_autopar")
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        due = None if state is None else state.plan.tensors[state.plan.canonical(name)]
+        whole = torch.randn(parameter.shape if due is None else due.shape, generator=generator).to(parameter.dtype)
+        layout = None if due is None else due.layout
+        parameter.grad = whole if layout is None else layout.shard(whole, model.mpu.tp.rank)
+
+
+def equal_bits(model: Any, plain: nn.Module, what: str) -> None:
+    weights = dict(autopar.deparallelize(model).named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(weights[name], parameter), f"{what}: {name}"
+
+
+def from_equal_gradients(build: Callable[[], Any], make: Callable[[Any], Optimizer], kind: str, **config: Any) -> Any:
+    plain, model = build(), build()
+    reference, optimizer = make(stepped(plain, kind)), make(stepped(model, kind))
+    tp = dist.get_world_size()
+    model, optimizer = autopar.initialize(model, {"tp": tp, **config}, optimizer=optimizer)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    for step in range(5):
+        set_gradients(plain, step)
+        reference.step()
+    torch.set_rng_state(state)
+    for step in range(5):
+        set_gradients(model, step)
+        optimizer.step()
+    return model, plain, optimizer
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
+    for kind, make in {**MATRICES, **ACROSS}.items():
+        for name, build in _MODELS.items():
+            model, plain, _ = from_equal_gradients(build, make, kind)
+            equal_bits(model, plain, f"{kind} of {name}")
+
+
+@pooled(world_size=3)
+def test_uneven_shards_on_owners_and_on_every_rank() -> None:
+    for kind, make in {**MATRICES, **ACROSS}.items():
+        model, plain, optimizer = from_equal_gradients(_MODELS["gpt2"], make, kind)
+        whole, step = optimizer._autopar.whole, optimizer._autopar
+        assert whole, kind
+        kept = torch.tensor([sum(step.keeps_state(p) for p in step.names if p in whole)])
+        dist.all_reduce(kept)
+        assert kept == len(whole) * (3 if kind in ACROSS else 1) > 0
+        equal_bits(model, plain, kind)
+    for kind in ("orthogonal", "Muon", "galore"):
+        model, plain, _ = from_equal_gradients(
+            _MODELS["llama"], MATRICES[kind], kind, optimizer={"whole": "duplicated"}
+        )
+        equal_bits(model, plain, kind)
+
+
+def train(
+    build: Callable[[], Any], make: Callable[[Any], Optimizer], config: dict[str, Any], steps: int = 5
+) -> tuple[Any, nn.Module, Optimizer]:
+    plain = build()
+    model = copy.deepcopy(plain)
+    reference, optimizer = make(list(plain.parameters())), make(list(model.parameters()))
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    dp = model.mpu.dp
+    for step in range(steps):
+        batch = IDS[4 * step : 4 * step + 4]
+        mine = batch[dp.rank :: dp.size]
+        for half in (batch[:2], batch[2:]):
+            (plain(half, labels=half).loss / 2).backward()
+        if model.mpu.pp.size > 1:
+            model.execute_pipeline({"input_ids": mine, "labels": mine})
+        else:
+            for half in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
+                loss = model(half, labels=half).loss / 2
+                (optimizer.scale_loss(loss) if "precision" in config else loss).backward()  # type: ignore[attr-defined]
+            autopar.average_gradients(model)
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+    return model, plain, optimizer
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=4)
+def test_training_with_replicas_stages_rows_and_zero_1() -> None:
+    for config in (
+        {"tp": 2, "zero": {"stage": 1}},
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "cp": 2},
+        {"model_parallelism": {"tensor_parallel_size": 4, "sequence_parallel": True}},
+        {"tp": 2, "optimizer": {"whole": "duplicated"}, "zero": {"stage": 1}, "gradient_clipping": 1e9},
+    ):
+        for kind in ("orthogonal", "shampoo", "lamb", "Adafactor"):
+            model, plain, optimizer = train(llama, MATRICES[kind], config)
+            assert optimizer._autopar.whole  # type: ignore[attr-defined]
+            same_weights(model, plain, 1e-5, when=f"{kind} {config}")
+
+
+@pooled(world_size=2)
+def test_fp32_weights_of_half_precision_are_stepped_whole() -> None:
+    """bf16 at tp 2 against bf16 on one process: both step fp32 weights."""
+    results = []
+    for tp in (2, 1):
+        model = gpt2()
+        made = Own(model.parameters(), orthogonal)
+        config = {"tp": tp, "precision": {"dtype": "bf16"}}
+        model, optimizer = autopar.initialize(model, config, optimizer=made)
+        for step in range(3):
+            set_gradients(model, step)
+            optimizer.step()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        results.append({name: p.detach() for name, p in autopar.deparallelize(model).named_parameters()})
+    for name, weight in results[1].items():
+        assert torch.equal(results[0][name], weight), name
+
+
+@pooled(world_size=4)
+def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
+    meshes: tuple[dict[str, Any], ...] = (
+        {"tp": 2, "zero": {"stage": 1}},
+        {"tp": 4},
+        {"tp": 2, "pp": 2, "optimizer": {"whole": "duplicated"}},
+        {"tp": 1},
+    )
+    for kind in ("shampoo", "galore", "blocks", "Adafactor"):
+        make = MATRICES[kind]
+        plain = gpt2()
+        reference = make(list(plain.parameters()))
+        folder = None
+        for number, mesh in enumerate(meshes):
+            model = gpt2(seed=number)
+            model, optimizer = autopar.initialize(model, mesh, optimizer=make(list(model.parameters())))
+            if folder is not None:
+                model.from_parallelized(folder, optimizer=optimizer)
+            for step in (2 * number, 2 * number + 1):
+                for each, stepping in ((plain, reference), (model, optimizer)):
+                    set_gradients(each, step)
+                    stepping.step()
+            folder = tmp_path / f"{kind}-{number}"
+            model.save_parallelized(folder, optimizer=optimizer)
+            same_weights(model, plain, 0.0, when=f"{kind} on {mesh}")
+            autopar.deparallelize(model)
+
+
+@pooled(world_size=2)
+def test_what_no_rank_can_step_is_refused_with_what_works() -> None:
+    tp = {"tensor_parallel_size": 2}
+    for config, kind, text in (
+        ({"pp": 2}, "AdaGradNorm", "With pipeline_parallel_size=2 a rank steps some of them"),
+        ({"zero": {"stage": 1}}, "Prodigy", "With zero.stage=1 a rank steps some of them"),
+        (
+            {"model_parallelism": tp, "zero": {"stage": 3}},
+            "lamb",
+            "Use zero.stage 1, where a rank steps whole matrices",
+        ),
+        (
+            {"model_parallelism": tp, "optimizer": {"whole": "all"}},
+            "lamb",
+            "optimizer.whole must be owned or duplicated",
+        ),
+    ):
+        model = gpt2()
+        with raises_everywhere(ConfigError, text):
+            autopar.initialize(model, config, optimizer={**MATRICES, **ACROSS}[kind](list(model.parameters())))
+        assert not hasattr(model, "mpu")
+
+
+class Lookahead(Optimizer):
+    """Around another optimizer, which steps by its own groups."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 1.0})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        for mine, theirs in zip(self.param_groups[0]["params"], self.inner.param_groups[0]["params"], strict=False):
+            theirs.grad = mine.grad
+        self.inner.step()
+
+
+@pooled(world_size=2)
+def test_an_optimizer_inside_would_step_shards() -> None:
+    model = gpt2()
+    made = Lookahead(Own(model.parameters(), orthogonal))
+    model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=made)
+    set_gradients(model, 0)
+    if optimizer._autopar.whole:
+        with pytest.raises(ConfigError, match="changed weights of the model itself, past those that its groups hold"):
+            optimizer.step()
+
+
+@pooled(world_size=2)
+def test_parameters_keep_their_marks_and_frozen_ones_their_values() -> None:
+    model = gpt2()
+    for parameter in model.parameters():
+        parameter.mine = parameter.ndim  # type: ignore[attr-defined]
+    model.transformer.wte.weight.requires_grad_(False)
+    seen: set[tuple[int, int]] = set()
+
+    def update(state: dict[str, Any], p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
+        if hasattr(p, "mine"):
+            seen.add((p.mine, p.ndim))
+        return g / g.norm()
+
+    before = model.transformer.wte.weight.clone()
+    model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=Own(model.parameters(), update))
+    for step in range(2):
+        set_gradients(model, step)
+        model.transformer.wte.weight.grad = None
+        optimizer.step()
+    assert seen == {(1, 1), (2, 2)}
+    assert torch.equal(autopar.deparallelize(model).transformer.wte.weight, before)
