@@ -230,9 +230,10 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
         entered = {family for family, m in families if m.rule.kind in _ENTERS and not m.rule.closes} | {*opened}
         for family, match in opened.items():
             if family not in closed:
-                raise _alone(
-                    match, "opens a region sharded by", "that no row closes; add a row rule, or gather_output: true"
-                )
+                from autopar.plan.region_advice import advise
+
+                advice = "that no row closes; add a row rule, or gather_output: true" + advise(match, inside)
+                raise _alone(match, "opens a region sharded by", advice)
         for family, match in closed.items():
             if family not in entered:
                 advice = "that no column opens; add a column rule, or split_input: true"
