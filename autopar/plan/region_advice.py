@@ -9,9 +9,13 @@ from autopar.plan.matching import RuleMatch
 __all__ = ["advise"]
 
 
-def advise(opening: RuleMatch, inside: Sequence[RuleMatch]) -> str:
-    """Return a line to end the error on ``opening`` with, from the rules of its scope; empty if none is likely."""
-    table, unit = opening.scope.table, opening.rule.units[0]
+def advise(opening: RuleMatch, unit: str, inside: Sequence[RuleMatch]) -> str:
+    """Return a line to end the error on ``opening`` with, from the rules of its scope; empty if none is likely.
+
+    Args:
+        unit: the one that no row has.
+    """
+    table = opening.scope.table
     family = table.family(unit)
     beside = [match for match in inside if _parent(match) == _parent(opening)]
     for row in beside:
@@ -22,9 +26,9 @@ def advise(opening: RuleMatch, inside: Sequence[RuleMatch]) -> str:
                 f"\n  {row.shown} is a row of '{row.rule.units[0]}' with split_input: true, which is for an input that "
                 f"arrives whole ({row.rule.where}); without it this row closes the region."
             )
-        if advice := _grouped(opening, row):
+        if advice := _grouped(opening, unit, row):
             return advice
-    widths = {_size(match, 0) for match in beside if match.rule.kind == "column" and match.rule.units[0] == unit}
+    widths = {_size(match, 0) for match in beside if match.rule.kind == "column" and match.rule.units[:1] == (unit,)}
     for match in beside:
         if match.rule.kind == "replicated" and not match.rule.units and _size(match, 1) in widths - {None}:
             return (
@@ -34,9 +38,9 @@ def advise(opening: RuleMatch, inside: Sequence[RuleMatch]) -> str:
     return ""
 
 
-def _grouped(opening: RuleMatch, row: RuleMatch) -> str:
+def _grouped(opening: RuleMatch, few: str, row: RuleMatch) -> str:
     """Say that query heads have to follow KV heads, if their numbers allow it."""
-    few, many = opening.rule.units[0], row.rule.units[0]
+    many = row.rule.units[0]
     fewer, more = opening.count(few), row.count(many)
     if fewer is None or more is None or more % fewer:
         return ""
