@@ -26,9 +26,9 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
     """Return the names of the parameters in each of the optimizer's groups; nothing is changed.
 
     Raises:
-        ConfigError: the config asks for what only an optimizer can do and there is none, it is no torch optimizer, it
-            has parameters that the model has not, its steps of shards would be others than of whole parameters, or the
-            scheduler drives another optimizer.
+        ConfigError: the config asks for what only an optimizer can do and there is none, it is not a torch optimizer,
+            it has parameters that the model has not, its steps of shards would be others than of whole parameters, or
+            the scheduler drives another optimizer.
     """
     if optimizer is None:
         _refuse_without(config, lr_scheduler)
@@ -126,7 +126,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, stage: int) -> Non
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int) -> None:
     """Shard the state of each parameter as the parameter was sharded.
 
-    What Adagrad made from parameters without values gets the values that it begins with.
+    State that Adagrad made from parameters without values gets Adagrad's initial values.
 
     Args:
         names: ``id(parameter)`` -> name.

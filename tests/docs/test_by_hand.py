@@ -17,7 +17,7 @@ from tests.docs.pages import DOCS, codes, section
 from tests.parity import check, language_batches
 from tests.worlds import distributed
 
-TEXT = section(DOCS / "policies.md", "## By hand: grouped queries", "## Modules that are no Hugging Face models")
+TEXT = section(DOCS / "policies.md", "## By hand: grouped queries", "## Modules that are not Hugging Face models")
 FILES = {code.file: code.text for code in codes(TEXT) if code.file}
 POLICY = FILES["gqa_policy.yaml"]
 COMMANDS, (VERIFY,) = [code.text.splitlines() for code in codes(TEXT, "bash")]
