@@ -15,7 +15,7 @@ from autopar.tools.cli import app
 from autopar.tools.verification.small_models import randomise
 from tests.docs.pages import DOCS, codes, section
 from tests.parity import check, language_batches
-from tests.worlds import distributed
+from tests.pool import pooled
 
 TEXT = section(DOCS / "policies.md", "## By hand: grouped queries", "## Modules that are not Hugging Face models")
 FILES = {code.file: code.text for code in codes(TEXT) if code.file}
@@ -50,12 +50,12 @@ def test_the_policy_is_checked(files: None, line: str) -> None:
     assert result.output.endswith("all holds\n")
 
 
-@distributed(world_size=2)
+@pooled(world_size=2)
 def test_it_computes_the_same_on_two_ranks() -> None:
     check(build, language_batches(131), 2, policy=POLICY, first=lambda _, model: holds(model, [3, 3]))
 
 
-@distributed(world_size=4)
+@pooled(world_size=4)
 def test_it_computes_the_same_on_four_ranks() -> None:
     check(build, language_batches(131), 4, policy=POLICY, first=lambda _, model: holds(model, [2, 1, 2, 1]))
 
