@@ -24,6 +24,7 @@ GGUF_TOOLS := .cache/gguf-tools/.installed
 OLDEST := .cache/transformers-oldest/.installed
 DEEPSPEED := .cache/deepspeed/.installed
 DOCS := .cache/docs/.installed
+BUILD_TOOLS := .cache/build-tools/.installed
 
 # The oldest transformers that the policies hold for; it is put before the newest one on the path, for some tests.
 OLDEST_TRANSFORMERS := transformers==5.20.2
@@ -46,6 +47,10 @@ DOCS_PACKAGES := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 accessible-py
   roman-numerals==4.1.0 snowballstemmer==3.1.1 soupsieve==4.1.3 sphinx-basic-ng==1.0.0b2 \
   sphinxcontrib-applehelp==2.0.0 sphinxcontrib-devhelp==2.0.0 sphinxcontrib-htmlhelp==2.1.0 \
   sphinxcontrib-jsmath==2.0.0 sphinxcontrib-qthelp==2.0.0 sphinxcontrib-serializinghtml==2.0.0 urllib3==2.8.0
+
+# The build backend: the tests make a wheel and an sdist with it, without a network.
+BUILD_PACKAGES := hatchling==1.33.0 packaging==26.4 pathspec==1.1.1 pluggy==1.7.0 tomlkit==0.15.2 \
+  trove-classifiers==2026.9.21.13
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
@@ -110,7 +115,14 @@ $(DOCS): $(VENV) Makefile
 	  { echo "error: could not download Sphinx: $(DOCS_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) $(DEEPSPEED) $(DOCS) ## fetch all that make test-all needs
+$(BUILD_TOOLS): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(BUILD_PACKAGES) || \
+	  { echo "error: could not download the build backend: $(BUILD_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+fetch: real-models $(OLDEST) $(DEEPSPEED) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py

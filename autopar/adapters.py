@@ -31,8 +31,8 @@ __all__ = [
 def seen_through(module: Any) -> list[tuple[str, Any]]:
     """Return what a policy describes in place of ``module``, each with its path from there.
 
-    Of a layer with adapters that is the base layer; of a module that is trained as a whole (``modules_to_save``) the
-    original and every copy; of anything else the module itself, at ``""``.
+    A layer with adapters gives its base layer. A module that is trained as a whole (``modules_to_save``) gives the
+    original and every copy. Anything else gives the module itself, at ``""``.
     """
     found = [("base_layer", module.base_layer)] if _is(module, _TUNERS) else saved_copies(module)
     if not found:

@@ -112,8 +112,8 @@ def deparallelize(model: Model) -> Model:
     """Give back the plain model with full weights on every rank; every rank calls it.
 
     Parameter objects keep their identity, gradients are made whole too. The state of an optimizer is not: make a new
-    one. What ``precision`` made half becomes fp32 again where the optimizer kept fp32 weights. The
-    process groups of ``model.mpu`` are destroyed, with the last one of a model and its copies.
+    one. Weights that ``precision`` made half become fp32 again where the optimizer kept fp32 weights. The process
+    groups of ``model.mpu`` are destroyed, with the last one of a model and its copies.
 
     Raises:
         ConfigError: the model is not parallelized.

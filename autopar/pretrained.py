@@ -62,8 +62,8 @@ def from_pretrained(
     """Load a checkpoint as this rank's shards of a parallel model; each rank reads the bytes of its own.
 
     Equal to ``autopar.initialize(model_class.from_pretrained(path, dtype=dtype, **kwargs), config)``, which needs
-    memory for the whole model. Every rank calls it. What the checkpoint lacks (a head that is new for the task) is
-    initialized at random, equally on all ranks, and reported by transformers.
+    memory for the whole model. Every rank calls it. Weights that the checkpoint lacks (a head that is new for the task)
+    are initialized at random, equally on all ranks, and reported by transformers.
 
     Args:
         model_class: of transformers: ``AutoModelForCausalLM``, ``BertForSequenceClassification`` ...
@@ -76,7 +76,7 @@ def from_pretrained(
         model_config: what transformers calls ``config``; by default the checkpoint's own.
         dtype: of the model; "auto" takes what the checkpoint's config says, and of shards each tensor's own: float32
             for a model with an optimizer, if the run that saved them kept float32 weights beside half ones
-            (``precision``) and this config does not. What transformers keeps in float32 stays that.
+            (``precision``) and this config does not. Weights that transformers keeps in float32 stay in it.
         strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
@@ -222,7 +222,7 @@ def _from_shards(
 
 
 def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: dict[str, Any]) -> PreTrainedModel:
-    """Build the model of its config, or the one in ``options``; what is no part of that is for the constructor."""
+    """Build the model of its config, or the one in ``options``; the constructor gets all other options."""
     hf_config, trust = copy.deepcopy(options.pop("config", None)), options.pop("trust_remote_code", None)
     if hf_config is None:
         names = ("attn_implementation", "experts_implementation")

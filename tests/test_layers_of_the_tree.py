@@ -45,7 +45,7 @@ LINES = {
     "foreign": 910,
     "integrations": 1790,
     "pipeline_parallel": 3800,
-    "plan": 2630,
+    "plan": 2700,
     "policy": 1650,
     "storage": 1490,
     "tensor_parallel": 4840,

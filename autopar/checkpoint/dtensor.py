@@ -32,9 +32,9 @@ _aten = torch.ops.aten
 def to_dtensor_state_dict(model: nn.Module, *, aliases: bool = False) -> dict[str, DTensor]:
     """Return the tensors of a parallelized model as DTensors, under the names of the plain model's state dict.
 
-    What ``torch.distributed.checkpoint.save`` or ``async_save`` makes of it holds whole logical tensors: it loads on
-    any number of ranks, and ``dcp_to_torch_save`` turns it into the plain model's state dict. The values share memory
-    with the model, so ``torch.distributed.checkpoint.load`` into the dict fills the model in place (with an optimizer:
+    ``torch.distributed.checkpoint.save`` and ``async_save`` write whole logical tensors: the result loads on any number
+    of ranks, and ``dcp_to_torch_save`` turns it into the plain model's state dict. The values share memory with the
+    model, so ``torch.distributed.checkpoint.load`` into the dict fills the model in place (with an optimizer:
     :func:`~autopar.checkpoint.dtensor_optimizer.to_dtensor_training_state`)::
 
         state = to_dtensor_state_dict(model)

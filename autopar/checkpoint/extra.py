@@ -2,7 +2,7 @@
 
 A dictionary whose keys are names of the model's tensors, and whose tensors have the shapes that this rank has of them
 (an EMA of the weights), is saved like the state of an optimizer: ``{name}::extra.ema`` in the layout of the tensor. So
-it comes back on any mesh. Of everything else rank 0's is saved, and all ranks must have the same.
+it comes back on any mesh. Everything else is saved from rank 0, and all ranks must have the same.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _ties_hold(given: Mapping[str, torch.Tensor], canonical: Mapping[str, str]) 
 
 
 def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the places of what is no dictionary with content, and its text."""
+    """Yield the place and the text of everything that is not a dictionary with content."""
     if isinstance(value, dict) and value and "$" not in value:
         for key, one in value.items():
             yield from _leaves(one, inside(where, key))

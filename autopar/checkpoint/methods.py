@@ -82,7 +82,7 @@ def save_parallelized(
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
         adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
             ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
-            files in the folder stay there. Goes together with no argument but ``timeout``.
+            files in the folder stay there. Goes together with ``timeout`` only.
         tokenizer: tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
         others: ``push_to_hub=True`` with ``merge_checkpoints=True`` uploads the files of the folder afterwards, once;
             ``repo_id`` (by default the folder's name), ``private``, ``token``, ``commit_message``, ``revision`` ... are

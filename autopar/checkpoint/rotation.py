@@ -2,7 +2,7 @@
 
 The newest one is told by the order of the saves, which each manifest counts: times change when folders are copied and
 differ between nodes, and the numbers in the names begin again at a lower one when a run goes back. A manifest also
-says which save it goes on from. What was saved between those two was left behind when the run went back.
+says which save it goes on from. A checkpoint saved between those two was left behind when the run went back.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
     """Check the arguments of :func:`rotate` before anything is written.
 
     Raises:
-        CheckpointError: if ``keep_last`` is no whole number above 0, or the target's name does not end in a number.
+        CheckpointError: if ``keep_last`` is not a whole number above 0, or the target's name does not end in a number.
     """
     if not isinstance(keep_last, int) or isinstance(keep_last, bool) or keep_last < 1:
         raise CheckpointError(
@@ -117,10 +117,10 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
 
     Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
     everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
-    point to. A checkpoint that is deleted stops being one at once: its manifest is renamed. What a call that was killed
-    left of one is deleted by the next.
+    point to. A checkpoint that is deleted stops being one at once: its manifest is renamed. The next call deletes the
+    remains that a killed call left.
 
-    A checkpoint that cannot be deleted is no error, as the new one is written: it ends in a warning.
+    A checkpoint that cannot be deleted only gives a warning, because the new one is written.
 
     Args:
         target: the checkpoint that was just written; a symbolic link stands for what it points to.

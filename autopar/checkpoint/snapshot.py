@@ -1,6 +1,6 @@
 """One rank's part of a checkpoint, collected and checked before anything is written.
 
-Of a weight that several ranks hold, one rank's is written. So all of them are compared first: the same, or no save.
+One rank writes a weight that several ranks hold. So all of them are compared first: the same, or no save.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def replica_rows(tensor: torch.Tensor, replica: int, replicas: int) -> tuple[int
 def config_writer(model: nn.Module) -> Callable[[Path], None]:
     """Return a function that writes ``config.json`` (and ``generation_config.json``) as ``save_pretrained`` would now.
 
-    Of a plain module it writes nothing.
+    For a plain module it writes nothing.
     """
     from transformers import PreTrainedModel
 

@@ -1,9 +1,9 @@
 """``state_dict`` and ``load_state_dict`` of a model that is not whole on this rank.
 
 ``state_dict()`` goes on working: copies of a model, averages of weights and ``load_state_dict`` of the same rank need
-it. Whoever pickles it (``torch.save``) also pickles its metadata, where a :class:`Mark` lies that warns then. In the
-file the mark is plain data, by which ``load_state_dict`` later knows another rank's part. Savers that do not pickle are
-known by their names: those that mean to write the whole model raise.
+it. Pickling it (``torch.save``) also pickles its metadata, and with it a :class:`Mark` that warns. In the file the mark
+is plain data, by which ``load_state_dict`` later knows another rank's part. Savers that do not pickle are known by
+their names: those that mean to write the whole model raise.
 
 ``load_state_dict`` takes this rank's own dict or a whole plain model's, which a load hook shards by the plan before
 torch looks at it. Which of the two a dict is, its shapes say; where both shapes are the same, so are the tensors. All

@@ -224,8 +224,9 @@ class ForwardCheck:
     def _compare(self, numbers: list[int]) -> _Verdict:
         """Compare up to four digests that must be alike and three that must differ; those that are missing do.
 
-        The last number is whether sharded weights were redrawn, on any rank. What must differ is the same on all ranks
-        only if it is on those of one tensor-parallel group: cp has it alike.
+        The last number is whether sharded weights were redrawn, on any rank. The values that must differ are compared
+        over tp and cp together: cp ranks hold the same, so all are equal only if those of one tensor-parallel group
+        are.
         """
         axis, alike, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 3
         numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or [*missing, 0])]

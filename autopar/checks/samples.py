@@ -1,8 +1,8 @@
-"""What of a model's weights, gradients and optimizer states is looked at, and compared between ranks: samples of them.
+"""Samples of a model's weights, gradients and optimizer states, which are compared between ranks.
 
 :class:`WeightSamples` are for a forward of a tensor-parallel model: of replicated weights, and of sharded ones whose
 shards differ. :func:`digest_step` and :func:`sample_shard` are for an optimizer's step. :class:`FreeWeights` are those
-that no torch optimizer steps: a loop of the user's own (``p.data -= lr * p.grad``, an optimizer that is no torch one)
+that no torch optimizer steps: a loop of the user's own (``p.data -= lr * p.grad``, an optimizer that is not torch's)
 calls no hook, so some elements of these weights are looked at when a training forward begins.
 """
 

@@ -362,7 +362,7 @@ def _inside_another_step() -> bool:
 def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
     """Return whether a forward with these arguments adds the routers' auxiliary loss to its own.
 
-    It is no mean over samples, so replicas make another one than one process.
+    It is not a mean over samples, so replicas make another one than one process.
     """
     config = getattr(model, "config", None)
     configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]

@@ -1,9 +1,9 @@
 """Refuse wrappers that average over the wrong ranks when they are made: DistributedDataParallel over all, say.
 
-Tensor-parallel ranks and stages hold different shards under the same names. What copies or averages parameters over
-them makes one shard of all, silently where the shards are equally large. torch calls its global hooks when a
-module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything) and
-before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
+Tensor-parallel ranks and stages hold different shards under the same names. A wrapper that copies or averages
+parameters over them makes one shard of all, silently where the shards are equally large. torch calls its global hooks
+when a module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything)
+and before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
 axis partition the world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank
 raises.
 """

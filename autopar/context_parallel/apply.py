@@ -212,7 +212,7 @@ class BeforeHead:
 
 
 class AfterHead:
-    """Forward hook of the head: its logits of rows are whole for whoever reads them."""
+    """Forward hook of the head: its logits of rows are whole for the code that reads them."""
 
     def __init__(self, state: RowState) -> None:
         self.state = state

@@ -4,7 +4,7 @@ A module that takes a cache keeps in it what the rows behind need to know of tho
 and the last rows that a convolution saw. So each rank runs the module over its own rows with a cache of which the
 states are those of the rank before, and gives that of its own last row to the rank behind. Whether a module goes on
 from a state as if its rows were whole is found out by running it (:mod:`autopar.dry_run.handed_states`).
-What carries states from rank to rank is :mod:`~autopar.context_parallel.rank_states`.
+:mod:`~autopar.context_parallel.rank_states` carries states from rank to rank.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class States:
 
 
 class _Untouched:
-    """The rows in front, for whoever asks whether there are any."""
+    """The rows in front, for code that asks whether there are any."""
 
 
 def _some(tied: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

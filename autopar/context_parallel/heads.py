@@ -3,11 +3,11 @@
 Attention that does not go through transformers' functions (BLOOM, GPT-J, T5), and recurrent layers, run with all rows.
 Where the tensor-parallel rules of the policy shard such a module, they also say which heads (or channels) a rank can
 compute by itself: for the time of its forward the module has slices of its whole parameters, and sizes of this rank.
-What its row-parallel layers return is summed over the ranks, forward and backward: behind them every rank has all rows
-again, of which it keeps its own (:class:`~autopar.context_parallel.block_boundary.NeedsAllRows`), and the gradients of
-all rows.
+The outputs of its row-parallel layers are summed over the ranks, forward and backward. Behind them every rank has all
+rows again, and keeps its own (:class:`~autopar.context_parallel.block_boundary.NeedsAllRows`), and the gradients of all
+rows.
 
-A rank has the gradients of its heads, zeros elsewhere. They are summed with those of rows, by whoever averages.
+A rank has the gradients of its heads, zeros elsewhere. The average over ranks sums them with those of rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A lazy tensor in front of the blocks: it holds this rank's rows, and computes the whole on any other use.
 
 It may be added to others, scaled, normed and projected, which is done to the rows, and the block boundary opens it.
-Whatever else touches it gets the whole tensor, which each rank computes by itself, as it would without rows.
+Any other operation gets the whole tensor, which each rank computes by itself, as it would without rows.
 """
 
 from __future__ import annotations

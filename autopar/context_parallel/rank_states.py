@@ -55,7 +55,7 @@ class StatesOfRank(States):
 
     Args:
         path: of the module.
-        made_of: what it computes with, the hidden states first: whoever needs a gradient of one needs those of states.
+        made_of: what it computes with, the hidden states first: if one needs a gradient, so do the states.
     """
 
     def __init__(self, how: HandedStates, links: Links, path: str, made_of: Sequence[torch.Tensor]) -> None:

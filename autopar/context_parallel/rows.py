@@ -5,7 +5,8 @@ and heads that several ranks get: their gradients are added up.
 
 Where rows are joined, every rank computes the whole behind that, and a loss is the same on all of them: in the
 backward the gradients of all ranks are summed for each row. In front of it the gradient on each rank is that of its
-rows: a part, which whoever averages adds up. What is no sum of parts (a penalty on gradients) cannot be made of them.
+rows: a part, which the average over ranks adds up. A value that is not a sum of parts (a penalty on gradients) cannot
+be made of them.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def prepare_dataloader(
         kwargs: anything else that ``DataLoader`` takes.
 
     Raises:
-        ConfigError: ``sampler`` or ``batch_sampler`` is given (this call makes the sampler), ``batch_size`` is no
+        ConfigError: ``sampler`` or ``batch_sampler`` is given (this call makes the sampler), ``batch_size`` is not a
             positive integer, or ``even_batches=False`` with too few samples to give every replica as many batches.
     """
     _check_arguments(batch_size, drop_last, even_batches, kwargs)

@@ -68,8 +68,8 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
     """All-reduce the mean of all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
 
     Ranks that share sequences (cp) are averaged over as well: each one's gradient is cp times its part.
-    A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. What several
-    ranks of a replica hold gets the same bits on all of them.
+    A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. A gradient
+    that several ranks of a replica hold gets the same bits on all of them.
     """
     axis = mpu.dp_cp
     if axis.size == 1:

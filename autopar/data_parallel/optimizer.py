@@ -159,7 +159,7 @@ class ParallelStep(OwnedParameters):
     def give_back_weights(self) -> None:
         """Put the fp32 weights into the model, on every replica; with ZeRO-1 a collective of the dp axis.
 
-        What was half and has none (frozen weights, buffers) becomes fp32 as it is.
+        Half tensors without fp32 weights (frozen weights, buffers) become fp32 as they are.
         """
         if self.masters is not None:
             to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})

@@ -28,9 +28,9 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
     """Return of each of the optimizer's groups how it is stepped, and the names of its parameters; nothing is changed.
 
     Raises:
-        ConfigError: the config asks for what only an optimizer can do and there is none, it is no torch optimizer, it
-            has parameters that the model has not, its steps could not be those of one process, or the scheduler drives
-            another optimizer.
+        ConfigError: the config asks for what only an optimizer can do and there is none, it is not a torch optimizer,
+            it has parameters that the model has not, its steps could not be those of one process, or
+            the scheduler drives another optimizer.
     """
     if optimizer is None:
         _refuse_without(config, lr_scheduler)
@@ -138,7 +138,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int, whole: set[int]) -> None:
     """Shard the state of each parameter as the parameter was sharded.
 
-    What Adagrad made from parameters without values gets the values that it begins with.
+    State that Adagrad made from parameters without values gets Adagrad's initial values.
 
     Args:
         names: ``id(parameter)`` -> name.

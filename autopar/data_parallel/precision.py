@@ -76,8 +76,8 @@ def to_half(
 ) -> None:
     """Turn the floating parameters and saved buffers of ``model`` into ``dtype``, in place; ``id(parameter)`` stays.
 
-    What transformers keeps in fp32 when it loads the model in that dtype stays or becomes fp32, and so do buffers that
-    are not saved (rotary frequencies).
+    Tensors that transformers keeps in fp32 when it loads the model in that dtype stay or become fp32, and so do buffers
+    that are not saved (rotary frequencies).
 
     Args:
         masters: gets the fp32 weights, unrounded.

@@ -97,7 +97,7 @@ def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[
 def broadcast_from_owners(tensors: Sequence[torch.Tensor], owners: Sequence[int], axis: Axis) -> None:
     """Broadcast each tensor from its owner over ``axis``, in place. Every rank passes the same list.
 
-    What one rank owns of one dtype travels flat, in pieces of at most 32 MiB (or one tensor).
+    All tensors of one dtype that one rank owns travel flat, in pieces of at most 32 MiB (or one tensor).
     """
     if axis.size == 1:
         return

@@ -46,7 +46,7 @@ def broadcast_data(
 
     Args:
         keys: which entries of ``data``; int or str. Those of the first rank are used.
-        data: the batch on the first rank, on any device. What the others pass, None or anything else, is ignored.
+        data: the batch on the first rank, on any device. It is ignored on the other ranks.
         dtype: of every tensor, or for each key its own.
         group: a process group or an MPU (its tensor-parallel group).
 

@@ -203,7 +203,8 @@ class FailureLog:
     def deadline(self) -> Iterator[None]:
         """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.
 
-        ``StopIteration`` is none. Of one thread at a time: the timeouts are those of the process groups.
+        ``StopIteration`` is none. One thread at a time may use it, because the timeouts are those of the process
+        groups.
         """
         if self._in_deadline or self.mpu.world_size == 1:
             yield

@@ -1,7 +1,7 @@
 """Collectives of CPU tensors over gloo, with short waits that do not sleep.
 
 gloo works in a thread of its own, and to sleep until it is done takes longer than the work. So the caller asks for a
-while whether it is, giving the core to whoever wants it, before it sleeps. Not where a machine has more ranks than
+while whether it is, giving the core to other processes, before it sleeps. Not where a machine has more ranks than
 cores: there it would take them from ranks that compute. Tensors on GPUs, other backends, and graphs of torch.compile
 get torch's own waits.
 """

@@ -5,9 +5,10 @@ views made beforehand, and a flag of 8 bytes.
 
 **Protocol.** Every rank has a slot in each of two buffers, and a flag. A collective is: copy into the own slot of the
 buffer whose turn it is, set the own flag to the number of the collective, wait until no flag is behind, read the slots.
-Two buffers suffice: who writes into a buffer again has seen all flags of the collective between, which a rank sets
-only after it has read. Sums are added up in the order of ranks on every rank: the same bits everywhere. Large sums go
-over three ranks and more in two steps (reduce-scatter, all-gather); what is larger than a slot goes in parts.
+Two buffers suffice: a rank that writes into a buffer again has seen all flags of the collective between, and each rank
+sets its flag only after it has read. Sums are added up in the order of ranks on every rank: the same bits everywhere.
+Large sums go over three ranks and more in two steps (reduce-scatter, all-gather); what is larger than a slot goes in
+parts.
 
 **Memory order.** A flag must not be seen before the data that it announces. On x86 stores become visible in the order
 of the program, and loads are done in it (Intel SDM 3A 8.2.2; AMD APM 2 7.2); string instructions are ordered with a
@@ -15,9 +16,9 @@ later store to a flag (8.2.4), and the non-temporal stores of memcpy end with a 
 separate calls into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has
 no barrier for weaker orders, as that of ARM: there gloo is used.
 
-**Waiting.** Spin for some milliseconds (where ranks share cores for a tenth of one) and give the core to whoever wants
-it; then sleep, and look for processes that have ended. A rank that fails inside a collective says so to the others, and
-can use the transport no more.
+**Waiting.** Spin for some milliseconds (where ranks share cores for a tenth of one) and give the core to other
+processes; then sleep, and look for processes that have ended. A rank that fails inside a collective says so to the
+others, and can use the transport no more.
 
 **Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
 that could stay behind, and the kernel frees it with the last process that maps it.

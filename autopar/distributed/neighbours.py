@@ -1,7 +1,7 @@
 """Messages between neighbours on an axis: to the rank behind or the one in front, in the order in which they are sent.
 
-What goes one way along an axis makes no ring, so nobody waits for a rank that waits for it: a rank sends without
-waiting, and a receive waits for nothing but the ranks on that side.
+Messages that go one way along an axis make no ring, so no two ranks wait for each other: a rank sends without waiting,
+and a receive waits for nothing but the ranks on that side.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Neighbours:
     def send(self, x: torch.Tensor, step: int) -> None:
         """Send ``x``, of any shape, ``step`` places along the axis, 1 or -1; returns at once.
 
-        What is sent in a backward has been received when it ends: gloo gives up a message whose sender forgets it.
+        A message sent in a backward has been received when the backward ends: gloo gives up a message whose sender
+        forgets it.
         """
         backward = current_backward()
         if backward not in (-1, self._backward):

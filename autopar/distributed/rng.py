@@ -143,7 +143,7 @@ def switch_stream(seed: int) -> None:
 
 
 def begun_stream() -> dict[str, str]:
-    """Hash the states with which the last stream began, by their names in messages: a switch is no draw."""
+    """Hash the states with which the last stream began, by their names in messages: a switch does not draw."""
     return _begun[0].digests() if _begun else {}
 
 

@@ -1,4 +1,4 @@
-"""Tensors of which a rank has a part, and which are whole for whoever reads them: then, and only then.
+"""Tensors of which a rank has a part, and which become whole when code reads them, and only then.
 
 A subclass says what an operation makes of parts; before any other one the tensor becomes a plain, whole one. That may
 be a collective, so the ranks of an axis meet first, and a rank that reads alone gets an error, not a hang.

@@ -8,8 +8,8 @@ Every tensor is of one kind:
 * *replicated*: an activation, the same on all ranks, with a full gradient,
 * *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient.
 
-What is computed with a sharded tensor is sharded. A replicated parameter in it has a partial gradient, which must be
-summed; a replicated activation in it has one too, and that is never summed.
+The result of a computation with a sharded tensor is sharded. A replicated parameter in it has a partial gradient, which
+must be summed; a replicated activation in it has one too, and that is never summed.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def tensor_of(form: Form) -> torch.Tensor:
 
 
 class _ReadsSeen:
-    """Class before that of a module some of whose attributes were taken away: whoever reads one is seen.
+    """Class before that of a module some of whose attributes were taken away, so that a read of one is seen.
 
     ``nn.Module`` asks ``__getattr__`` for what is not in ``__dict__``.
     """
@@ -102,7 +102,7 @@ class _Known:
 class BlockReplay(ABC):
     """The replay of the equal blocks of one copy of a model, which is on the meta device. A context manager.
 
-    What a dry run follows about tensors is in :meth:`describe`, :meth:`keep` and :meth:`make`.
+    Subclasses say in :meth:`describe`, :meth:`keep` and :meth:`make` what a dry run follows about tensors.
     """
 
     alone = True  # whether what the block that runs now did follows from the block and its arguments

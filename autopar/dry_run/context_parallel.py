@@ -1,9 +1,9 @@
 """The rehearsal of context parallelism: how a model runs over rows of the sequence, found out on the meta device.
 
 The model's own forward runs with boundaries around its blocks (:mod:`autopar.context_parallel.block_boundary`) while
-:mod:`~autopar.dry_run.row_tracking` follows the rows. What mixes them is made to run with all rows: the innermost
-module that does, then the one around it, up to a block. If rows do not get through to the head, they are joined behind
-the last block. What is left after that is refused, with the module and the operation, before anything is changed.
+:mod:`~autopar.dry_run.row_tracking` follows the rows. A module that mixes them is made to run with all rows: the
+innermost one, then the one around it, up to a block. If rows do not get through to the head, they are joined behind the
+last block. Anything left after that is refused, with the module and the operation, before the model is changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Equal blocks of a model: of the same modules, with parameters of the same shapes, and the same rules in a plan.
 
-What a dry run learns of one of them holds for the others (:mod:`autopar.dry_run.block_replay`). Compared is everything
-that a ``forward`` could read: classes, children, shapes, attributes, layouts. Only plain values among the attributes
-(the number of a layer, whether its attention slides) may differ: they are listed, and whoever relies on the equality
-looks whether ``forward`` reads one.
+Results of a dry run of one of them hold for the others (:mod:`autopar.dry_run.block_replay`). Everything that a
+``forward`` could read is compared: classes, children, shapes, attributes, layouts. Only plain values among the
+attributes (the number of a layer, whether its attention slides) may differ: they are listed, and code that relies on
+the equality looks whether ``forward`` reads one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One table of operators: what each does to the elements of its arguments, and along which dims; and their results.
 
-Trackers follow tensors through a run without data. What a mark means is theirs; what an operator does is here. Most
-meta kernels are Python and take up to a millisecond, and the layers of a model ask for the same ones again and again:
-results on meta tensors are computed once per operator and shapes.
+Trackers follow tensors through a run without data. They know what a mark means; this module knows what an operator
+does. Most meta kernels are Python and take up to a millisecond, and the layers of a model ask for the same ones again
+and again: results on meta tensors are computed once per operator and shapes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dry run of a plan's stages, one after the other in this process, before the model is split: does each hold its reads?
 
-What :mod:`autopar.dry_run.block_reads` sees are gradients' paths. Here every operation of every stage is followed,
-so what goes through whole numbers, comparisons and masks is seen too, and what a model collects beside its blocks.
+:mod:`autopar.dry_run.block_reads` sees only the paths of gradients. Here every operation of every stage is followed, so
+what goes through whole numbers, comparisons and masks is seen too, and what a model collects beside its blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plan a model for a mesh, and try the plan: policy -> plan -> dry run -> stages -> rows.
 
 Every step is computed once and kept, and none needs process groups. ``initialize`` takes all of a mesh
-(:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails. What
-plans an axis is loaded when a mesh has it.
+(:func:`plan_model`); the planner and ``autopar policy check`` take them one by one, to go on where one fails. The code
+that plans an axis is loaded when a mesh has it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RowTracking(ValuelessTracking):
 
     Args:
         prime: of :func:`prime_beside`: rows of this rank.
-        ranks: the sequence has ``ranks * prime`` rows. The batch is no multiple of ``ranks``.
+        ranks: the sequence has ``ranks * prime`` rows. The batch is not a multiple of ``ranks``.
 
     Raises:
         MixedRows: in the forward, at the operation.

@@ -108,7 +108,7 @@ def writes_into(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def base_of(tensor: Any) -> Any:
-    """Return what a tensor is a view of; None if it is no view."""
+    """Return what a tensor is a view of; None if it is not a view."""
     return tensor._base
 
 

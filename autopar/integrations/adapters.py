@@ -60,7 +60,7 @@ def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any)
     :func:`get_peft_model`.
 
     Raises:
-        ConfigError: ``model`` is no ``PeftModel``, or as in :func:`get_peft_model`.
+        ConfigError: ``model`` is not a ``PeftModel``, or as in :func:`get_peft_model`.
     """
     if not is_peft_model(model):
         raise ConfigError(

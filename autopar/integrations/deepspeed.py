@@ -1,7 +1,7 @@
 """DeepSpeed's engine around a parallelized model: its mesh is given, and its norms count each element once.
 
-DeepSpeed counts a parameter on every rank or on the first one only, as its marks say. Of a fused ``q | k | v`` with
-fewer KV heads than ranks both would be wrong: several ranks hold the same KV heads. So what its norms are made of is
+DeepSpeed counts a parameter on every rank or on the first one only, as its marks say. Both would be wrong for a fused
+``q | k | v`` with fewer KV heads than ranks, where several ranks hold the same KV heads. So the parts of its norms are
 exchanged, and the elements that a lower rank counts are left out.
 """
 

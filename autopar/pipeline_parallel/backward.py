@@ -2,10 +2,10 @@
 
 The nodes of the graph from which something received can be reached are *on the way*. The first half runs along them
 and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
-What hangs together by nodes beside the way (a weight that is used in several places, a table that all blocks add) is
-one part of it, so that every gradient is counted once. A node with an edge to each side runs in both halves: a function
-written in Python may use up what it saved, so with one of those the first half is the whole backward, unless that
-function says that it ``keeps_nothing``. Hooks of tensors on the way may run twice.
+Edges that hang together by nodes beside the way (a weight that is used in several places, a table that all blocks add)
+are one part of it, so that every gradient is counted once. A node with an edge to each side runs in both halves: a
+function written in Python may use up what it saved, so with one of those the first half is the whole backward, unless
+that function says that it ``keeps_nothing``. Hooks of tensors on the way may run twice.
 """
 
 from __future__ import annotations

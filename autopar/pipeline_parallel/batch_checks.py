@@ -31,7 +31,7 @@ Batch = TypeVar("Batch")
 
 
 class Report(NamedTuple):
-    """What a rank tells the others before a pass.
+    """The facts that a rank tells the others before a pass.
 
     Attributes:
         batch: digests of its arguments; without any it is not compared.
@@ -163,7 +163,7 @@ def _differences(digests: Mapping[int, Mapping[str, str]]) -> list[str]:
 def digest_of(batch: Any, *, whole: bool = False) -> dict[str, str]:
     """Digest a batch: argument -> shapes and hashes of its tensors (samples of large ones), or plain values.
 
-    A list of nothing but None is no data, and has no digests: the rank gets its own otherwise.
+    A list of nothing but None has no data and no digests: the rank gets its own otherwise.
 
     Args:
         whole: hash tensors whole.

@@ -60,7 +60,7 @@ class OwnLoss:
         """Return how the losses of micro-batches make up that of the batch: see ``microbatch.weights_of``.
 
         ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
-        ``num_items_in_batch``. What is neither cannot be put together, and is one micro-batch's mean.
+        ``num_items_in_batch``. Any other value cannot be put together, and is one micro-batch's mean.
 
         Raises:
             ConfigError: it is neither, and there are several micro-batches. From the model and the batch's names only,
@@ -109,7 +109,7 @@ class OwnLoss:
         return getattr(own, "plain", own) or LOSS_MAPPING.get(self.model.loss_type, ForCausalLMLoss)
 
     def _no_mean_over_labels(self, batch: Mapping[str, Any]) -> str | None:
-        """Why the loss is no mean over ``labels``; None if it is one."""
+        """Say why the loss is not a mean over ``labels``; None if it is one."""
         name = type(self.model).__name__
         if self.kind is None:
             own = isinstance(self.model, PreTrainedModel)
@@ -166,7 +166,7 @@ class LossOf:
         """Compute it.
 
         Raises:
-            ConfigError: there is none, it is no number, or it is made of weights of blocks.
+            ConfigError: there is none, it is not a number, or it is made of weights of blocks.
         """
         loss = loss_in(outputs) if self.criterion is None else self._of_criterion(outputs, inputs)
         if loss is None and self.required:

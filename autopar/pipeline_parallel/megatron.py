@@ -88,8 +88,8 @@ def forward_backward(
         others: Megatron-LM's. Those that are not needed are ignored: shapes travel with the activations.
 
     Returns:
-        What ``loss_func`` reports, one entry per micro-batch; an empty list but on the last stage. Where the step
-        function gives None for ``loss_func`` (with ``forward_only``), its outputs.
+        The reports of ``loss_func``, one entry per micro-batch; an empty list on all other stages than the last. Where
+        the step function gives None for ``loss_func`` (with ``forward_only``), its outputs.
 
     Raises:
         ConfigError: the model is not parallelized, an argument is not known, or a function returns something else.

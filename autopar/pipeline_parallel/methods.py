@@ -1,7 +1,7 @@
 """The methods ``execute_pipeline`` and ``no_sync`` of a parallelized model.
 
-A model in one piece has them, too: it accumulates gradients over micro-batches. What runs them is loaded when they are
-first called.
+A model in one piece has them, too: it accumulates gradients over micro-batches. The code that runs them is loaded when
+they are first called.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PipelineOutput:
     """Result of ``execute_pipeline``; also readable as ``out["loss"]``.
 
     Attributes:
-        loss: of the whole batch, detached; None but on the last stage, unless ``broadcast_loss``.
+        loss: of the whole batch, detached; None on other stages than the last, unless ``broadcast_loss``.
         outputs: the model's, of the whole batch, detached, on the last stage with ``return_outputs``; else None.
     """
 
@@ -112,7 +112,7 @@ def execute_pipeline(
         samples; with ``num_items_in_batch`` in the batch, by which the model divides its losses, they add up. Over
         data-parallel replicas gradients are averaged, each replica counting by its labels too, so that they are those
         of the global batch; the loss is this replica's. (``loss_reduction: microbatch``, ``num_items_in_batch`` and
-        losses that are no mean over labels: the plain average, as ``DistributedDataParallel`` takes it.)
+        losses that are not a mean over labels: the plain average, as ``DistributedDataParallel`` takes it.)
 
     Raises:
         StopIteration: the iterator has ended, on all ranks of this replica.
@@ -120,8 +120,8 @@ def execute_pipeline(
             sample of each tensor) or stepped optimizers behind other calls, or the iterator has ended on some of them,
             or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
-            own loss is no mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights of
-            blocks or returns no tensor, or ``count`` comes without one.
+            own loss is not a mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights
+            of blocks or returns no tensor, or ``count`` comes without one.
         PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
             ``pipeline.timeout``; names it.
 

@@ -34,7 +34,7 @@ def next_batch(data: Any) -> dict[str, Any]:
     """Return the batch in ``data``: itself if it is a mapping, else the next one of an iterator.
 
     Raises:
-        ConfigError: it is neither, or what the iterator gives is no mapping.
+        ConfigError: it is neither, or what the iterator gives is not a mapping.
         StopIteration: the iterator has ended.
     """
     if isinstance(data, Mapping):

@@ -88,8 +88,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
     """Merge the outputs of the micro-batches: tensors with rows of each sample are concatenated, others averaged.
 
     Rows of each sample are ``[samples, ...]``, or several for each: ``[samples * frames, width]`` of videos, router
-    logits ``[samples * seq, experts]``, or as many as a sample has images. What is the same in all micro-batches does
-    not depend on them.
+    logits ``[samples * seq, experts]``, or as many as a sample has images. A value that is the same in all
+    micro-batches does not depend on them.
 
     Args:
         sizes: samples of each micro-batch.

@@ -6,9 +6,9 @@ compute, and the last of them ends the forward by an exception that carries its 
 (masks, positions, heads) is the model's own code. The first forward of each kind of call is examined: nothing that
 another stage holds may reach its results.
 
-[Note: random streams of stages] Every stage runs the code in front of its blocks. What that draws (the patches to mask,
-jittered coordinates) the blocks of several stages may read, or the code behind them, so it must be the same everywhere:
-it comes from a stream of the micro-batch. Blocks draw (dropout) from a stream of their stage. The code in front of a
+[Note: random streams of stages] Every stage runs the code in front of its blocks. The blocks of several stages, or the
+code behind them, may read its draws (the patches to mask, jittered coordinates), so they must be the same everywhere:
+they come from a stream of the micro-batch. Blocks draw (dropout) from a stream of their stage. The code in front of a
 decoder has a third one, since the stage that runs the end of the encoder comes there from its blocks.
 """
 

@@ -57,7 +57,7 @@ class ReleasedWeights:
     def halve(self, dtype: torch.dtype, stays_fp32: Callable[[str], bool]) -> None:
         """Give what stands for the tensors of other stages the dtype that these have there; the objects stay.
 
-        What the model's code makes of them (rotary tables, masks) has the dtype of the whole model then.
+        Tensors that the model's code makes of them (rotary tables, masks) then have the dtype of the whole model.
         """
         floating = [name for name, placeholder in self.placeholders.items() if placeholder.is_floating_point()]
         self._retype({name: torch.float32 if stays_fp32(name) else dtype for name in floating}, dtype)
@@ -210,8 +210,8 @@ _OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
 class Placeholder(torch.Tensor):
     """A tensor of one number, expanded; views of it are placeholders, too, and what is computed from it is none.
 
-    Code in front of the blocks runs on all stages. What it writes in place into weights (rescales them for inference,
-    say) the stage that holds them writes as well, so a write into a placeholder is left out.
+    Code in front of the blocks runs on all stages. If it writes in place into weights (rescales them for inference,
+    say), the stage that holds them writes as well, so a write into a placeholder is left out.
 
     Attributes:
         weight_name: its name.

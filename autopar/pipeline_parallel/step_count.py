@@ -87,7 +87,7 @@ _PATIENCE = 8  # passes without a step after which a stage is told, once, if ano
 
 
 class StepReport(NamedTuple):
-    """What stages compare of the steps of their optimizers.
+    """The steps of one stage's optimizers, for the other stages to compare.
 
     Attributes:
         counts: of each optimizer the first pass, and the number of passes that a step came after.

@@ -230,9 +230,11 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
         entered = {family for family, m in families if m.rule.kind in _ENTERS and not m.rule.closes} | {*opened}
         for family, match in opened.items():
             if family not in closed:
-                raise _alone(
-                    match, "opens a region sharded by", "that no row closes; add a row rule, or gather_output: true"
-                )
+                from autopar.plan.region_advice import advise
+
+                unit = next(unit for unit in match.rule.units if table.family(unit) == family)
+                advice = "that no row closes; add a row rule, or gather_output: true" + advise(match, unit, inside)
+                raise _alone(match, "opens a region sharded by", advice, unit)
         for family, match in closed.items():
             if family not in entered:
                 advice = "that no column opens; add a column rule, or split_input: true"
@@ -242,12 +244,12 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
                 family = table.family(match.rule.units[0])
                 for_blocks = name.endswith("/every_stage") and (id(table), family) in of_towers
                 if family not in entered and not for_blocks:
-                    raise _alone(match, "works on activations sharded by", "but no column opens them", ",")
+                    raise _alone(match, "works on activations sharded by", "but no column opens them", comma=",")
         _check_counts(inside, modules)
 
 
-def _alone(match: RuleMatch, does: str, advice: str, comma: str = "") -> PolicyError:
-    return PolicyError(f"{match.shown} {does} '{match.rule.units[0]}'{comma} {advice}", match.rule.where)
+def _alone(match: RuleMatch, does: str, advice: str, unit: str = "", comma: str = "") -> PolicyError:
+    return PolicyError(f"{match.shown} {does} '{unit or match.rule.units[0]}'{comma} {advice}", match.rule.where)
 
 
 _ENTERS = ("region", "enter_output", "sharded")

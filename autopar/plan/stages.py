@@ -123,7 +123,7 @@ def make_stages(
 
     Raises:
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
-        UnsupportedModelError: the blocks are no chain, or a stage cannot run by itself.
+        UnsupportedModelError: the blocks are not a chain, or a stage cannot run by itself.
     """
     check_adapters(root, 1, ranks)
     blocks = Blocks(policy, *model_inside(root, policy))
@@ -244,7 +244,7 @@ def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int
 def partition(costs: Sequence[int], stages: int) -> list[int]:
     """Return the bounds of the contiguous split of ``costs`` into non-empty stages whose largest sum is the smallest.
 
-    Of several such splits the most even one (the smallest sum of squares).
+    If there are several, return the most even one (the smallest sum of squares).
 
     Raises:
         ConfigError: more stages than costs.

@@ -168,7 +168,7 @@ def _check_complete(state: dict[str, torch.Tensor], renamed: dict[str, str], pie
 
 
 class _ViewTracking(TorchDispatchMode):
-    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. What has to be copied is noted.
+    """Copies are not made: ``chunk.contiguous()`` stays the view that it was. Tensors that have to be copied are noted.
 
     Args:
         stored: name -> meta tensor.

@@ -113,7 +113,7 @@ def _below(section: Node, path: str) -> Node:
 
 
 def _texts(node: Node, change: Callable[[str, Where], str]) -> Node:
-    """``node`` with every text that is no key changed."""
+    """Return ``node`` with every text changed, except keys."""
     if isinstance(node.value, dict):
         return Node({key: _texts(entry, change) for key, entry in node.value.items()}, node.where)
     if isinstance(node.value, list):

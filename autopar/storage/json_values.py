@@ -1,8 +1,9 @@
 """Python values as JSON and back: numbers, text, containers, arrays and tensors, and nothing that could run.
 
-What JSON cannot say is an object with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left out of the
-JSON and named by their place (``extra.ema['wte.weight']``), so that they can be stored as tensors; or, where they are
-small, they lie in it as base64. Decoding builds values of the types listed here only, and checks everything first.
+Values that JSON does not have are objects with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left
+out of the JSON and named by their place (``extra.ema['wte.weight']``), so that they can be stored as tensors; or, where
+they are small, they lie in it as base64. Decoding builds values of the types listed here only, and checks everything
+first.
 
 ``torch.save`` and ``torch.load(weights_only=True)`` would replace the encoder only (83 lines): older checkpoints need
 the decoder, and a new file its own checksum, copying and checks. They also refuse numpy arrays and frozensets, write

@@ -1,9 +1,9 @@
 """Tensors that lie in files and are read in ranges.
 
 A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
-straight into their final place when dtype and device are the file's. Of a file that may be mapped
-(:class:`~autopar.storage.files.RangeFile`), :func:`map_shard` gives the mapped memory itself where a shard's bytes
-lie together.
+straight into their final place when dtype and device are the file's. If the file may be mapped
+(:class:`~autopar.storage.files.RangeFile`), :func:`map_shard` gives the mapped memory itself where a shard's bytes lie
+together.
 
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file

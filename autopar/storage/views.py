@@ -127,7 +127,7 @@ def reshaped(lazy: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
 
 
 def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> LazyTensor:
-    """Return the piece, to be read in ranges; what is no box of its tensors is read at once.
+    """Return the piece, to be read in ranges; a view that is not a box of its tensors is read at once.
 
     Args:
         of: the stored tensor that it is a view of, unless it is joined.

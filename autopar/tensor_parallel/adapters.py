@@ -1,4 +1,4 @@
-"""Modules of PEFT in a tensor-parallel model that are no parallel layers: dropout in front of adapters, embeddings.
+"""Modules of PEFT in a tensor-parallel model that are not parallel layers: dropout in front of adapters, embeddings.
 
 Dropout in front of an adapter zeroes elements of the base layer's input. Where that is replicated (a column-parallel
 base layer, which has begun a region by then) all ranks must draw the same mask; where it is sharded (a row-parallel

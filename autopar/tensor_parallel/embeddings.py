@@ -52,7 +52,7 @@ def _delete(self: Any) -> None:
 
 
 def _warn(module: nn.Module) -> None:
-    """Warn code that is no library's, once, that ``weight[id]`` is another token on each rank.
+    """Warn code of the user, once, that ``weight[id]`` is another token on each rank.
 
     Not of a layer that was constructed sharded (its plan has no path).
     """

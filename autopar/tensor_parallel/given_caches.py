@@ -1,8 +1,8 @@
 """Shard ``past_key_values`` that the user gives (prefix tuning, a cache of another model) by attention heads.
 
 A cache that the parallelized model filled itself holds this rank's KV heads only, and is left alone: an attribute marks
-it. Of any other one, keys and values of all heads are sharded as the attention layer's heads are, inside the graph: the
-gradient of each rank's heads is gathered, that of heads which several ranks hold is summed.
+it. In any other cache, keys and values of all heads are sharded as the attention layer's heads are, inside the graph:
+the gradient of each rank's heads is gathered, and that of heads which several ranks hold is summed.
 """
 
 from __future__ import annotations

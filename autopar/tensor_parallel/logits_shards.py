@@ -139,7 +139,7 @@ class Shards(LogitsPart):
 
     @property
     def saved(self) -> Sequence[torch.Tensor]:
-        """What the product is made of: it is computed again."""
+        """The factors of the product, which is computed again."""
         return () if self.head is None else self.inputs
 
     def gradients(self) -> Gradients:

@@ -10,7 +10,7 @@ all-gather (Megatron: three all-reduces); no rank has the full logits. Every ran
 
 With ``loss: {chunk: N}`` the head's product and the loss run over N tokens at a time, forward and again backward (Cut
 Cross-Entropy, Wijmans et al. 2024, and Liger Kernel, Hsu et al. 2024, do so on one GPU; here each rank has its shard of
-the vocabulary). What is kept for the backward pass is ``[tokens, hidden]``, not ``[tokens, vocab/tp]``.
+the vocabulary). The backward pass keeps ``[tokens, hidden]``, not ``[tokens, vocab/tp]``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@
 
 After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is done in
 :mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
-models that put the batch first pass ``dim=1``. What splits tensors and vocabularies has no autograd across ranks.
+models that put the batch first pass ``dim=1``. Functions that split tensors and vocabularies have no autograd across
+ranks.
 
 No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything is sent,
 on every rank (Megatron truncates silently).

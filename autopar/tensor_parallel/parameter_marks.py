@@ -4,10 +4,10 @@
 ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
 ``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too.
 
-Of KV heads that several ranks hold, the first of these ranks counts. What is held twice only in part (a fused
-``q | k | v`` with fewer KV heads than ranks) cannot be said by one flag: it counts on every rank. DeepSpeed's norms are
-given what counts (:mod:`autopar.integrations.deepspeed`), one of your own is too large by the repeated heads;
-``autopar.clip_grad_norm_`` is exact there, too.
+The first of the ranks that hold a KV head counts it. One flag cannot describe a weight that is held twice only in part
+(a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank. DeepSpeed's norms are given what counts
+(:mod:`autopar.integrations.deepspeed`), one of your own is too large by the repeated heads; ``autopar.clip_grad_norm_``
+is exact there, too.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Region:
         """Check whether whole logits of so many bytes are gathered in the forward, before they are read.
 
         Without gradients somebody is likely to read them, and maybe on one rank only; so too in evaluation mode without
-        labels. Of what is larger a loss may be all that is read, and it takes memory. The same on all ranks.
+        labels. Larger logits stay sharded: maybe only the loss is read, and they take memory. The same on all ranks.
 
         Args:
             training: mode of the head.
@@ -192,7 +192,7 @@ class Region:
 
         Returns:
             The copy, and what the layer attaches to its output (:mod:`~autopar.tensor_parallel.overlap`); None if the
-            layer is not the first that reads ``x``, or nothing would overlap. Of rows every layer attaches something.
+            layer is not the first that reads ``x``, or nothing would overlap. With rows every layer attaches something.
         """
         if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
             return self.enter(x), self._entered.late_weight(weight, gradient)

@@ -205,7 +205,7 @@ class RowsBlock:
 class Entry:
     """Class before that of a module with a region: its first argument is the whole sequence, its rows leave it.
 
-    What the region makes is summed into rows by its row-parallel layer, here or in a later module.
+    The row-parallel layer of the region sums its output into rows, here or in a later module.
     """
 
     rows_region: Region

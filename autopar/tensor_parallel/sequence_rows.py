@@ -1,10 +1,10 @@
 """Rows of the sequence between the regions of a model, and those that layers of a region save.
 
 Rows are dim 1 of ``[batch, seq, hidden]``, or lie in both dims flattened, over the tensor-parallel ranks. A
-column-parallel layer saves rows of its input for its weight's gradient, and gathers them again in the backward. Of
-the whole sequence that it multiplied, ``[batch, seq, in]``, nothing stays: the layer itself sees a detached weight,
-whose gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.overlap`). Layers that read the
-same sequence gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
+column-parallel layer saves rows of its input for its weight's gradient, and gathers them again in the backward. Nothing
+stays of the whole sequence that it multiplied, ``[batch, seq, in]``: the layer itself sees a detached weight, whose
+gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.overlap`). Layers that read the same
+sequence gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Logits of which a rank has a part, and which are whole for whoever reads them: gathered then, and only then.
+"""Logits of which a rank has a part, and which are gathered when code reads them, and only then.
 
 A language model's head makes ``[..., vocab/tp]`` on each rank, with context parallelism ``[batch, rows/cp, vocab]``.
 Most training steps take a cross entropy of it, which is computed from the parts, and read nothing else; gathering
 ``[..., vocab]`` would move more bytes than all blocks together. :class:`ShardedLogits` is the whole tensor that the
-model's own code passes on. What a loss does to logits on the way, and ``F.cross_entropy`` itself, are done to the parts
+model's own code passes on. Operations of a loss on the logits, and ``F.cross_entropy`` itself, are done to the parts
 (:mod:`~autopar.tensor_parallel.logits_shards`, :mod:`~autopar.context_parallel.row_logits`). Any other operation
 gathers them and goes on with a plain tensor, in the same autograd graph. So ``outputs.logits`` is what users know.
 
@@ -65,7 +65,7 @@ class LogitsPart(ABC):
 
     @property
     def saved(self) -> Sequence[torch.Tensor]:
-        """What :meth:`gradients` is to be given."""
+        """The tensors that :meth:`gradients` is to be given."""
         return ()
 
     @abstractmethod

@@ -250,7 +250,7 @@ def check_sizes(tp: int, pp: int) -> None:
 
 
 def check_fits(manifest: Manifest, tp: int, pp: int) -> None:
-    """Check that the model can run with these sizes. Of a policy of the user's own nothing is known.
+    """Check that the model can run with these sizes. Nothing is known of a user's own policy.
 
     Raises:
         CheckpointError: fewer units than ranks, which several ranks cannot share, or fewer blocks than stages; says the

@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator``, for which the data-parallel replicas are the world.
 
-What it counts, deals out, gathers and adds up is that of the replicas (:mod:`autopar.integrations.accelerate`);
-here is what a trainer needs in addition.
+It counts, deals out, gathers and adds up over the replicas (:mod:`autopar.integrations.accelerate`). This module has
+what a trainer needs in addition.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class CheckpointMixin(ParallelBase):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write what ``save_pretrained`` of the plain model writes, with the processing class and arguments.
 
-        Of a ``PeftModel`` that is its adapters.
+        For a ``PeftModel`` these are its adapters.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         model = self.model

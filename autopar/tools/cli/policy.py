@@ -100,7 +100,7 @@ def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
 
     Raises:
         ConfigError: neither names a model, or both do.
-        PolicyError: the file is no policy.
+        PolicyError: the file is not a policy.
     """
     if Path(source).suffix not in (".yaml", ".yml"):
         if model is not None:

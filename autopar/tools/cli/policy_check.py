@@ -76,9 +76,9 @@ def check_policy(
         long_sequences: also try both where they need not fit, context parallelism on 2 ranks.
 
     Returns:
-        What :func:`resolve_policy` does, as far as it holds, and ``dry_run``, ``stages``, ``sequence_parallel`` and
-        ``context_parallel`` (each ``ok``, or why not), ``errors`` (the library's texts) and ``holds``: whether there
-        are none.
+        The results of :func:`resolve_policy`, as far as it holds, and ``dry_run``, ``stages``, ``sequence_parallel``
+        and ``context_parallel`` (each ``ok``, or why not), ``errors`` (the library's texts) and ``holds``: whether
+        there are none.
     """
     report = {**_empty_report(model, tp, pp), "dry_run": "not run"}
     report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}

@@ -142,7 +142,7 @@ def _too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions
 def _alone_too_few(
     models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, together: list[str]
 ) -> list[str]:
-    """Of columns that end in one component those that would without the others."""
+    """Return those columns that end in one component even without the others."""
     kinds = {seen.names(path): path for path in together}
     result = []
     for kind, path in kinds.items():

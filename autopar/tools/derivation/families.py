@@ -159,7 +159,7 @@ def _grouped(block: str, members: list[Member]) -> list[Family]:
 
 
 def _widths(line: list[int], units: list[int]) -> tuple[int, ...] | None:
-    """Return how wide each unit is in each run of all units; None if the line is no such runs."""
+    """Return how wide each unit is in each run of all units; None if the line does not consist of such runs."""
     place, widths = 0, list[int]()
     while place < len(line):
         width = 0

@@ -1,9 +1,10 @@
 """Follow single features of layers through a forward: which of them are computed with one another.
 
-A candidate for a column gives every output feature a number. Whatever moves elements (views, slices, concatenation)
-moves the numbers; whatever combines two of them puts them into one component: a product of queries and keys those of
-a head, a softmax or a mean all that it runs over. A layer that is called with numbered features along its input could
-be a row: its sum over ranks ends the region. What is left at the end are the units: components that never meet.
+A candidate for a column gives every output feature a number. An operation that moves elements (a view, a slice, a
+concatenation) moves the numbers. An operation that combines two of them puts them into one component: a product of
+queries and keys those of a head, a softmax or a mean all that it runs over. A layer that is called with numbered
+features along its input could
+be a row: its sum over ranks ends the region. The units are left at the end: components that never meet.
 
 A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
 """

@@ -42,7 +42,7 @@ def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class Components:
-    """Features, numbered from 1, and which of them belong together. 0 is no feature.
+    """Features, numbered from 1, and which of them belong together. 0 stands for none.
 
     Arguments and results are integer tensors of any shape.
 

@@ -1,9 +1,9 @@
 """Whether a shard computes what the full model does with its units: the shapes of every operator, one by one.
 
 Shards of all the right shapes at the end may be wrong inside: where ``forward`` views features as ``(heads, -1)`` and
-nobody has divided ``heads``, four heads of half the width come out. What each tensor of a shard must look like follows
-from the features of the full model's: of every dim those places are left that belong to the shard's own units, or to
-none. Operators are compared in order, module by module, on one rank's shard.
+nobody has divided ``heads``, four heads of half the width come out. The features of the full model's tensors say what
+each tensor of a shard must look like: every dim keeps the places that belong to the shard's own units, or to none.
+Operators are compared in order, module by module, on one rank's shard.
 """
 
 from __future__ import annotations

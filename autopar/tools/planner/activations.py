@@ -1,7 +1,7 @@
 """Count a forward on the meta device, block by block: saved activations, operations and collectives.
 
 One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
-is counted by ``saved_tensors_hooks``, each storage once, weights not. Of equal blocks one computes
+is counted by ``saved_tensors_hooks``, each storage once, weights not. Only one of several equal blocks computes
 (:mod:`autopar.dry_run.block_replay`), so the size of a model makes no difference to the time. Each block is also run
 backward, to see how much memory that needs beside what is saved.
 
@@ -70,7 +70,7 @@ class _Segment(NamedTuple):
     """Code outside of blocks, until it is known what of it stays saved.
 
     Attributes:
-        unit: what else is known of it; with what blocks in it have saved that are no elements.
+        unit: what else is known of it; with what the blocks in it that are not elements have saved.
         freed: sequence numbers of nodes of which nothing is left between the halves of a backward.
     """
 

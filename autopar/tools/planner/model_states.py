@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer state on each rank, from the plan: exact, and without any formula.
 
-A rank holds the shard of each tensor that its plan gives it, of the stages that lie on it. What ``initialize`` does to
-dtypes, what ZeRO shards and who owns what is asked of the code that does it.
+A rank holds the shard of each tensor that its plan gives it, of the stages that lie on it. The code that changes
+dtypes, shards for ZeRO and gives tensors their owners is asked what it does.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class PlannedModel:
             one forward. A search does that for what it has found (:meth:`rehearse`).
 
     Raises:
-        ConfigError, PolicyError, UnsupportedModelError: it is no Hugging Face model, or has no policy.
+        ConfigError, PolicyError, UnsupportedModelError: it is not a Hugging Face model, or has no policy.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _WIDEST_HEAD = 256  # of flash attention
 
 
 class Operation(NamedTuple):
-    """One operation of a forward that is no view.
+    """One operation of a forward that is not a view.
 
     Attributes:
         flops: of matrix products.
@@ -211,7 +211,7 @@ class SavedStorages:
         return storage_key(tensor) in self._weights
 
     def numbered(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Return number and bytes of each storage among tensors that are no weights."""
+        """Return number and bytes of each storage among tensors that are not weights."""
         return {self.number(x): self._storages.bytes(x) for x in tensors if x.is_meta and not self.is_weight(x)}
 
 

@@ -179,8 +179,8 @@ def fit(
 ) -> tuple[int, ParallelConfig]:
     """Return in how many parts the plain model takes a batch, and the config with micro-batches that it can take.
 
-    A loss that is no mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of its
-    micro-batches put together, nor is that of a model whose samples depend on each other: then there is one
+    A loss that is not a mean over labels (but over pairs in a batch, or behind a norm over the batch) is not that of
+    its micro-batches put together, nor is that of a model whose samples depend on each other: then there is one
     micro-batch, and the plain model's is the mean of the replicas'.
     """
     apart = any(isinstance(module, BatchNorm) for module in plain.modules())

@@ -80,7 +80,7 @@ class _Draws(TensorTracking):
 
 
 def _rate(operator: str, named: Mapping[str, Any]) -> float:
-    """Return the probability of a zero that an operator draws with; 0: it is no dropout."""
+    """Return the probability of a zero that an operator draws with; 0: it is not a dropout."""
     given = named.get("p")
     if type(given) is not float:
         return 0.0

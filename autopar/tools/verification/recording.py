@@ -203,7 +203,7 @@ _KINDS = {  # torch's and the transport's names -> the field's
 
 
 def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
-    """Add them up by kind, the largest first. What is received is left out: another rank has sent it."""
+    """Add them up by kind, the largest first. Received messages are left out: another rank has sent them."""
     calls, sizes = Counter[str](), Counter[str]()
     for each in collectives:
         kind = next((kind for name, kind in _KINDS.items() if each.name.startswith(name)), each.name)

@@ -110,7 +110,7 @@ class Report:
         dtype: that the plain model computes in.
         device: ``cpu`` or ``cuda``.
         rows: the comparisons, in order.
-        culprit: where the first difference is; None if there is none, or it is no module's.
+        culprit: where the first difference is; None if there is none, or it is not in a module.
         memory: of each rank; ``plain_memory``: of one process with the plain model.
         traffic: of a step, by kind.
         seconds: that it took.
@@ -145,7 +145,7 @@ class Report:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as ``autopar verify --json`` prints it. A difference that is no number is null."""
+        """Return plain data, as ``autopar verify --json`` prints it. A difference that is not a number is null."""
         data = dataclasses.asdict(self)
         for row in data["rows"]:
             row["difference"] = (

@@ -1,4 +1,4 @@
-"""A session: the plain model and this rank's parallel one, fed with the same inputs. What the checks work on."""
+"""A session: the plain model and this rank's parallel one, fed with the same inputs. The checks work on it."""
 
 from __future__ import annotations
 

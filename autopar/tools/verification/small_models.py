@@ -1,7 +1,7 @@
 """Small models with the structure of large ones: the config with small sizes in the place of its own, random weights.
 
-What is a size is known by its name; ratios that matter are kept: grouped keys stay grouped, tied weights tied, of each
-kind of layer one stays. ``small_fields.yaml`` lists fields that neither names nor other fields tell. Norms, biases and
+Sizes are known by their names. Ratios that matter are kept: grouped keys stay grouped, tied weights stay tied, and one
+layer of each kind stays. ``small_fields.yaml`` lists fields that neither names nor other fields tell. Norms, biases and
 matrices of zeros get random values, since constants hide mistakes.
 """
 

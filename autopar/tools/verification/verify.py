@@ -73,8 +73,8 @@ def verify(
         ``report.to_dict()``; it prints as a table.
 
     Raises:
-        ConfigError: the call is wrong, or no inputs are known for the model. What ``initialize`` refuses is no error
-            but a row of the report.
+        ConfigError: the call is wrong, or no inputs are known for the model. A refusal of ``initialize`` is a row of
+        the report, not an error.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be cpu or cuda, not {device!r}")

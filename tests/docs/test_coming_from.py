@@ -1,0 +1,85 @@
+"""The tables of docs/coming-from.md: every name of autopar in them exists, and the printed policy is right."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import autopar
+from autopar.config import ParallelConfig
+from autopar.config.sections import SECTIONS
+from autopar.tools.cli import app
+from tests.docs.pages import DOCS, codes
+from tests.parity import check, language_batches
+from tests.pool import pooled
+from tests.small import gpt2
+
+TEXT = (DOCS / "coming-from.md").read_text()
+TABLES = re.findall(r"^\|(.*)\|(.*)\|$", TEXT, re.MULTILINE)
+HERE = [code for _, right in TABLES for code in re.findall(r"`([^`]+)`", right)]
+ATTACHED = {"save_parallelized", "from_parallelized", "execute_pipeline", "generate"}  # of a parallelized model
+POLICY = next(code.text for code in codes(TEXT, "yaml") if code.file == "colo_gpt2.yaml")
+
+
+def names(pattern: str) -> set[str]:
+    """Return the dotted names on the right of all tables and in the text between them."""
+    return {name for code in re.findall(r"`([^`\n]+)`", TEXT) for name in re.findall(pattern, code)}
+
+
+@pytest.mark.parametrize("name", sorted(names(r"\b(autopar(?:\.\w+)+)")))
+def test_every_name_of_autopar_exists(name: str) -> None:
+    path, _, last = name.rpartition(".")
+    value = getattr(importlib.import_module(path), last)
+    assert callable(value) or inspect.ismodule(value)
+
+
+def test_every_name_of_the_mesh_exists() -> None:
+    found = names(r"\bmpu\.(\w+)")
+    attributes = {"tp", "pp", "dp", "device"}
+    assert attributes <= found and len(found - attributes) > 12
+    assert {name for name in found if not hasattr(autopar.MPU, name)} == attributes
+    assert all(f"{name}:" in (inspect.getdoc(autopar.MPU) or "") for name in attributes)
+
+
+def test_every_method_of_a_model_is_known() -> None:
+    named = {name for code in HERE for name in re.findall(r"\bmodel\.(\w+)", code)} - {"mpu"}
+    assert named == ATTACHED
+
+
+@pytest.mark.parametrize("code", [code for code in HERE if re.match(r"\w+: \{", code)])
+def test_every_key_of_the_configuration_is_known(code: str) -> None:
+    config = yaml.safe_load(code)
+    for section, keys in config.items():
+        assert keys.keys() <= SECTIONS[section].keys()
+    if "..." not in code and all(value is not None for keys in config.values() for value in keys.values()):
+        ParallelConfig.parse(config)
+
+
+def test_the_policy_of_colotensor_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("colo_gpt2.yaml").write_text(POLICY)
+    gpt2().save_pretrained("gpt2")
+    (command,) = re.findall(r"`autopar (policy check colo_gpt2.yaml .*?)`", TEXT)
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "all holds" in result.output
+
+
+@pooled(world_size=2)
+def test_the_policy_of_colotensor_computes_the_same() -> None:
+    check(gpt2, language_batches(131), 2, policy=POLICY, first=sharded_as_it_says)
+
+
+def sharded_as_it_says(plain: Any, parallel: Any) -> None:
+    """Embeddings and the attention by columns, the MLP by columns and rows."""
+    block, base = parallel.transformer.h[0], parallel.transformer
+    assert base.wte.weight.shape == (131, 18) and parallel.lm_head.weight.shape == (131, 18)
+    assert block.attn.c_attn.weight.shape[0] == 36 and block.attn.c_attn.weight.shape[1] < 108
+    assert block.mlp.c_fc.weight.shape == (36, 72) and block.mlp.c_proj.weight.shape == (72, 36)
