@@ -67,7 +67,7 @@ def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: T
 
 
 def writer_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Return the tensor-parallel rank that writes the state of a parameter that is no shard."""
+    """Return the tensor-parallel rank that writes the state of a parameter, if that is not a shard."""
     step = step_of(optimizer)
     return 0 if step is None else step.whole.writer(parameter)
 

@@ -179,7 +179,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one copy has done: the update of its first parameter, and what it keeps.
+    """The run of one copy: the update of its first parameter, and the numbers that it keeps.
 
     Attributes:
         numbers: those in the first parameter's state.
